@@ -32,7 +32,7 @@ from consilium.models.sam.network import build_sam
 from consilium.privacy.distributed_noise import discrete_gaussian
 from consilium.privacy.mechanism import geometry, privatize
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.report.run_log import payload_bytes
+from consilium.report.run_files import payload_bytes
 from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import similarities

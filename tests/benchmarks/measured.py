@@ -24,8 +24,8 @@ import torch
 from consilium.core.storage import load_state
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.strategies.fedsca import MATRIX
+from consilium.study.definition import Cell
 from consilium.study.records import record_of
-from consilium.study.study import Cell
 
 FOLDER = Path(__file__).parent / "measured"
 MEASURE, VALUE, SECONDS = "measure", "value", "seconds"

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from consilium.study.study import load
+from consilium.study.definition import load
 from tests.benchmarks import utility
 from tests.benchmarks.claims import CLAIMS, Claim
 from tests.benchmarks.effects import EFFECTS, Best, Effect, Labels, Term

@@ -38,7 +38,7 @@ def without_events(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with patch("consilium.report.run_log.EventFile", NoEvents):
+    with patch("consilium.report.run_files.EventFile", NoEvents):
         yield
 
 

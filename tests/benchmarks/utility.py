@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from consilium.report.compare.figures import draw_lines, ticks
+from consilium.report.compare.figures import draw_lines, sort_axis_values
 from tests.benchmarks.effects import ACCURACY, DICE, LOSS
 from tests.benchmarks.measured import MEASURE, NOISE, Rows
 
@@ -33,7 +33,7 @@ def by_place(rows: Rows, measure: str) -> dict[tuple[str, str, str], list[float]
 def table(rows: Rows, score: str = ACCURACY) -> str:
     """Return the table of mean scores, with noise / signal: a row per mix and method, the best first, a column per epsilon."""
     noise, found = by_place(rows, NOISE), by_place(rows, score)
-    columns = [*reversed(ticks({epsilon for *_, epsilon in found}))]
+    columns = [*reversed(sort_axis_values({epsilon for *_, epsilon in found}))]
     cells = {place: _cell(statistics.mean(values), statistics.mean(noise[place])) for place, values in found.items()}
     sign = 1 if score == LOSS else -1
     order = sorted({place[:2] for place in found}, key=lambda one: (one[0], _best(found, one, sign), one[1]))

@@ -9,7 +9,7 @@ import yaml
 from consilium.config.job import JobConfig, load_job
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_yaml
-from consilium.study.study import load
+from consilium.study.definition import load
 from tests.conftest import JOBS, small_config
 
 

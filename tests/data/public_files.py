@@ -76,7 +76,7 @@ def _outcome(format: str, path: Path, is_equal: Callable[[Path], bool | None]) -
 def _as_pydicom(path: Path) -> bool | None:
     """Read a file, and tell whether its stored values are pydicom's."""
     if volumes.volume_format(path) is None:
-        slides.whole(path)
+        slides.read_whole(path)
         return None
     volumes.voxels(path)
     own = np.stack(list(pictures(path)))
@@ -91,7 +91,7 @@ def _as_pydicom(path: Path) -> bool | None:
 
 def _as_nibabel(path: Path) -> bool | None:
     if volumes.volume_format(path) is None:
-        slides.whole(path)
+        slides.read_whole(path)
         return None
     found, theirs = volumes.voxels(path), nibabel.load(path)
     same = np.allclose(found, np.asanyarray(theirs.dataobj).reshape(found.shape))
@@ -99,7 +99,7 @@ def _as_nibabel(path: Path) -> bool | None:
 
 
 def _as_tifffile(path: Path) -> bool | None:
-    found, theirs = slides.whole(path), tifffile.imread(path)
+    found, theirs = slides.read_whole(path), tifffile.imread(path)
     return found.shape == theirs.shape and bool(np.array_equal(found, theirs))
 
 

@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data.class_values import classes_for, remedy
+from consilium.data.class_values import classes_for, undeclared_remedy
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.importers.registry import import_set
@@ -46,19 +46,19 @@ def test_values_that_never_occur_together_are_one_class(sites: list[set[int]], c
 def test_what_is_written_declares_every_value(
     sites: list[set[int]], classes: dict[str, list[int]], written: dict[str, list[int]]
 ) -> None:
-    found = re.search(r"task\.classes: ({.*?})", remedy(sites, classes))
+    found = re.search(r"task\.classes: ({.*?})", undeclared_remedy(sites, classes))
     assert found is not None
     assert yaml.safe_load(found[1]) == written
 
 
 def test_a_value_that_no_job_can_declare_is_mapped_by_the_site() -> None:
-    found = re.search(r"labels: ({.*?}) for", remedy([{0, 1, -1}], {"nucleus": [1]}))
+    found = re.search(r"labels: ({.*?}) for", undeclared_remedy([{0, 1, -1}], {"nucleus": [1]}))
     assert found is not None
     assert yaml.safe_load(found[1]) == {-1: [], 1: ["nucleus"]}
 
 
 def test_numbered_objects_are_no_classes() -> None:
-    told = remedy([set(range(5000))], {"nucleus": [1]})
+    told = undeclared_remedy([set(range(5000))], {"nucleus": [1]})
     assert len(told) < 200
     assert "4,998 values are single objects or grey levels" in told
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from consilium.core.errors import DataError
-from consilium.data.datalist import DataList, Item, arranged, pool, read_datalist
+from consilium.data.datalist import DataList, Item, pool, read_datalist, with_challenge_splits
 
 
 def write(folder: Path, content: object, *files: str) -> Path:
@@ -89,7 +89,7 @@ def listed(folder: Path, folds: list[int | None], **more: object) -> DataList:
     """Return a list of labelled pictures of these folds, as it is used."""
     files = [f"{n}.png" for n in range(len(folds))]
     entries = [{"image": f, "label": "m.png"} | ({} if k is None else {"fold": k}) for f, k in zip(files, folds, strict=True)]
-    return arranged(read_datalist(write(folder, {"training": entries, **more}, "m.png", *files)))
+    return with_challenge_splits(read_datalist(write(folder, {"training": entries, **more}, "m.png", *files)))
 
 
 def test_the_lowest_fold_is_for_validation_and_is_told(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_test_split_without_labels_is_left_out_and_told(entry: object, tmp_pat
     some = listed(tmp_path, [None], test=[entry, {"image": "0.png", "label": "m.png"}])
     assert len(names(some, "test")) == 2  # one mask is missing, which the check reports
     unlabelled = read_datalist(write(tmp_path, {"training": ["0.png"], "test": [entry]}))
-    assert arranged(unlabelled) == unlabelled
+    assert with_challenge_splits(unlabelled) == unlabelled
 
 
 def test_several_images_of_a_sample_are_refused_and_one_by_its_name_is_read(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from consilium.data.check_report import Findings
 from consilium.data.datalist import Item
 from consilium.data.dicom.masks import inside
 from consilium.data.images import read_labels, read_sample
-from consilium.data.label_map import relabelled
-from consilium.data.labels import Labels
+from consilium.data.label_map import with_job_labels
+from consilium.data.label_masks import Labels
 from consilium.data.settings import PictureSettings
 
 RNG = np.random.default_rng(0)
@@ -306,7 +306,9 @@ def test_check_lists_structures_that_nobody_asks_for(wide: Path) -> None:
     assert "lesion" in absent
     assert "under `labels` of site.yaml" in absent
     mapped = check_datalist(
-        wide / "list.json", {"tumour": [1]}, change=lambda data: relabelled(data, {"lesion": ("tumour",)}, None, ["tumour"])
+        wide / "list.json",
+        {"tumour": [1]},
+        change=lambda data: with_job_labels(data, {"lesion": ("tumour",)}, None, ["tumour"]),
     )
     assert mapped.images_of_class["tumour"]["training"] == 1
     assert "no structure of the job's classes" not in mapped.warnings

@@ -12,7 +12,7 @@ from nibabel.processing import resample_from_to
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item, read_datalist
-from consilium.data.grid import Grid, disagreement, resampled
+from consilium.data.grid import Grid, grid_difference, resample_to_grid
 from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.sample_check import check_samples
 from consilium.data.settings import Axis, PictureSettings
@@ -104,19 +104,19 @@ def test_without_a_place_a_plane_is_the_files_rows_and_columns() -> None:
 def test_a_mask_must_lie_where_its_image_does() -> None:
     one, moved, turned = np.diag([1.0, 1, 2, 1]), np.diag([1.0, 1, 2, 1]), np.diag([-1.0, 1, 2, 1])
     moved[0, 3] = 0.09
-    assert disagreement(Grid((8, 8, 4), one), Grid((8, 8, 4), moved)) == ""
+    assert grid_difference(Grid((8, 8, 4), one), Grid((8, 8, 4), moved)) == ""
     moved[0, 3] = 0.11
-    assert disagreement(Grid((8, 8, 4), one), Grid((8, 8, 4), moved)) == "its corners lie 0.1 mm apart"
-    assert disagreement(Grid((8, 8, 4), one), Grid((8, 8, 4), turned)) == "its corners lie 14.0 mm apart"
-    assert disagreement(Grid((8, 8, 4), one), Grid((8, 8, 4), one * 1.1)) != ""
-    assert disagreement(Grid((8, 8, 4), one), Grid((8, 4, 8), one)) == "8x4x8 voxels, not 8x8x4"
+    assert grid_difference(Grid((8, 8, 4), one), Grid((8, 8, 4), moved)) == "its corners lie 0.1 mm apart"
+    assert grid_difference(Grid((8, 8, 4), one), Grid((8, 8, 4), turned)) == "its corners lie 14.0 mm apart"
+    assert grid_difference(Grid((8, 8, 4), one), Grid((8, 8, 4), one * 1.1)) != ""
+    assert grid_difference(Grid((8, 8, 4), one), Grid((8, 4, 8), one)) == "8x4x8 voxels, not 8x8x4"
 
 
 def test_resampling_is_nibabels() -> None:
     mask = stored("PIR", oblique())
     wanted = Grid((9, 8, 7), np.diag([1.7, 2.3, 3.1, 1.0]))
     expected = resample_from_to(mask, (wanted.shape, wanted.affine), order=0, mode="constant")
-    ours = resampled(np.asarray(mask.dataobj), Grid(mask.shape, mask.affine), wanted)
+    ours = resample_to_grid(np.asarray(mask.dataobj), Grid(mask.shape, mask.affine), wanted)
     index = nibabel.affines.apply_affine(
         np.linalg.inv(mask.affine) @ wanted.affine, np.moveaxis(np.indices(wanted.shape), 0, -1)
     )

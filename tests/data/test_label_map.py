@@ -13,7 +13,7 @@ from consilium.config.site import load_site
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
-from consilium.data.label_map import relabelled
+from consilium.data.label_map import with_job_labels
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
 from tests.conftest import run
@@ -32,9 +32,9 @@ def masks(folder: Path, **more: Any) -> Path:
 
 
 def test_a_value_may_stand_for_several_classes_and_one_for_none(tmp_path: Path) -> None:
-    (item,) = relabelled(read_datalist(masks(tmp_path)), {3: ("disc", "cup", "of another job"), 7: ()}, None, CLASSES).splits[
-        "training"
-    ]
+    (item,) = with_job_labels(
+        read_datalist(masks(tmp_path)), {3: ("disc", "cup", "of another job"), 7: ()}, None, CLASSES
+    ).splits["training"]
     label = read_sample(item, CLASSES, 8)["label"].numpy()
     wanted = np.zeros((8, 8))
     wanted[:4, :4] = 1
@@ -42,7 +42,7 @@ def test_a_value_may_stand_for_several_classes_and_one_for_none(tmp_path: Path) 
 
 
 def test_a_value_that_is_not_mapped_is_refused_by_name(tmp_path: Path) -> None:
-    (item,) = relabelled(read_datalist(masks(tmp_path)), {3: ("disc", "cup")}, None, CLASSES).splits["training"]
+    (item,) = with_job_labels(read_datalist(masks(tmp_path)), {3: ("disc", "cup")}, None, CLASSES).splits["training"]
     with pytest.raises(DataError, match=r"label value 7 belongs to no class; map it under `labels`"):
         read_sample(item, CLASSES, 8)
 
@@ -51,13 +51,13 @@ def test_a_class_that_no_label_stands_for_must_be_said_to_be_missing(tmp_path: P
     data = read_datalist(masks(tmp_path))
     labels: Any = {3: ("Disc", "cup"), 7: ()}  # a slip of the pen would train on empty discs
     with pytest.raises(DataError, match="stands for class 'disc'"):
-        relabelled(data, labels, None, CLASSES)
-    (item,) = relabelled(data, labels, ("cup",), CLASSES).splits["training"]
+        with_job_labels(data, labels, None, CLASSES)
+    (item,) = with_job_labels(data, labels, ("cup",), CLASSES).splits["training"]
     assert item.annotated == ("cup",)
 
 
 def test_what_a_list_says_is_annotated_wins(tmp_path: Path) -> None:
-    (item,) = relabelled(read_datalist(masks(tmp_path, annotated=["disc"])), None, ("cup",), CLASSES).splits["training"]
+    (item,) = with_job_labels(read_datalist(masks(tmp_path, annotated=["disc"])), None, ("cup",), CLASSES).splits["training"]
     assert item.annotated == ("disc",)
 
 
@@ -70,7 +70,7 @@ def pictures(folder: Path, labels: list[Any]) -> Path:
 def test_classes_are_renamed_counted_or_left_out(tmp_path: Path) -> None:
     data = read_datalist(pictures(tmp_path, ["nv", "mel", "mel", "unclear", 4, "4"]), True)
     labels: Any = {"nv": ("benign", "naevus"), "mel": ("malignant",), "unclear": (), 4: ("malignant",)}
-    found = relabelled(data, labels, None, ["benign", "malignant"]).splits["training"]
+    found = with_job_labels(data, labels, None, ["benign", "malignant"]).splits["training"]
     assert [item.label for item in found] == ["benign", "malignant", "malignant", "malignant", "malignant"]
 
 
@@ -84,7 +84,7 @@ def test_classes_are_renamed_counted_or_left_out(tmp_path: Path) -> None:
 )
 def test_a_class_without_one_meaning_is_refused(labels: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=told):
-        relabelled(read_datalist(pictures(tmp_path, ["nv", "mel"]), True), labels, None, ["benign", "malignant"])
+        with_job_labels(read_datalist(pictures(tmp_path, ["nv", "mel"]), True), labels, None, ["benign", "malignant"])
 
 
 def test_data_check_reads_a_set_of_a_site_yaml(
@@ -113,5 +113,5 @@ def test_planes_that_show_only_background_of_the_map_are_empty(tmp_path: Path) -
     settings = PictureSettings.model_validate({"slices": {"empty": "drop"}})
     data = read_datalist(tmp_path / "list.json")
     assert [item.slice for item in expand(data, settings).splits["training"]] == [1, 2]
-    mapped = relabelled(data, {1: ("disc",), 9: ()}, None, ["disc"])
+    mapped = with_job_labels(data, {1: ("disc",), 9: ()}, None, ["disc"])
     assert [item.slice for item in expand(mapped, settings).splits["training"]] == [2]

@@ -18,7 +18,7 @@ from consilium.data import images, nifti, volumes
 from consilium.data import store as cache_folder
 from consilium.data import store as fingerprint
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.loading import Loading, ahead
+from consilium.data.loading import Loading, prefetch
 from consilium.data.sample_check import check_sample, without_faults
 from consilium.data.slices import expand
 from consilium.data.store import Store
@@ -102,26 +102,26 @@ def test_without_room_on_disk_memory_serves(tmp_path: Path, monkeypatch: pytest.
     assert bits(running) == expected
 
 
-# ahead ----------------------------------------------------------------------------------------------------------------
+# prefetch -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_ahead_keeps_the_order_and_raises_in_place(count: int) -> None:
+def test_prefetch_keeps_the_order_and_raises_in_place(count: int) -> None:
     def call(n: int) -> int:
         if n == 4:
             raise DataError("the fourth")
         return n
 
     found = []
-    running = ahead((lambda n=n: call(n) for n in range(9)), count)
+    running = prefetch((lambda n=n: call(n) for n in range(9)), count)
     with pytest.raises(DataError, match="the fourth"):
         found.extend(n for n in running)
     assert found == [0, 1, 2, 3]
 
 
-def test_ahead_makes_a_few_only_and_ends_its_thread_when_it_is_closed() -> None:
+def test_prefetch_makes_a_few_only_and_ends_its_thread_when_it_is_closed() -> None:
     begun: list[int] = []
-    running = ahead((lambda n=n: begun.append(n) for n in range(100)), 2)
+    running = prefetch((lambda n=n: begun.append(n) for n in range(100)), 2)
     before = set(threading.enumerate())  # those of other tests may end meanwhile
     next(running)
     running.close()

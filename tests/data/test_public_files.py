@@ -42,7 +42,7 @@ def test_the_remedy_for_a_format_that_is_not_read_ends_the_complaint(tmp_path: P
     values = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
     nibabel.save(nibabel.MGHImage(values, np.eye(4)), tmp_path / "a.mgz")
     with pytest.raises(DataError, match=r"convert it to NIfTI: nibabel\.save\(nibabel\.load\(FILE\), 'NAME\.nii\.gz'\)"):
-        slides.whole(tmp_path / "a.mgz")
+        slides.read_whole(tmp_path / "a.mgz")
     nibabel.save(nibabel.load(tmp_path / "a.mgz"), tmp_path / "a.nii.gz")
     assert np.array_equal(volumes.voxels(tmp_path / "a.nii.gz"), values)
 
@@ -51,7 +51,7 @@ def test_the_remedy_for_a_format_that_is_not_read_ends_the_complaint(tmp_path: P
 def test_a_file_of_another_kind_is_one_plain_line(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"no picture")
     with pytest.raises(DataError, match="image cannot be read") as raised:
-        slides.whole(tmp_path / name)
+        slides.read_whole(tmp_path / name)
     assert not PYTHONS.search(str(raised.value).replace(str(tmp_path), ""))
     Image.new("L", (4, 4)).save(tmp_path / name, "PNG")
-    assert slides.whole(tmp_path / name).shape == (4, 4)
+    assert slides.read_whole(tmp_path / name).shape == (4, 4)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.data.synthetic.sentences import FINDINGS, LABELS, shares
+from consilium.data.synthetic.sentences import FINDINGS, LABELS, site_probabilities
 from consilium.data.text import Text, read_texts
 
 
@@ -31,7 +31,7 @@ def test_what_a_finding_means_is_the_same_everywhere_and_the_test_split_is_balan
 
 
 def test_the_skew_grows_with_its_strength() -> None:
-    even, uneven = shares(0, "site-1", "label", 3, 0.0), shares(0, "site-1", "label", 3, 1.0)
+    even, uneven = site_probabilities(0, "site-1", "label", 3, 0.0), site_probabilities(0, "site-1", "label", 3, 1.0)
     np.testing.assert_allclose(even, 1 / 3)
     assert abs(uneven.sum() - 1) < 1e-9
     assert uneven.max() / uneven.min() > 2

@@ -12,7 +12,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.split import Cut, Sample, grouped, share_out, split_list
+from consilium.data.split import Cut, Sample, linked_groups, share_out, split_list
 
 
 def pictures(folder: Path, count: int, patients: int = 0, **more: Any) -> Path:
@@ -87,7 +87,7 @@ def test_slices_of_a_volume_and_those_of_one_mask_stay_together(tmp_path: Path) 
 
 def test_keys_join_groups_through_others() -> None:
     samples = [Sample("training", {"n": n}, keys, frozenset()) for n, keys in enumerate([("a",), ("b",), ("c",), ("a", "c")])]
-    assert [[s.entry["n"] for s in group] for group in grouped(samples)] == [[0, 2, 3], [1]]
+    assert [[s.entry["n"] for s in group] for group in linked_groups(samples)] == [[0, 2, 3], [1]]
 
 
 @pytest.mark.parametrize("seed", range(20))

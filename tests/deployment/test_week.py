@@ -209,7 +209,7 @@ def friday_all_upgrade_one_is_out_and_one_is_new(hospitals: Week, first: dict[st
 def the_revoked_site_finds_out(hospitals: Week) -> None:
     """Its log, its doctor, the hub's list, both ends' metrics and alert say the same cause."""
     kit, cause = hospitals.kit("site-2"), Cause.REVOKED
-    hospitals.until(lambda: admission.noted(kit) is cause, 60, "the cause at the site")
+    hospitals.until(lambda: admission.noted_cause(kit) is cause, 60, "the cause at the site")
     assert f"does not let this site in: {cause}: {cause.text}" in hospitals.log("site-2")
     assert {f.check: f for f in examine(kit)}["admission"].remedy == cause.remedy
     rows = json.loads(consilium(hospitals, "sites", "--format", "json"))["sites"]

@@ -24,7 +24,7 @@ from consilium.core.storage import load_state
 from consilium.federation.job import Job
 from consilium.privacy.guard.masking import FILE, FOLDER, Masking
 from consilium.privacy.guard.task_schedule import AuthorizedTask, check_place
-from consilium.report.compare.comparability import grouped
+from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView, progress, when
 from consilium.report.page.run_page import run_page
@@ -264,7 +264,7 @@ def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str],
     told = json.loads(capsys.readouterr().out)["ended"]
     assert told == {"round": 2, "rounds": 6, "validations": 1, "best_round": 0}
     assert f"finished: {SAID}" in run_page(read_run(folder))
-    ((group,), _) = grouped([read_finished(folder)])
+    ((group,), _) = group_comparable([read_finished(folder)])
     sheet = cost_table(group)
     assert [row[4] for row in sheet.rows] == ["2 of 6"]
     assert f"fedit, seed 0: {SAID}" in sheet.notes

@@ -12,7 +12,7 @@ import pytest
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import OWNER, STATE
 from consilium.privacy.ledger.audit import FILE, AuditLog, read
-from consilium.report.run_log import LOCK
+from consilium.report.run_files import LOCK
 from tests.conftest import run
 
 JOB = "0c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"

@@ -189,7 +189,7 @@ def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
-    monkeypatch.setattr(machine_check, "_free", lambda device: free)
+    monkeypatch.setattr(machine_check, "_free_bytes", lambda device: free)
     found = machine_check.examine_memory(job, SiteConfig())
     assert isinstance(found, str) is (remedy is None)
     if isinstance(found, Finding):

@@ -14,7 +14,7 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Hello, Kind, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import wire
-from consilium.flare.job.registration import Registration
+from consilium.flare.job.site_registration import Registration
 from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.runtime.engine import LocalTransport

@@ -15,7 +15,7 @@ from consilium.core.messages import Hello, Payload
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
 from consilium.flare.job.controller import RoundController
-from consilium.flare.job.registration import Registration
+from consilium.flare.job.site_registration import Registration
 from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import FlareTransport
 from consilium.runtime.run_loop import RunLoop

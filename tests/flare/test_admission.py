@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from nvflare.apis.fl_exception import FLCommunicationError
 
-from consilium.cli.sites import told
+from consilium.cli.sites import site_rows
 from consilium.flare.kit import admission
 from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, cause_of, refusal
 from consilium.flare.kit.heartbeat_client import own_facts
@@ -48,7 +48,7 @@ def test_each_cause_is_known_by_what_is_said_and_has_a_remedy(cause: Cause) -> N
 
 
 def test_a_servers_words_are_one_bounded_line_of_a_sites_log() -> None:
-    said = admission.line(Cause.UNKNOWN, "no\nINFO - all is well\x1b[2J" + "x" * 5000)
+    said = admission.refusal_line(Cause.UNKNOWN, "no\nINFO - all is well\x1b[2J" + "x" * 5000)
     assert len(said.splitlines()) == 1
     assert "\x1b" not in said
     assert len(said) < 600
@@ -81,9 +81,9 @@ def test_a_site_waits_with_the_cause_until_it_is_let_in(
     assert caplog.text.count("does not let this site in: revoked: ") == 2
     assert "update-kit" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
-    assert admission.noted(tmp_path) is Cause.REVOKED
-    admission.note(tmp_path, None)
-    assert admission.noted(tmp_path) is None
+    assert admission.noted_cause(tmp_path) is Cause.REVOKED
+    admission.note_cause(tmp_path, None)
+    assert admission.noted_cause(tmp_path) is None
     answers.append(FLCommunicationError("cannot connect to server for 5 seconds"))
     with pytest.raises(FLCommunicationError, match="cannot connect"):
         await_admission(register, None, "site-2", "project", None)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_refused_heartbeats_are_one_line_a_minute(tmp_path: Path, monkeypatch: p
     assert all("revoked" in one.getMessage() for one in records)
     logger.info("something else")
     assert records[-1].getMessage() == "something else"
-    assert admission.noted(tmp_path) is Cause.REVOKED
+    assert admission.noted_cause(tmp_path) is Cause.REVOKED
 
 
 def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeyp
     manager = SimpleNamespace(is_client_disabled=lambda name: name == "c")
     engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
     server._engine = engine  # type: ignore[assignment]
-    rows = {row["site"]: row for row in told(server._answer(), now)}
+    rows = {row["site"]: row for row in site_rows(server._status_facts(), now)}
     states = {"a": "revoked", "b": "ended", "c": "refused", "d": "gone", "e": "gone"}
     assert {name: row["state"] for name, row in rows.items()} == states
     assert rows["a"]["notes"] == ["its credential was revoked, so the server does not let it in"]

@@ -15,14 +15,14 @@ import yaml
 from nvflare.apis.event_type import EventType
 
 from consilium import __version__
-from consilium.cli.sites import describe_health, told
+from consilium.cli.sites import describe_health, site_rows
 from consilium.core.errors import ConfigError
 from consilium.core.messages import PROTOCOL
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.health import DATA_PERIOD, HealthReport, checked_health
 from consilium.flare.kit.heartbeat_client import own_facts
-from consilium.flare.kit.local_folder import COMPONENTS, lacking, update
+from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import FILE, AuditLog
 from tests.conftest import run
@@ -108,7 +108,7 @@ def test_health_is_shown_and_its_problems_are_noted(monkeypatch: pytest.MonkeyPa
     bad = facts(health=HEALTH | {"disk_free": 10**9, "data_readable": False}, certificate_ends=NOW - 86400)
     unwell = heartbeat_server.checked_facts(bad, NOW) | {"here": True, "jobs": []}
     silent = heartbeat_server.checked_facts(facts(), NOW) | {"here": True, "jobs": []}
-    first, second, third = told({"server": own_facts(), "sites": {"a": kept, "b": unwell, "c": silent}}, NOW)
+    first, second, third = site_rows({"server": own_facts(), "sites": {"a": kept, "b": unwell, "c": silent}}, NOW)
     assert describe_health(first["health"], NOW) == (
         "931.3 GiB of disk free, 8.0 GiB of memory free, GPU 0: 8.0 of 16.0 GiB free, data list can be read (1 min ago), "
         "last refused a job 2 h ago: budget"
@@ -174,7 +174,7 @@ def test_rows_note_problems() -> None:
     old = {"last_seen": NOW - 86400.0, "here": False, "jobs": []}
     other = heartbeat_server.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
     found = {"server": own_facts(), "sites": {"a": one | {"here": True}, "b": old, "c": other}}
-    first, second, third = told(found, NOW)
+    first, second, third = site_rows(found, NOW)
     assert (first["state"], first["clock_ahead_seconds"], first["certificate_days_left"]) == ("here", -300.0, 5)
     assert first["notes"] == [
         "its clock is -300 s from the server's; set it", "its certificate ends in 5 days; `consilium renew`"
@@ -184,7 +184,7 @@ def test_rows_note_problems() -> None:
     assert third["state"] == "silent"
     assert third["notes"][0] == f"speaks protocol {PROTOCOL + 1}: jobs refuse it"
     only_version = heartbeat_server.checked_facts({"version": __version__, "protocol": "x"}, NOW) | {"here": True, "jobs": []}
-    (fourth,) = told({"server": own_facts(), "sites": {"d": only_version}}, NOW)
+    (fourth,) = site_rows({"server": own_facts(), "sites": {"d": only_version}}, NOW)
     assert fourth["notes"] == ["speaks protocol (none told): jobs refuse it"]
 
 
@@ -252,22 +252,22 @@ def test_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest
     (tmp_path / STATE).mkdir()
     (tmp_path / STATE / ATTENDANCE).write_text(text)
     with pytest.raises(ConfigError, match="the server writes it anew"):
-        heartbeat_server.read(tmp_path)
+        heartbeat_server.read_attendance(tmp_path)
     unwrapped(monkeypatch)
     beat(tmp_path)
-    assert heartbeat_server.read(tmp_path)["sites"] == {}
+    assert heartbeat_server.read_attendance(tmp_path)["sites"] == {}
 
 
 @pytest.mark.parametrize(("name", "role"), [("localhost", "server"), ("clinic", "site")])
 def test_allow_adds_missing_components(name: str, role: str, kits: Path, tmp_path: Path) -> None:
     kit = Path(shutil.copytree(kits / name, tmp_path / name, symlinks=True))
-    assert lacking(kit, role) == []
+    assert missing_components(kit, role) == []
     path, ours = kit / "local/resources.json", [one["path"] for one in COMPONENTS[role]]
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"components": [one for one in raw["components"] if one["path"] not in ours]}))
-    assert lacking(kit, role) == [one["id"] for one in COMPONENTS[role]]
-    update(kit)
-    assert lacking(kit, role) == []
+    assert missing_components(kit, role) == [one["id"] for one in COMPONENTS[role]]
+    update_local(kit)
+    assert missing_components(kit, role) == []
     assert len(json.loads(path.read_text())["components"]) == len(raw["components"])
 
 

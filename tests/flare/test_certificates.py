@@ -30,13 +30,13 @@ from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAs
 from consilium.core.errors import ConfigError
 from consilium.flare.admin.session import connect
 from consilium.flare.kit import heartbeat_client, revocation
-from consilium.flare.kit.admission import Cause, noted
+from consilium.flare.kit.admission import Cause, noted_cause
 from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
-from consilium.flare.kit.kit_files import certificate
-from consilium.flare.kit.local_folder import update
+from consilium.flare.kit.kit_contents import certificate
+from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import OLD, renew, update_kit
-from consilium.flare.kit.revocation import REFUSED, read, revoke
+from consilium.flare.kit.revocation import REFUSED, revoke, revoked_until
 from consilium.flare.kit.revocation_check import RevocationCheck
 from tests.deployment.network import Relay
 
@@ -151,7 +151,7 @@ def test_site_waits_until_its_certificate_is_valid(
 
     def later(seconds: float) -> None:
         told.append(seconds)
-        causes.append(noted(kit))  # doctor and metrics read it
+        causes.append(noted_cause(kit))  # doctor and metrics read it
         set_clock(monkeypatch, begins - timedelta(seconds=90 - sum(told)), "heartbeat_client")
 
     monkeypatch.setattr(heartbeat_client.time, "sleep", later)
@@ -379,7 +379,7 @@ def test_broken_revocation_list_admits_no_new_site(text: str, server: Path, kit:
     (server / "local" / revocation.FILE).write_text(text)
     with pytest.raises(InvalidAsserterCert, match="nobody is let in"):
         shows(server, kit)
-    assert (check._is_out("clinic", True), check._is_out("clinic", False)) == (False, True)
+    assert (check._must_register_again("clinic", True), check._must_register_again("clinic", False)) == (False, True)
     with pytest.raises(ConfigError, match="cannot be read"):
         revoke("clinic", server)
 
@@ -446,10 +446,10 @@ def test_revoke_needs_a_server_kit_with_the_check(server: Path, kit: Path) -> No
     path.write_text(json.dumps(json.loads(path.read_text()) | {"components": []}))
     with pytest.raises(ConfigError, match="consilium allow KIT"):
         revoke("clinic", server)
-    update(server)
+    update_local(server)
     before = time.time()
     revoke("clinic", server)
-    assert before <= read(server / "local")["clinic"] <= time.time()
+    assert before <= revoked_until(server / "local")["clinic"] <= time.time()
     assert (server / "local" / revocation.FILE).stat().st_mode & 0o077 == 0
 
 

@@ -25,7 +25,7 @@ from consilium.runtime.engine import simulate
 from consilium.server.checks import check_shared_model
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites
-from consilium.server.initialization import Saved
+from consilium.server.run_start import Saved
 from consilium.use.evaluate import cross_sites
 from tests.conftest import small_config
 from tests.flare.running import Runner, edited, listen, state_of
@@ -133,10 +133,10 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     after = replace(job.strategy.initialize(job.initial), round=1)
     matrix = CrossSites(server, job.config.cross_site, Saved("r", None, after))
     scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
-    sent = matrix.shared()["gives"]
+    sent = matrix.shared_model_payloads()["gives"]
     assert matrix.accept("gives", replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})) is None
     matrix.take_model("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))
-    sent = matrix.model_payloads()["gives"]
+    sent = matrix.owner_model_payloads()["gives"]
     told = replace(sent, tensors={}, scalars={}, metrics=scores | {"test/personalized/dice": 0.25})
     assert matrix.accept("gives", told) is None
     matrix.finish()

@@ -21,7 +21,7 @@ from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, doctor
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.heartbeat_client import own_facts
-from consilium.flare.kit.local_folder import update
+from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import AuditLog
 from tests.deployment.federation import free_port
@@ -179,7 +179,7 @@ def test_allow_updates_an_older_kit(weaken: Callable[[Path], None], kit: Path) -
     (kit / "startup/signature.json").unlink()
     weaken(kit)
     before = problems(kit)
-    update(kit)
+    update_local(kit)
     assert set(problems(kit)) < set(before)
     assert not {"allow-list", "settings", "start script"} & set(problems(kit))
 

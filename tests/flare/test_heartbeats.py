@@ -75,12 +75,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 def test_the_cause_of_a_refusal_stays_until_the_server_lets_the_site_in(server: Server, tmp_path: Path) -> None:
     """An unanswered heartbeat says nothing, whether the server is away or its answer is an error."""
-    admission.note(tmp_path, Cause.REVOKED)
+    admission.note_cause(tmp_path, Cause.REVOKED)
     for code in ("", ReturnCode.TIMEOUT, ReturnCode.UNAUTHENTICATED, ReturnCode.COMM_ERROR):
         server.beat(code)
-        assert admission.noted(tmp_path) is Cause.REVOKED
+        assert admission.noted_cause(tmp_path) is Cause.REVOKED
     server.beat(ReturnCode.OK)
-    assert admission.noted(tmp_path) is None
+    assert admission.noted_cause(tmp_path) is None
 
 
 def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
@@ -99,9 +99,9 @@ def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
         now[0] += 10
     assert caplog.text.count("is valid from 2025-01-01") == 3
     assert "it stays until the connection breaks" in caplog.text
-    assert admission.noted(tmp_path) is None
+    assert admission.noted_cause(tmp_path) is None
     for _ in range(13):
         server.beat()
         now[0] += 10
     assert "the server does not answer" in caplog.text
-    assert admission.noted(tmp_path) is Cause.ENDED
+    assert admission.noted_cause(tmp_path) is Cause.ENDED

@@ -13,7 +13,7 @@ from consilium.core.errors import ConfigError
 from consilium.flare.kit import key_lock
 from consilium.flare.kit.certificates import check_time
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.kit_files import LOCKED
+from consilium.flare.kit.kit_contents import LOCKED
 from consilium.flare.kit.kit_hardening import is_as_signed
 from consilium.flare.kit.renewal import renew, update_kit
 from tests.conftest import run
@@ -212,7 +212,7 @@ def test_an_interrupted_lock_is_a_problem_and_is_ended_by_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(key_lock, "_remove", stop)
+        patched.setattr(key_lock, "_remove_key", stop)
         with pytest.raises(KeyboardInterrupt):
             key_lock.lock(kit, PASSPHRASE)
     (kit / "startup/.client.key.7").write_bytes(before[:99])  # of an unlock for good that was killed

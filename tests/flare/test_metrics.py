@@ -300,7 +300,7 @@ def test_each_alert_fires_at_its_bound_and_not_before(
 def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
     AuditLog(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     stop(server, "no room", 1_000_030.0)
-    admission.note(site, admission.Cause.REVOKED)
+    admission.note_cause(site, admission.Cause.REVOKED)
     attend(server, a={"health": HEALTH, "skew": 0.0, "certificate_ends": 2_000_000.0})
     assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1
     written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}

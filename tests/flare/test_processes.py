@@ -17,7 +17,7 @@ from nvflare.lighter.provisioner import Provisioner
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.flare.kit import deploy_prepare, processes
-from consilium.flare.kit.local_folder import apply_local, update
+from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
 from consilium.flare.kit.renewal import update_kit
 
@@ -53,7 +53,7 @@ def running(kit: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 CHANGES: list[Callable[[Path], object]] = [
-    update,
+    update_local,
     lambda kit: apply_local(SITES, kit),
     lambda kit: update_kit(kit, kit),
     lambda kit: deploy_prepare.prepare(kit, ROOT / "provisioning/container/slurm.yaml", kit.with_name("out")),

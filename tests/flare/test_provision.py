@@ -16,9 +16,9 @@ from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.kit.class_allow_list import CLASSES
-from consilium.flare.kit.kit_files import kit_name
+from consilium.flare.kit.kit_contents import kit_name
 from consilium.flare.kit.kit_hardening import is_pinned, leave_callers_folder, leaves_callers_folder
-from consilium.flare.kit.local_folder import apply_local, update
+from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_allow_brings_a_kit_of_version_0_2_up_to_date(name: str, kits: Path, tmp
         path.write_text(text)
     assert [json.loads(path.read_text()) for path in files] != now
     for _ in range(2):
-        update(kit)
+        update_local(kit)
         assert [json.loads(path.read_text()) for path in files] == now
 
 
@@ -158,7 +158,7 @@ def test_allow_keeps_names_of_others(kits: Path, tmp_path: Path) -> None:
     scopes = local(kit, "privacy.json")
     scopes["scopes"][0]["task_data_filters"] += [{"path": "clinic.filters.GuardTaskFilter"}, {"path": "consilium.plug.Own"}]
     (kit / "local/privacy.json").write_text(json.dumps(scopes))
-    update(kit)
+    update_local(kit)
     assert local(kit, "privacy.json") == scopes
 
 

@@ -26,7 +26,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job, assemble_job
-from consilium.flare.admin.evidence import chains, copy_ledger
+from consilium.flare.admin.evidence import check_chains, copy_ledger
 from consilium.flare.admin.session import Admin
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
@@ -249,7 +249,7 @@ def test_unreadable_resources_check_no_revocation(text: str, tmp_path: Path) -> 
 
 def test_malformed_records_are_reported(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff\xfe", b"null\n", b'{"kind": 7}\n'):
-        found = chains({FILE.replace(".jsonl", "-1.jsonl"): content, "ledger.sqlite": content or b"x" * 200})
+        found = check_chains({FILE.replace(".jsonl", "-1.jsonl"): content, "ledger.sqlite": content or b"x" * 200})
         assert found["record"] or not content.strip()
         assert found["ledger"]
         assert "/tmp" not in found["ledger"]

@@ -17,7 +17,7 @@ from nvflare.lighter.utils import Identity, generate_cert, serialize_cert, verif
 from consilium.core.errors import ConfigError
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import renew, update_kit
-from consilium.flare.kit.root_ca import FORMER, follow
+from consilium.flare.kit.root_ca import FORMER, replace_root
 from tests.conftest import run
 from tests.flare.test_certificates import deployment
 
@@ -108,7 +108,7 @@ def test_expired_root_is_not_replaced(kits: Path) -> None:
     start, end = before - timedelta(days=9), before - timedelta(days=1)
     ended = generate_cert(me, me, key, key.public_key(), ca=True, not_valid_before=start, not_valid_after=end)
     with pytest.raises(ConfigError, match="root has ended"):
-        follow(state | {"root_cert": serialize_cert(ended).decode()}, 30)
+        replace_root(state | {"root_cert": serialize_cert(ended).decode()}, 30)
 
 
 def test_new_root_makes_all_kits(kits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

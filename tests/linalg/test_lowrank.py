@@ -173,7 +173,7 @@ def test_the_ceiling_is_above_the_norm_and_not_far(power: float) -> None:
 
 
 def test_the_margin_solves_its_equation() -> None:
-    eta = certified._margin(4096, 16, 14)
+    eta = certified._required_margin(4096, 16, 14)
     chebyshev = math.cosh(13 * math.acosh(1 + 2 * eta))
     assert (math.sqrt(8192 / math.pi) / (math.sqrt(eta) * chebyshev)) ** 16 == pytest.approx(1e-12, rel=1e-6)
 

@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 from numpy.random import Generator
 
-from consilium.data.synthetic.sentences import COLOURS, FINDINGS, LABELS, NOTES, ORGANS, QUESTIONS, pick
+from consilium.data.synthetic.sentences import COLOURS, FINDINGS, LABELS, NOTES, ORGANS, QUESTIONS, pick_word
 from consilium.data.text import Text
 
 THINGS = ("cup", "bed", "card", "bag", "door", "coat", "glove", "mask", "tube", "lamp")
@@ -37,63 +37,63 @@ def make_texts(seed: int, split: str, count: int) -> list[Text]:
 
 
 def _colour(rng: Generator) -> Errand:
-    thing, colour = pick(rng, THINGS), pick(rng, COLOURS)
-    asked = pick(rng, ("What colour is the {}?", "Tell the colour of the {}.")).format(thing)
-    return asked, f"The {thing} near the {pick(rng, THINGS)} is {colour}.", f"The {thing} is {colour}."
+    thing, colour = pick_word(rng, THINGS), pick_word(rng, COLOURS)
+    asked = pick_word(rng, ("What colour is the {}?", "Tell the colour of the {}.")).format(thing)
+    return asked, f"The {thing} near the {pick_word(rng, THINGS)} is {colour}.", f"The {thing} is {colour}."
 
 
 def _add(rng: Generator) -> Errand:
     a, b = (int(n) for n in rng.integers(0, 10, 2))
-    return pick(rng, ("Add the numbers.", "How many are they together?")), f"{a} and {b}", f"{a} + {b} = {a + b}"
+    return pick_word(rng, ("Add the numbers.", "How many are they together?")), f"{a} and {b}", f"{a} + {b} = {a + b}"
 
 
 def _larger(rng: Generator) -> Errand:
     a, b = (int(n) for n in rng.choice(30, 2, replace=False))
-    return pick(rng, ("Which number is larger?", "Tell the larger number.")), f"{a} or {b}", str(max(a, b))
+    return pick_word(rng, ("Which number is larger?", "Tell the larger number.")), f"{a} or {b}", str(max(a, b))
 
 
 def _work(rng: Generator) -> Errand:
-    organ = pick(rng, ORGANS)
-    asked = pick(rng, ("What does the {} do?", "Tell the work of the {}.")).format(organ)
+    organ = pick_word(rng, ORGANS)
+    asked = pick_word(rng, ("What does the {} do?", "Tell the work of the {}.")).format(organ)
     return asked, "", f"The {organ} {WORK[organ]}."
 
 
 def _which(rng: Generator) -> Errand:
-    organ = pick(rng, ORGANS)
+    organ = pick_word(rng, ORGANS)
     return "Which organ does this?", f"It {WORK[organ]}.", f"The {organ}."
 
 
 def _repeat(rng: Generator) -> Errand:
     sets = (THINGS, ORGANS, COLOURS, LABELS)
-    words = " ".join(pick(rng, sets[int(rng.integers(len(sets)))]) for _ in range(int(rng.integers(2, 5))))
-    return pick(rng, ("Repeat the words.", "Say it again.")), words, words
+    words = " ".join(pick_word(rng, sets[int(rng.integers(len(sets)))]) for _ in range(int(rng.integers(2, 5))))
+    return pick_word(rng, ("Repeat the words.", "Say it again.")), words, words
 
 
 def _note(rng: Generator) -> tuple[str, str, str]:
     """Return (note, finding, organ); notes as in the jobs, though nothing here tells how urgent they are."""
-    finding, organ = pick(rng, ALL_FINDINGS), pick(rng, ORGANS)
-    words = {"finding": finding, "organ": organ, "colour": pick(rng, COLOURS), "days": int(rng.integers(1, 30))}
-    return pick(rng, NOTES).format(**words), finding, organ
+    finding, organ = pick_word(rng, ALL_FINDINGS), pick_word(rng, ORGANS)
+    words = {"finding": finding, "organ": organ, "colour": pick_word(rng, COLOURS), "days": int(rng.integers(1, 30))}
+    return pick_word(rng, NOTES).format(**words), finding, organ
 
 
 def _organ(rng: Generator) -> Errand:
     note, _, organ = _note(rng)
-    return pick(rng, ("Which organ is in the note?", "Name the organ.")), note, f"{organ}."
+    return pick_word(rng, ("Which organ is in the note?", "Name the organ.")), note, f"{organ}."
 
 
 def _finding(rng: Generator) -> Errand:
     note, finding, organ = _note(rng)
-    return pick(rng, ("What was found?", "Sum up the note.")), note, f"{finding} of the {organ}."
+    return pick_word(rng, ("What was found?", "Sum up the note.")), note, f"{finding} of the {organ}."
 
 
 def _question(rng: Generator) -> Errand:
-    asked = pick(rng, QUESTIONS)
+    asked = pick_word(rng, QUESTIONS)
     return "Copy the question.", asked, asked
 
 
 def _label(rng: Generator) -> Errand:
-    label = pick(rng, LABELS)
-    return "Write the word before the colon.", f"{label}: {pick(rng, THINGS)}", label
+    label = pick_word(rng, LABELS)
+    return "Write the word before the colon.", f"{label}: {pick_word(rng, THINGS)}", label
 
 
 ERRANDS: tuple[Callable[[Generator], Errand], ...] = (

@@ -18,7 +18,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.storage import load_state
 from consilium.federation.job import Job
-from consilium.flare.admin.evidence import chains
+from consilium.flare.admin.evidence import check_chains
 from consilium.privacy.accounting.accountant import gaussian_epsilon
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger, summary
@@ -200,7 +200,7 @@ def test_a_record_is_verified_without_counting_what_it_spent(tmp_path: Path, mon
     """A signed archive may hold any number of costs, each of which takes an accountant a while."""
     path = spends(tmp_path, *(SPEND | {"noise_multiplier": 1 + n / 7, "sample_rate": 0.1} for n in range(50)))
     monkeypatch.setattr(audit, "epsilon_of", lambda *_: pytest.fail("counted"))
-    assert chains({"audit-1.jsonl": path.read_bytes()}) == {"messages": 50, "record": None, "rows": 0, "ledger": None}
+    assert check_chains({"audit-1.jsonl": path.read_bytes()}) == {"messages": 50, "record": None, "rows": 0, "ledger": None}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_
     path.write_text(path.read_text() + json.dumps(line) + "\n")
     for found in (audit.verified(path), audit.read(path)):
         assert (found["broken_line"], len(found["messages"])) == (2, 1)
-    assert chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
+    assert check_chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import gradient_step
-from consilium.server.masked_round import opened_mean
+from consilium.server.masked_round import opened_sums
 from consilium.strategies.strategy import ServerState
 from consilium.training.dpsgd_sum import clipped_sum
 from tests.conftest import Snapshot, assembled, small_cells, training_only
@@ -80,7 +80,7 @@ def summed(rows: list[list[float]], dp: DpSgd) -> Tensors:
 
 def drawing(monkeypatch: pytest.MonkeyPatch, draw: Callable[[int], list[int]]) -> None:
     """Have steps draw the units that `draw` says, of so many."""
-    monkeypatch.setattr(Randomness, "coins", lambda randomness, count, rate: draw(count))
+    monkeypatch.setattr(Randomness, "poisson_sample", lambda randomness, count, rate: draw(count))
 
 
 def everybody(count: int) -> list[int]:
@@ -128,12 +128,12 @@ def test_a_sum_that_64_bits_do_not_hold_stops_at_their_end_and_does_not_wrap(mon
 
 def test_units_are_drawn_independently_with_the_rate() -> None:
     randomness = Randomness.seeded(0)
-    sizes = np.array([len(randomness.coins(50, 0.1)) for _ in range(2000)])
+    sizes = np.array([len(randomness.poisson_sample(50, 0.1)) for _ in range(2000)])
     assert sizes.mean() == pytest.approx(5.0, abs=0.2)
     assert sizes.var() == pytest.approx(50 * 0.1 * 0.9, rel=0.12)  # binomial
-    often = np.bincount([i for _ in range(2000) for i in randomness.coins(10, 0.1)], minlength=10)
+    often = np.bincount([i for _ in range(2000) for i in randomness.poisson_sample(10, 0.1)], minlength=10)
     assert (abs(often - 200) < 5 * math.sqrt(180)).all()
-    assert randomness.coins(20, 1e-20) == []
+    assert randomness.poisson_sample(20, 1e-20) == []
 
 
 @pytest.mark.parametrize(("optimizer", "options"), [("adam", {}), ("adamw", {"weight_decay": 0.1}), ("sgd", {"momentum": 0.9})])
@@ -269,7 +269,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
         for n, part in privatized(plan(config), update, maps, as_sums=True)[0].items():
             sums[n] += part
             expected[n] += products[n] * min(1.0, 0.5 / norm) / 3
-    opened, divisor, back = opened_mean(made, state, sums, 3)
+    opened, divisor, back = opened_sums(made, state, sums, 3)
     mean = restored(back, {n: t.double() * UNIT / divisor for n, t in opened.items()})
     for n in names:
         assert torch.allclose(scale * mean[n] @ state.shared[n[:-1] + "A"].double(), expected[n], atol=1e-8)
@@ -279,7 +279,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
 def test_sums_of_steps_are_divided_by_the_jobs_constant_and_others_by_the_sites(privacy: dict, divisor: float) -> None:
     made = assembled(job(privacy))
     state = made.strategy.initialize(made.initial)
-    assert opened_mean(made, state, {}, 3)[1] == divisor
+    assert opened_sums(made, state, {}, 3)[1] == divisor
 
 
 def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan() -> None:

@@ -25,7 +25,7 @@ from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.report.page.html import statement
+from consilium.report.page.html import privacy_statement
 from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
@@ -214,7 +214,7 @@ def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(priv
     results = json.loads((folder / "results.json").read_text())
     assert {site: numbers["privacy/not_private"] for site, numbers in results.items()} == {"site-1": 1.0, "site-2": 1.0}
     told = "NOT PRIVATE: the noise of site-1, site-2 came from a seed"
-    assert told in " ".join(statement(read_run(folder))[0])
+    assert told in " ".join(privacy_statement(read_run(folder))[0])
     assert told in (folder / "adapters/global/README.md").read_text()
     assert "NOT PRIVATE" in markdown(read(next((folder / "sites/site-1").rglob(FILE))))
     assert (

@@ -13,14 +13,14 @@ from torch import nn
 
 from consilium.client.build import build_guard
 from consilium.client.machine_check import examine_datasets
-from consilium.client.site_data import of_patients, units_of
+from consilium.client.site_data import count_units, warn_about_patients
 from consilium.config.job import JobConfig
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.data.counts import tally
 from consilium.data.datalist import DataList, Item
-from consilium.data.patients import by_patient, most_of_one
+from consilium.data.patients import by_patient, patients_and_most_samples
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon
@@ -51,9 +51,9 @@ def config(privacy: dict = PATIENT, **training: object) -> JobConfig:
 
 def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
     assert by_patient(listed("b", "a", "b", "c", "a")) == ((0, 2), (1, 4), (3,))
-    assert most_of_one(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
-    assert units_of(config(), listed("b", "a", "b")) == 2
-    assert units_of(config({"unit": "record", "epsilon": 8}), listed("b", "a", "b")) == 3
+    assert patients_and_most_samples(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
+    assert count_units(config(), listed("b", "a", "b")) == 2
+    assert count_units(config({"unit": "record", "epsilon": 8}), listed("b", "a", "b")) == 3
 
 
 def test_texts_have_patients_as_pictures_have(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_texts_have_patients_as_pictures_have(tmp_path: Path) -> None:
     data = read_texts(write(tmp_path, "training.jsonl", *notes))
     assert by_patient(data) == ((0, 2, 3), (1,))
     job = JobConfig.model_validate(training_only(small_text("fedit")).model_dump() | {"privacy": PATIENT})
-    assert units_of(job, data) == 2
+    assert count_units(job, data) == 2
     assert tally(data, job.task, 4).patients["training"]
     assert len(set(tally(data, job.task, 4).people["training"])) == 2  # small counts are of patients, not of notes
     assert by_patient(read_texts(write(tmp_path / "nameless", "training.jsonl", {"input": "a", "output": "b"}))) == ()
@@ -89,19 +89,19 @@ def test_a_sample_of_nobody_is_not_trained_on_and_warned_of() -> None:
     """As an error it told, for nothing, whether every entry names a patient."""
     nameless = listed("a", "", "b", "", "a")
     assert by_patient(nameless) == ((0, 4), (2,))
-    assert units_of(config(), nameless) == 2
+    assert count_units(config(), nameless) == 2
     told = 'privacy.unit patient: 2 of 5 training samples name no patient, and are left out; write "patient" into every entry'
-    assert of_patients(config(), nameless) == f"{told} of the list"
+    assert warn_about_patients(config(), nameless) == f"{told} of the list"
 
 
 def test_records_of_one_patient_are_worth_a_warning() -> None:
     record = config({"unit": "record", "epsilon": 8})
     assert "2 patients with up to 3 training samples each: for such a patient the bound is 3 times epsilon" in str(
-        of_patients(record, listed("a", "b", "a", "a"))
+        warn_about_patients(record, listed("a", "b", "a", "a"))
     )
-    assert of_patients(record, listed("a", "b", "")) is None
-    assert of_patients(config(), listed("a", "a")) is None
-    assert of_patients(record.model_copy(update={"privacy": None}), listed("a", "a")) is None
+    assert warn_about_patients(record, listed("a", "b", "")) is None
+    assert warn_about_patients(config(), listed("a", "a")) is None
+    assert warn_about_patients(record.model_copy(update={"privacy": None}), listed("a", "a")) is None
 
 
 # steps ----------------------------------------------------------------------------------------------------------------

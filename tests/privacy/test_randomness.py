@@ -77,7 +77,7 @@ def test_each_choice_is_as_likely_as_another() -> None:
 
 def test_coins_fall_with_their_rate_each_on_its_own() -> None:
     stream, rounds = Randomness.seeded(4), 4000
-    drawn = [tuple(stream.coins(3, 0.3)) for _ in range(rounds)]
+    drawn = [tuple(stream.poisson_sample(3, 0.3)) for _ in range(rounds)]
     subsets = [subset for size in range(4) for subset in itertools.combinations(range(3), size)]
     expected = [rounds * 0.3 ** len(subset) * 0.7 ** (3 - len(subset)) for subset in subsets]
     counts = Counter(drawn)
@@ -93,7 +93,7 @@ def test_a_coin_compares_64_bits_with_the_rate(
     rate: float, word: int, takes_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Randomness, "__call__", lambda stream, count: word.to_bytes(8, "little"))
-    assert Randomness.secret().coins(1, rate) == ([0] if takes_part else [])
+    assert Randomness.secret().poisson_sample(1, rate) == ([0] if takes_part else [])
 
 
 def test_the_systems_bytes_and_numbers_never_repeat() -> None:

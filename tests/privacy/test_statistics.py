@@ -10,8 +10,8 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, greys
-from consilium.privacy.statistics import Terms, answer, disclose, grouped, question, told_apart
+from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, grey_bin_names
+from consilium.privacy.statistics import Terms, answer, disclose, merge_small_cells, question, separable_classes
 from tests.conftest import small_cells, small_config
 
 
@@ -40,7 +40,7 @@ def cells(counts: tuple[int, ...]) -> tuple[dict[str, list[int]], list[str]]:
     ],
 )
 def test_groups_by_hand(counts: tuple[int, ...], expected: list[tuple[str, ...]]) -> None:
-    assert grouped(*cells(counts), 10) == expected
+    assert merge_small_cells(*cells(counts), 10) == expected
 
 
 @pytest.mark.parametrize(("minimum", "width", "most"), [(3, 3, 9), (3, 4, 7), (4, 3, 11)])
@@ -51,7 +51,7 @@ def test_of_every_merged_cell_many_values_stay_possible_for_who_knows_the_rule_a
     alike: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
     for counts in product(range(most + 1), repeat=width):
         table, people = cells(counts)
-        groups = grouped(table, people, minimum)
+        groups = merge_small_cells(table, people, minimum)
         sums = tuple((names, sum(len(table[name]) for name in names)) for names in groups)
         assert all(total == 0 or total >= minimum for _, total in sums)
         if sum(counts) <= most:  # else some of the tables that look alike are too large to be among these
@@ -69,7 +69,7 @@ def test_of_every_merged_cell_many_values_stay_possible_for_who_knows_the_rule_a
 def test_people_count_and_not_their_samples() -> None:
     table = {"a": list(range(40)), "b": list(range(40, 60))}
     people = ["one volume"] * 40 + [f"person-{i}" for i in range(20)]
-    assert grouped(table, people, 10) == [("a", "b")]
+    assert merge_small_cells(table, people, 10) == [("a", "b")]
 
 
 def masks(shown: dict[str, str], people: int) -> Tally:
@@ -98,7 +98,7 @@ def masks(shown: dict[str, str], people: int) -> Tally:
     ],
 )
 def test_a_difference_of_two_counts_is_a_count_too(disc: str, cup: str, expected: list[str]) -> None:
-    assert told_apart(masks({"disc": disc, "cup": cup}, 40), "training", 10) == expected
+    assert separable_classes(masks({"disc": disc, "cup": cup}, 40), "training", 10) == expected
 
 
 def config(**section: Any) -> JobConfig:
@@ -120,7 +120,7 @@ def test_what_leaves_of_masks_by_hand() -> None:
     assert found["areas"] == [{"names": ["disc"], "share": 0.25}]
     assert found["sizes"] == [{"names": ["under 64"], "samples": 0}, {"names": list(SIZES[1:]), "samples": 20}]
     # 19 of 20 pictures reach the second quarter and one the last: 19 * 0.5 / 20 + 0.5 / 20 = 0.5
-    first, *rest = greys(4)
+    first, *rest = grey_bin_names(4)
     assert found["greys"] == [{"names": [first], "share": 0.5}, {"names": rest, "share": 0.5}]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import Group, grouped
-from consilium.report.compare.scores import GroupScores, scores_of
+from consilium.report.compare.comparability import Group, group_comparable
+from consilium.report.compare.score_statistics import GroupScores, scores_of
 from consilium.report.run_record import RunRecord, read_finished
 from tests.conftest import small_cells
 
@@ -61,7 +61,7 @@ def read(*folders: Path) -> list[RunRecord]:
 
 
 def group_of(*folders: Path) -> Group:
-    groups, why = grouped(read(*folders))
+    groups, why = group_comparable(read(*folders))
     assert why == []
     return groups[0]
 

@@ -13,7 +13,7 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.core.messages import Stage
 from consilium.report.best_worst_cases import Closing, pick
-from consilium.report.predictions import traced
+from consilium.report.predictions import draw_outlines
 from consilium.tasks.base import Answered, Classified, Scored, Segmented
 
 NAN = math.nan
@@ -153,7 +153,7 @@ def test_a_references_outline_is_white_on_dark_and_dark_on_white() -> None:
     mask = torch.zeros(1, 16, 16, dtype=torch.bool)
     mask[:, 4:12, 4:12] = True
     for ground in (0, 255):
-        drawn = traced(Image.new("RGB", (64, 64), (ground,) * 3), mask).convert("L")
+        drawn = draw_outlines(Image.new("RGB", (64, 64), (ground,) * 3), mask).convert("L")
         edge = [drawn.getpixel((x, 32)) for x in range(12, 21)]
         assert max(edge) - min(edge) > 100
         assert {drawn.getpixel((32, 32)), drawn.getpixel((4, 32))} == {ground}

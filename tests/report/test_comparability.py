@@ -12,8 +12,8 @@ import yaml
 
 from consilium.core.messages import Stage
 from consilium.core.storage import save_state
-from consilium.report.compare.comparability import MissingRun, grouped
-from consilium.report.compare.scores import ranks, scores_of
+from consilium.report.compare.comparability import MissingRun, group_comparable
+from consilium.report.compare.score_statistics import ranks, scores_of
 from consilium.report.run_record import RunRecord, read_finished
 from tests.conftest import small_cells
 from tests.report.runs import PRIVATE, Scores, accuracy, change, group_of, make, read, study_runs
@@ -48,7 +48,7 @@ def test_runs_that_do_not_compare_are_named_with_the_reason(tmp_path: Path, scor
     b = make(tmp_path / "b", scores, "ffa_lora", n=more.pop("n", 10))
     config = yaml.safe_load((b / "job.yaml").read_text())
     (b / "job.yaml").write_text(yaml.safe_dump(config | more))
-    groups, why = grouped(read(a, b))
+    groups, why = group_comparable(read(a, b))
     assert [group.methods for group in groups] == [["fedit"], ["ffa_lora"]]
     assert len(why) == 1
     assert why[0].startswith("b: ")
@@ -58,13 +58,13 @@ def test_runs_that_do_not_compare_are_named_with_the_reason(tmp_path: Path, scor
 def test_other_test_images_show_in_what_the_frozen_model_scores(tmp_path: Path) -> None:
     a, b = make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.5}, seed=1)
     change(b, "s", test__pretrained__accuracy=0.3)
-    assert "another test split at s: the pretrained model's accuracy 0.3, in a 0.2" in grouped(read(a, b))[1][0]
+    assert "another test split at s: the pretrained model's accuracy 0.3, in a 0.2" in group_comparable(read(a, b))[1][0]
 
 
 def test_runs_on_other_data_do_not_compare_though_the_frozen_model_scores_alike(tmp_path: Path) -> None:
     runs = read(*(make(tmp_path / name, {"a": 0.5, "b": 0.6}, seed=seed) for seed, name in enumerate("xyz")))
     told = [replace(one, content={"a": "1", "b": b}) for one, b in zip(runs[:2], "23", strict=True)]
-    groups, why = grouped([*told, runs[2]])
+    groups, why = group_comparable([*told, runs[2]])
     assert [[run.name for run in group.runs.values()] for group in groups] == [["x", "z"], ["y"]]  # of z nobody knows
     assert why == ["y: its data at b are not those of x"]
     (tmp_path / "x" / "simulation.json").write_text('{"content": {"a": "1"}}')
@@ -80,7 +80,7 @@ def test_runs_from_other_frozen_weights_are_two_methods_wherever_the_files_lie(t
 
     first = with_base("x", "/one/vit.safetensors", "a" * 64, 0)
     runs = read(first, with_base("y", "/two/vit.bin", "a" * 64, 1), with_base("z", "/one/vit.safetensors", "b" * 64, 0))
-    groups, why = grouped(runs)
+    groups, why = group_comparable(runs)
     assert (len(groups), why, groups[0].left) == (1, [], ())
     assert [*groups[0].runs] == [
         ("fedit, checkpoint vit.safetensors aaaaaaaa", "0"),
@@ -113,7 +113,7 @@ def test_cells_of_a_study_that_read_other_files_do_not_compare(tmp_path: Path) -
     few = {"data.most_training": 3}
 
     def why(one: RunRecord, other: RunRecord) -> list[str]:
-        return grouped([one, other])[1]
+        return group_comparable([one, other])[1]
 
     assert why(of_data(first, "old"), of_data(second, "new"))[0].startswith(
         "b: its sites' data or settings are not those of a;"
@@ -159,7 +159,7 @@ def test_of_two_runs_with_one_seed_the_one_with_more_sites_counts(order: int, tm
 
 def test_a_study_names_methods_and_data_by_its_axes(tmp_path: Path) -> None:
     gone = [MissingRun({"method": "FLORA", "data": "hard", "rank": "4"}, 0, "failed: no memory")]
-    groups, _ = grouped(study_runs(tmp_path), gone)
+    groups, _ = group_comparable(study_runs(tmp_path), gone)
     assert {group.name: group.methods for group in groups} == {
         "easy": ["FEDIT", "FFA_LORA"],
         "hard": ["FEDIT", "FFA_LORA", "FLORA"],
@@ -172,6 +172,6 @@ def test_a_study_names_methods_and_data_by_its_axes(tmp_path: Path) -> None:
 
 def test_a_failed_cell_is_called_as_the_runs_of_its_labels_are(tmp_path: Path) -> None:
     runs = [read_finished(make(tmp_path / d, {"s": 0.5}, n=n), d, {"data": d}) for d, n in (("easy", 10), ("hard", 20))]
-    groups, _ = grouped(runs, [MissingRun({"data": "hard"}, 1, "failed: no memory")])
+    groups, _ = group_comparable(runs, [MissingRun({"data": "hard"}, 1, "failed: no memory")])
     assert [(group.name, group.methods) for group in groups] == [("easy", ["fedit"]), ("hard", ["fedit"])]
     assert groups[1].absent == {("fedit", "1"): "failed: no memory"}

@@ -94,8 +94,8 @@ smoke: {set: {training.rounds: 1}}
 def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from consilium.study.definition import load
     from consilium.study.records import CellRecord
-    from consilium.study.study import load
 
     base = make(tmp_path / "base", {"s": 0.5})
     path = tmp_path / "two.yaml"

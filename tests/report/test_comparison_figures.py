@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import MissingRun, grouped
+from consilium.report.compare.comparability import MissingRun, group_comparable
 from consilium.report.compare.figures import (
     STYLE,
     Drawn,
@@ -24,10 +24,10 @@ from consilium.report.compare.figures import (
     curves,
     heat_map,
     lines_along,
+    sort_axis_values,
     style,
-    ticks,
 )
-from consilium.report.compare.scores import scores_of
+from consilium.report.compare.score_statistics import scores_of
 from consilium.report.run_record import read_finished
 from tests.conftest import run, small_cells
 from tests.report.runs import accuracy, change, group_of, made, make, result
@@ -89,7 +89,7 @@ def test_long_names_stay_inside_a_column(tmp_path: Path) -> None:
             tmp_path / str(index), {"a rather long name of a hospital": 0.5, "b": 0.6}, {"name": "fedprox", "mu": 0.1 + index}
         )
         runs.append(read_finished(folder, str(index), {"method": f"{'a rather long name of a method, ' * 2}{index}"}))
-    scores = scores_of(grouped(runs)[0][0], Stage.GLOBAL, "accuracy")
+    scores = scores_of(group_comparable(runs)[0][0], Stage.GLOBAL, "accuracy")
     for make_one in (curves, heat_map, against_bytes):
         with rc_context(STYLE):
             figure = drawing(make_one(scores, 3.5)).figure
@@ -153,11 +153,11 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
         task = small_cells().model_dump()["task"] | {"balance": "prior" if method == "B" else "none"}
         folder = make(tmp_path / f"{images}-{method}", {"a": score, "b": score + 0.1}, data=data, task=task)
         runs.append(read_finished(folder, folder.name, {"images": images, "method": method}))
-    groups, why = grouped(runs, [MissingRun({"images": "3", "method": "A"}, 1, "not done")])
+    groups, why = group_comparable(runs, [MissingRun({"images": "3", "method": "A"}, 1, "not done")])
     assert (len(groups), why) == (1, [])
     table = scores_of(groups[0], Stage.GLOBAL, "accuracy")
     assert axis_of(table) == "images"
-    assert ticks({"all", "3", "10"}) == ["3", "10", "all"]
+    assert sort_axis_values({"all", "3", "10"}) == ["3", "10", "all"]
     found = lines_along(table, "images")
     assert {name: sorted(line) for name, line in found.items()} == {"A": ["10", "3", "all"], "B": ["10", "3"]}
     assert found["B"]["10"] == [pytest.approx(0.65)]
@@ -179,6 +179,6 @@ def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -
     for sites in ("2", "3"):
         folder = make(tmp_path / sites, {f"s{i}": 0.5 for i in range(int(sites))})
         runs.append(read_finished(folder, folder.name, {"method": "FedIT", "sites": sites}))
-    groups, _ = grouped(runs)
+    groups, _ = group_comparable(runs)
     told = "the values of sites are other data, which do not share a picture"
     assert [axis_figure(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [told] * 2

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import grouped
+from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.published import published_for, published_table, read_published
-from consilium.report.compare.scores import scores_of
+from consilium.report.compare.score_statistics import scores_of
 from consilium.report.compare.tables import (
     as_csv,
     comparison_tables,
@@ -34,7 +34,7 @@ def test_each_frozen_model_has_its_row(tmp_path: Path) -> None:
     runs = [
         replace(run, settings={**run.settings, "model.name": name}) for run, name in zip(read(small, large), "xy", strict=True)
     ]
-    rows = comparison_tables(grouped(runs)[0], Stage.GLOBAL)[0].rows
+    rows = comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)[0].rows
     assert [(row[0].partition(",")[0], row[2]) for row in rows[:2]] == [
         ("pretrained: fedit", "0.200"),
         ("pretrained: ffa_lora", "0.400"),
@@ -44,7 +44,7 @@ def test_each_frozen_model_has_its_row(tmp_path: Path) -> None:
 def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> None:
     draws = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
     runs = [*read(*draws), *read(make(tmp_path / "open", {"s": 0.9}, "ffa_lora"))]
-    found = comparison_tables(grouped(runs)[0], Stage.GLOBAL)
+    found = comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)
     assert not any("Missing" in sheet.title for sheet in found)
     assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
     assert found[0].best == {(2, 2), (2, 3)}
@@ -128,7 +128,7 @@ def test_sites_called_as_a_column_is_do_not_pass_for_it(tmp_path: Path) -> None:
 
 
 def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
-    groups, _ = grouped(study_runs(tmp_path))
+    groups, _ = group_comparable(study_runs(tmp_path))
     rows = [{"method": "FEDIT", "data": "easy", "accuracy": 0.75, "f1": 0.5}, {"method": "FEDIT", "site": "s", "accuracy": 0.4}]
     numbers = read_published(rows, ["method", "data", "rank"])
     assert published_for(numbers, groups[0], "FEDIT", "accuracy") == 0.75
@@ -189,7 +189,7 @@ def test_drift_stands_beside_the_scores(tmp_path: Path) -> None:
 def test_published_drift_stands_beside_that_of_the_last_round(tmp_path: Path) -> None:
     """Two seeds end with 7 and 9, printed is 6."""
     runs = [make(tmp_path / str(seed), {"s": 0.5}, "fedit", seed) for seed in (0, 1)]
-    groups, _ = grouped(
+    groups, _ = group_comparable(
         [
             read_finished(noted(folder, values), str(values), {"method": "A"})
             for folder, values in zip(runs, ([1.0, 7.0], [9.0]), strict=True)
@@ -212,7 +212,7 @@ def test_what_was_printed_of_sites_not_asked_to_train_stands_beside_theirs(tmp_p
         metrics = {"validation/global/accuracy": score}
         lines.append(json.dumps({"event": "held_out", "site": site, "round": round, "metrics": metrics}) + "\n")
     path.write_text(path.read_text() + "".join(lines))
-    groups, _ = grouped([read_finished(folder, "run", {"method": "A"})])
+    groups, _ = group_comparable([read_finished(folder, "run", {"method": "A"})])
     rows: list[dict[str, str | float]] = [{"method": "A", "held_out_accuracy": 0.55, "held_out_f1": 0.3}]
     (sheet,) = published_table(scores_of(groups[0], Stage.GLOBAL, "accuracy"), read_published(rows, ["method"]))
     assert [list(row) for row in sheet.rows] == [
@@ -263,6 +263,6 @@ def test_without_diagnostics_there_is_no_such_table(tmp_path: Path) -> None:
 
 def test_counts_are_whole_numbers(tmp_path: Path) -> None:
     """Two sites, three rounds, 100 bytes up and 50 down."""
-    groups, _ = grouped(read(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7})))
+    groups, _ = group_comparable(read(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7})))
     rows = list(csv.DictReader(io.StringIO(as_csv(groups))))
     assert {(row["n"], row["bytes"], row["seconds"]) for row in rows} == {("10", "900", "12.0")}

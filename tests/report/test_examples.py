@@ -10,7 +10,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import grouped
+from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.figures import draw_examples
 from consilium.report.predictions import LAYOUT, write_predictions
 from consilium.report.run_record import read_finished
@@ -99,7 +99,7 @@ def test_long_names_that_end_apart_are_written_apart_beside_pictures(kind: str, 
         write_predictions(folder / "sites" / "s0" / "predictions.png", said)
         runs.append(read_finished(folder, str(i), {"method": f"a rather long name of a WIDE method with setting {i}"}))
     (tmp_path / "out").mkdir()
-    ((path,), _) = draw_examples(tmp_path / "out", grouped(runs)[0][0], Stage.GLOBAL, "")
+    ((path,), _) = draw_examples(tmp_path / "out", group_comparable(runs)[0][0], Stage.GLOBAL, "")
     with Image.open(path) as page:
         # columns of 300 pixels, 12 apart, behind the picture and its reference; a heading of two lines
         one, other = (page.crop((16 + i * 312, 16, 316 + i * 312, 96)) for i in (2, 3))

@@ -12,7 +12,7 @@ from consilium.cli.main import app
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.storage import save_state
 from consilium.report.run_record import read_run
-from consilium.server.initialization import load_for_resume
+from consilium.server.run_start import load_for_resume
 from consilium.use.model import adapter_folder
 from tests.conftest import assembled, small_text
 

@@ -16,7 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
 from consilium.federation.job import assemble_job
-from consilium.report.compare.comparability import grouped
+from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import comparison_tables
 from consilium.report.page import cases
 from consilium.report.page.run_page import ledger_of, run_page, site_page, study_page
@@ -44,7 +44,7 @@ def page(folder: Path) -> Page:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the figures, which take most of a page's time."""
-    for name in ("curves", "models", "distribution"):
+    for name in ("curve_figure", "model_figure", "distribution_figure"):
         monkeypatch.setattr(cases, name, lambda *values: None)
 
 
@@ -392,7 +392,7 @@ def test_wide_tables_scroll_inside_the_page_and_are_printed_whole(width: int, me
         for name in ("fedit", "ffa_lora")
         for seed in range(3)
     ]
-    groups, _ = grouped(runs)
+    groups, _ = group_comparable(runs)
     text = study_page("s", "here", groups, comparison_tables(groups, Stage.GLOBAL), [], Stage.GLOBAL)
     if media == "print":
         text = text.replace("@media screen", "@media (width: 1px)").replace("@media print", "@media all")

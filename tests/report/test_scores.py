@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import grouped
-from consilium.report.compare.scores import comparisons, interval, patients_interval, ranks, scores_of
+from consilium.report.compare.comparability import group_comparable
+from consilium.report.compare.score_statistics import comparisons, interval, patients_interval, ranks, scores_of
 from consilium.report.compare.tables import comparison_tables, scores_table
 from consilium.report.run_record import read_finished
 from consilium.report.tables import markdown
@@ -163,7 +163,7 @@ def test_where_less_is_better_the_worst_site_has_the_most(tmp_path: Path) -> Non
 def test_ranks_over_data_sets(tmp_path: Path) -> None:
     here = made(tmp_path / "x", {"fedit": [[0.5, 0.6]], "ffa_lora": [[0.4, 0.7]]})
     there = [make(tmp_path / name, {"t": s}, name, n=12) for name, s in (("fedit", 0.9), ("ffa_lora", 0.1))]
-    groups, why = grouped([read_finished(folder) for folder in [*here, *there]])
+    groups, why = group_comparable([read_finished(folder) for folder in [*here, *there]])
     assert len(why) == 1
     last = comparison_tables(groups, Stage.GLOBAL)[-1]
     assert [list(row) for row in last.rows] == [["fedit", "1.50", "1.00", "1.25"], ["ffa_lora", "1.50", "2.00", "1.75"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare.scores import comparisons, holm, p_value
+from consilium.report.compare.score_statistics import comparisons, holm, p_value
 from consilium.report.compare.tables import comparison_tables, p_text
 from consilium.report.tables import markdown
 from tests.report.runs import accuracy, change, group_of, made

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import grouped
+from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import read_finished
 from consilium.report.tables import Column, Table, difference, latex, markdown, terminal
@@ -30,7 +30,7 @@ EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40
 
 def test_names_are_text_in_every_format(tmp_path: Path) -> None:
     runs = [read_finished(make(tmp_path / m, {EVIL: 0.5}, m), m, {"method": f"{EVIL}{m}"}) for m in ("fedit", "ffa_lora")]
-    groups, _ = grouped(runs)
+    groups, _ = group_comparable(runs)
     found = comparison_tables(groups, Stage.GLOBAL)
     tex = latex(found).replace(r"\allowbreak{}", "")
     assert r"=SUM(A1)\textbar{}50\%\_of \$x \& \{y\}\#\textasciitilde{}\textasciicircum{}\textbackslash{} nnn" in tex
@@ -94,7 +94,7 @@ def test_latex_prints_tables_that_no_paper_cuts_off(sites: int, method: str, tmp
         scores = {f"{'Klinikum der Stadt ' * (site % 2)}{site}": 0.5 + 0.01 * site + 0.001 * seed for site in range(sites)}
         folder = make(tmp_path / f"{name}-{seed}", scores, name, seed)
         runs.append(read_finished(folder, folder.name, {"method": f"{method} {name}"}))
-    found = comparison_tables(grouped(runs)[0], Stage.GLOBAL)
+    found = comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)
     tex = latex(found)
     assert "resizebox" not in tex
     log = printed(tmp_path, tex)
@@ -109,7 +109,7 @@ def test_a_papers_main_table_has_means_and_an_appendix_has_the_sites(tmp_path: P
             tmp_path / f"{name}-{seed}", {"north": 0.5 + 0.1 * seed, "south": 0.6 - 0.1 * (name == "fedit")}, name, seed
         )
         runs.append(read_finished(folder, folder.name, {"method": name}))
-    main, appendix = latex(comparison_tables(grouped(runs)[0], Stage.GLOBAL)).split("% Appendix")
+    main, appendix = latex(comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)).split("% Appendix")
     assert "north" not in main
     assert re.search(r"^method & (north & south|.*north.*south) \\\\$", appendix, re.MULTILINE)
     # by hand: sites' means over seeds .6 and .6 for ffa_lora, over both .55, .6, .65: .6 with deviation .05
@@ -128,7 +128,7 @@ def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -
     for i in range(40):
         folder = make(tmp_path / str(i), scores, {"name": "fedprox", "mu": 0.01 * (i + 1)})
         runs.append(read_finished(folder, str(i), {"method": f"{'a rather long name of a method, ' * 2}{i}".rjust(60)[:66]}))
-    groups, _ = grouped(runs)
+    groups, _ = group_comparable(runs)
     assert len(groups[0].methods) == 40
     console = Console(file=io.StringIO(), width=80)
     for sheet in comparison_tables(groups, Stage.GLOBAL):

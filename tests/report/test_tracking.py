@@ -18,7 +18,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
 from consilium.core.schema import validate
 from consilium.report import tracking
-from consilium.report.run_log import RunLog
+from consilium.report.run_files import RunLog
 from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, metric_name, settings_of
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others

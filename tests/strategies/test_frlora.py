@@ -17,7 +17,7 @@ from consilium.federation.job import assemble_job, build_model
 from consilium.models.sam.network import build_sam
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
-from consilium.server.initialization import server_start
+from consilium.server.run_start import server_start
 from consilium.strategies.frlora import FRLoRA, principal
 from consilium.strategies.strategy import ServerState
 from tests.conftest import small_config

@@ -13,11 +13,11 @@ from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.core.storage import private_folder
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.study.plan import Planned, Planner
-from consilium.study.records import CellRecord, lock, record_of
-from consilium.study.run_cell import begun, fail, run_cell
+from consilium.study.definition import load
+from consilium.study.preflight import Planned, Planner
+from consilium.study.records import CellRecord, cell_lock, record_of
+from consilium.study.run_cell import record_failure, run_cell, start_record
 from consilium.study.runner import run_study
-from consilium.study.study import load
 from tests.study.conftest import MakeStudy
 
 
@@ -56,7 +56,7 @@ def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(s
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("running").save(one.cell.folder)
     assert record_of(one.cell.folder).state == "interrupted"
-    with lock(one.cell.folder):
+    with cell_lock(one.cell.folder):
         assert record_of(one.cell.folder).state == "locked"
         assert run_cell(one, quiet).state == "locked"
     assert not (one.cell.folder / "metrics.jsonl").exists()
@@ -106,12 +106,12 @@ def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_fi
 def test_a_process_that_is_gone_fails_no_cell_that_another_one_has(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("running", data=one.data, code=one.code).save(one.cell.folder)
-    with lock(one.cell.folder):
-        assert fail(one, "gone").state == "locked"
-    assert fail(one, "gone").reason == "gone"
+    with cell_lock(one.cell.folder):
+        assert record_failure(one, "gone").state == "locked"
+    assert record_failure(one, "gone").reason == "gone"
     CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
     (one.cell.folder / "results.json").write_text("{}")
-    assert fail(one, "gone").state == record_of(one.cell.folder).state == "done"
+    assert record_failure(one, "gone").state == record_of(one.cell.folder).state == "done"
 
 
 def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
     assert [one.names for one in found] == [("a", "b"), ("a", "b"), ("c",), ("c",)]
     assert [one.given.data for one in found[1:3]] == [tmp_path / "data" / "even", tmp_path / "data" / "skewed"]
     assert found[0].data == found[1].data != found[2].data
-    assert [begun(one).folder for one in found] == ["even", "even", "skewed", "skewed"]
+    assert [start_record(one).folder for one in found] == ["even", "even", "skewed", "skewed"]
     assert len({one.cell.id for one in found}) == 4
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["hashes.json"]
     shutil.copytree(tmp_path / "data", tmp_path / "moved")

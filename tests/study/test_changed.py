@@ -16,12 +16,12 @@ from consilium import strategies as package
 from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
-from consilium.report.run_record import KEPT, cell_folder, earlier_cells, keep_cells, study_cells
-from consilium.study.plan import Planned, Planner
+from consilium.report.run_record import KEPT, cell_folder, earlier_cells, save_cells, study_cells
+from consilium.study.definition import Cell, Study, load
+from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, record_of
-from consilium.study.run_cell import begun as begun_record
-from consilium.study.run_cell import finished, run_cell, set_aside
-from consilium.study.study import Cell, Study, load
+from consilium.study.run_cell import is_finished, run_cell, set_aside
+from consilium.study.run_cell import start_record as begun_record
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
 from tests.report.pages import Page
@@ -35,7 +35,7 @@ RATES = {"A": {"training.lr": 0.5}, "B": {"training.lr": 0.25}}
 
 def begun(study: Study) -> Study:
     """Return a study as `study run` leaves it that was told to keep its cells."""
-    keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
+    save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
     return study
 
 
@@ -161,11 +161,11 @@ def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
     first = planned()
     for one in first:
         done(one.cell, 0.5, data=one.data, code=one.code)
-    assert [finished(one) for one in planned(rerun=True)] == [True, True]
+    assert [is_finished(one) for one in planned(rerun=True)] == [True, True]
     source = tmp_path / "packages/changing_strategy.py"
     source.write_text(PLUGIN + "    mu: float = 0.5\n")
-    assert [finished(one) for one in planned()] == [True, True]
-    assert [finished(one) for one in planned(rerun=True)] == [True, False]
+    assert [is_finished(one) for one in planned()] == [True, True]
+    assert [is_finished(one) for one in planned(rerun=True)] == [True, False]
     told = "1 cell done by code that has changed since: method=mine; `consilium study run --again` runs them anew"
     for words in (["show", path], ["run", path]):
         assert run(monkeypatch, "study", *words, "--workspace", w) == 0
@@ -207,7 +207,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     path, w = study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w"
 
     def planned(code: str) -> Planned:
-        for place in ("consilium.config.code_digest.code_of", "consilium.study.plan.code_of"):
+        for place in ("consilium.config.code_digest.code_of", "consilium.study.preflight.code_of"):
             monkeypatch.setattr(place, lambda config: code)
         return Planner(Given(), w).plan(load(path, workspace=w).cells())[0]
 

@@ -7,7 +7,7 @@ import pytest
 
 from consilium.estimates.communication import own_cost
 from consilium.federation.job import assemble_job
-from consilium.study.study import load
+from consilium.study.definition import load
 from tests.conftest import JOBS, run
 from tests.study.conftest import MakeStudy
 

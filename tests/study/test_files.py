@@ -8,10 +8,10 @@ import pytest
 
 from consilium.cli.options import TFLOPS, gpu_hours
 from consilium.config.site import Given
-from consilium.study.plan import Planner
+from consilium.study.definition import Size, load
+from consilium.study.preflight import Planner
 from consilium.study.records import cached_flops
 from consilium.study.run_cell import run_cell
-from consilium.study.study import Size, load
 from tests.conftest import JOBS
 
 STUDIES = sorted((JOBS / "studies").glob("*.yaml"))

@@ -10,8 +10,8 @@ import yaml
 
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
-from consilium.study.plan import Planner
-from consilium.study.study import Cell, load, pick
+from consilium.study.definition import Cell, load, pick
+from consilium.study.preflight import Planner
 from tests.study.conftest import MakeStudy
 
 METHODS = {"FedIT": None, "FFA": {"strategy": "ffa_lora"}}

@@ -20,7 +20,7 @@ from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.estimates.communication import own_cost
 from consilium.federation.job import assemble_job
-from consilium.study.study import Cell, load
+from consilium.study.definition import Cell, load
 from tests.conftest import JOBS, run
 from tests.data.importing import OUTER, mask, picture, splits_of
 from tests.tools.papers import PAGE, marks, of_jobs, papers, rewritten

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from consilium.core.storage import load_state
-from consilium.study.study import Cell, load
+from consilium.study.definition import Cell, load
 from tests.conftest import JOBS
 from tests.study.conftest import MakeStudy
 

@@ -8,8 +8,8 @@ import pytest
 
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
+from consilium.study.definition import Cell, identity, load
 from consilium.study.records import CellRecord
-from consilium.study.study import Cell, identity, load
 from tests.benchmarks import results
 from tests.benchmarks.claims import Claim
 from tests.benchmarks.effects import DICE, EFFECTS, Best, Effect, Side

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from consilium.config.site import Given
 from consilium.report.tables import terminal
-from consilium.study.plan import Planned
+from consilium.study.definition import load
+from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord
-from consilium.study.study import load
 from consilium.study.view import StudyView, cells_table
 from tests.study.conftest import MakeStudy
 

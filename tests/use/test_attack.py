@@ -27,17 +27,17 @@ from consilium.privacy.distributed_noise import add_share, on_grid, share_deviat
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.runtime.engine import simulate
 from consilium.use.attack import (
-    _drawn_by_coins,
-    all_of,
+    _keep_varied_samples,
     attack,
     confidence_of,
-    draw,
+    draw_units,
     epsilon_bound,
-    judged,
+    epsilon_of_record,
+    judge_guesses,
     key_of,
     likelihood_ratio,
-    list_of,
-    of_one_record,
+    read_samples,
+    with_all_samples,
 )
 from consilium.use.model import TrainedModel, open_model
 from tests.conftest import run, small_cells, small_config
@@ -77,7 +77,7 @@ def test_of_a_mechanism_with_a_known_epsilon_no_more_than_that_is_shown_but_for_
         members = source.random(400) < 0.5
         right = source.random(400) < math.e / (1 + math.e)
         scores = np.where(right == members, 1.0, -1.0) + 1e-6 * source.random(400)
-        over += judged("", scores, members, 0.0, 0.95, trial).epsilon > 1.0
+        over += judge_guesses("", scores, members, 0.0, 0.95, trial).epsilon > 1.0
     assert over <= 20  # 10 expected at most, with three deviations
 
 
@@ -89,7 +89,7 @@ def test_of_a_site_s_promise_a_record_keeps_what_half_the_noise_does(monkeypatch
     def kept(**options: object) -> float | None:
         privacy = {"clip": 1.0, "noise_multiplier": 4.0, "delta": 1e-5} | options
         opened = SimpleNamespace(config=JobConfig.model_validate(raw | {"privacy": privacy}), model=nn.Linear(1, 1))
-        return of_one_record(cast(TrainedModel, opened))
+        return epsilon_of_record(cast(TrainedModel, opened))
 
     def delta(mu: float, epsilon: float) -> float:
         return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
@@ -101,10 +101,10 @@ def test_of_a_site_s_promise_a_record_keeps_what_half_the_noise_does(monkeypatch
 
 def test_scores_that_tell_members_apart_show_much_and_those_that_do_not_show_nothing() -> None:
     members, source = np.arange(400) < 200, np.random.default_rng(1)
-    found = judged("loss", members + 0.1 * source.random(400), members, 1e-6, 0.95)
+    found = judge_guesses("loss", members + 0.1 * source.random(400), members, 1e-6, 0.95)
     assert (found.auc, found.correct) == (1.0, found.guesses)
     assert found.epsilon > 3.5
-    blind = judged("loss", source.random(400), members, 1e-6, 0.95)
+    blind = judge_guesses("loss", source.random(400), members, 1e-6, 0.95)
     assert abs(blind.auc - 0.5) < 0.1
     assert blind.epsilon < 0.5
 
@@ -131,11 +131,11 @@ def test_with_shadow_models_only_samples_count_that_coins_decided() -> None:
     """Test data, which no shadow model can have seen, would be told apart though the model had learned nothing."""
     whole = listed(60, 40)
     names = [key_of(item) for item in whole.splits["training"]]
-    kept = _drawn_by_coins(whole, [set(names[:40]), set(names[10:50])])
+    kept = _keep_varied_samples(whole, [set(names[:40]), set(names[10:50])])
     assert {key_of(item) for item in kept.splits["training"]} == {*names[:10], *names[40:50]}
     assert not kept.splits["test"]
     with pytest.raises(DataError, match="--shadow: 0 samples were in the training of one shadow run and not of another"):
-        _drawn_by_coins(whole, [set(names)] * 2)  # as of private runs, which train on all
+        _keep_varied_samples(whole, [set(names)] * 2)  # as of private runs, which train on all
 
 
 def test_a_confidence_is_the_log_odds_of_the_right_answer() -> None:
@@ -150,28 +150,28 @@ def listed(training: int, test: int, patients: int = 0) -> DataList:
 def test_as_many_members_as_others_are_drawn() -> None:
     whole = listed(30, 14)
     trained = {key_of(item) for item in whole.splits["training"]}
-    drawn = draw(whole, trained, by_patient=False)
+    drawn = draw_units(whole, trained, by_patient=False)
     samples = drawn.data.splits["training"]
     assert drawn.members.tolist() == [True] * 14 + [False] * 14
     assert [key_of(samples[unit[0]]) in trained for unit in drawn.units] == drawn.members.tolist()
     assert (drawn.included(trained) == drawn.members).all()
     with pytest.raises(DataError, match="5 units to compare on each side"):
-        draw(listed(30, 5), trained, by_patient=False)
+        draw_units(listed(30, 5), trained, by_patient=False)
 
 
 def test_what_a_job_left_out_of_its_training_is_no_member() -> None:
     whole = listed(40, 0)
     trained = {key_of(item) for item in whole.splits["training"][:15]}
-    assert draw(whole, trained, by_patient=False).members.sum() == 15
+    assert draw_units(whole, trained, by_patient=False).members.sum() == 15
 
 
 def test_patients_are_units_and_must_be_on_one_side() -> None:
     whole = listed(20, 20, patients=20)
     with pytest.raises(DataError, match="20 patients are in training and in another split"):
-        draw(whole, {key_of(item) for item in whole.splits["training"]}, by_patient=True)
+        draw_units(whole, {key_of(item) for item in whole.splits["training"]}, by_patient=True)
     by_patient = {key_of(item) for item in listed(20, 20, patients=20).splits["training"][:10]}
     both = by_patient | {key_of(item) for item in whole.splits["test"][:10]}
-    drawn = draw(whole, both, by_patient=True)
+    drawn = draw_units(whole, both, by_patient=True)
     assert [len(unit) for unit in drawn.units] == [2] * 20
 
 
@@ -197,13 +197,13 @@ def test_a_private_run_s_list_is_read_as_the_run_read_it(tmp_path: Path) -> None
         config = JobConfig.model_validate(raw | {"privacy": privacy, "data": {}})
         opened = cast(TrainedModel, SimpleNamespace(config=config))
         with nullcontext() if privacy else pytest.raises(DataError, match="belongs to no class"):
-            task = build_task(all_of(config), list_of(opened, "site-1", site, tmp_path), site)
+            task = build_task(with_all_samples(config), read_samples(opened, "site-1", site, tmp_path), site)
             assert task.batch([0], 0)["label"].sum() == 100
 
 
 def test_no_promise_stands_beside_a_model_that_it_is_not_of(capsys: pytest.CaptureFixture[str]) -> None:
     """A site's own model holds tensors that no noise covers: a bound on it breaks no promise."""
-    found = [judged("loss", np.arange(40.0), np.arange(40) < 20, 1e-5, 0.95)]
+    found = [judge_guesses("loss", np.arange(40.0), np.arange(40) < 20, 1e-5, 0.95)]
     raw = small_cells("fedit").model_dump() | {"privacy": {"unit": "site", "clip": 1.0, "epsilon": 3}}
     card = SimpleNamespace(job="j", name="personalized", privacy="epsilon 3", notes=(UNCOVERED,))
     opened = SimpleNamespace(config=JobConfig.model_validate(raw), card=card, folder=Path("f"), model=nn.Linear(1, 1))
@@ -242,9 +242,9 @@ def test_a_canary_of_a_patient_shows_less_than_the_claim_with_noise_and_far_more
     sigma = noise_multiplier(1.0, 1e-6, 10, 0.5, "prv")
     members = np.random.default_rng(3).random(TRIALS) < 0.5
     with_noise = np.array([canary(sigma, bool(one), seed) for seed, one in enumerate(members)])
-    assert judged("", with_noise, members, 1e-6, 0.95).epsilon < epsilon_of([GaussianEvent(sigma, 0.5, 10)], 1e-6) <= 1.0
+    assert judge_guesses("", with_noise, members, 1e-6, 0.95).epsilon < epsilon_of([GaussianEvent(sigma, 0.5, 10)], 1e-6) <= 1.0
     without = np.array([canary(0.0, bool(one), seed) for seed, one in enumerate(members)])
-    assert judged("", without, members, 1e-6, 0.95).epsilon > 2.5
+    assert judge_guesses("", without, members, 1e-6, 0.95).epsilon > 2.5
 
 
 def summed(noise: float, present: bool, bits: "np.random.Generator") -> float:
@@ -260,9 +260,9 @@ def test_a_canary_of_a_site_under_shares_of_noise_shows_less_than_the_claim_and_
     sigma, bits = noise_multiplier(1.0, 1e-6, 1), np.random.default_rng(4)
     members = bits.random(500) < 0.5
     with_noise = np.array([summed(sigma, bool(one), bits) for one in members])
-    assert judged("", with_noise, members, 1e-6, 0.95).epsilon < 1.0
+    assert judge_guesses("", with_noise, members, 1e-6, 0.95).epsilon < 1.0
     half = np.array([summed(sigma / 20, bool(one), bits) for one in members])
-    assert judged("", half, members, 1e-6, 0.95).epsilon > 3.0
+    assert judge_guesses("", half, members, 1e-6, 0.95).epsilon > 3.0
 
 
 def listed_site(folder: Path) -> SiteConfig:

@@ -102,7 +102,7 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
     wanted = {}
     for file in files:
         item = Item(file, None)
-        logits = merge.answer(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
+        logits = merge.logits_of(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
         size = read_image(item, settings).shape[:2]
         rows, columns = valid_size(size, 64, settings)
         own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
@@ -130,7 +130,7 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     model, folder = trained(CELLS), tmp_path / "bundle"
     folder.mkdir()
     file = picture(tmp_path / "a cell.png", (64, 64, 3))
-    logits = merge.answer(model, {"images": read_picture(Item(file, None), 64, CELLS.task)[None]})[0]  # type: ignore[arg-type]
+    logits = merge.logits_of(model, {"images": read_picture(Item(file, None), 64, CELLS.task)[None]})[0]  # type: ignore[arg-type]
     bundle_export.write(folder, model, CELLS, card(CELLS))
     run(folder, file)
     with open(folder / "out/classes.csv", encoding="utf-8", newline="") as lines:
@@ -149,7 +149,7 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
     file = picture(tmp_path / "one.png", (128, 128, 3))
     image = read_picture(Item(file, None), 64)[None]
     box, whole = torch.tensor([[[8.0, 10.0, 40.0, 36.0]]]), torch.full((1, 1, 4), float("nan"))
-    wanted = [merge.answer(model, {"images": image, "prompts": boxes}) for boxes in (box, whole)]
+    wanted = [merge.logits_of(model, {"images": image, "prompts": boxes}) for boxes in (box, whole)]
     bound = merge.tolerance(model, torch.cat(wanted))
     bundle_export.write(folder, model, config, card(config))
     (tmp_path / "boxes.csv").write_text("image,class,left,top,right,bottom\none.png,a,16,20,80,72\n")

@@ -44,7 +44,7 @@ def test_a_peft_folder_says_that_its_base_was_quantized(dtype: str, said: bool, 
     found = open_model(kept(tmp_path / "kept", LORA), own=HERE)
     config = found.config.model_copy(update={"model": found.config.model.model_copy(update={"dtype": dtype})})
     page = (export(replace(found, config=config), "peft", tmp_path / "peft", HERE).folder / "README.md").read_text()
-    assert (f"kept as {dtype} by bitsandbytes" in page) == said
+    assert (f"bitsandbytes stored the base as {dtype}" in page) == said
 
 
 def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
     folder = kept(tmp_path / "kept", LORA)
     found = open_model(folder, own=HERE)
     inputs = merge.inputs_of(LORA, None)
-    wanted = merge.answer(found.model, inputs)
+    wanted = merge.logits_of(found.model, inputs)
     made = export(found, "peft", tmp_path / "peft", HERE)
     assert made.difference is None
     assert {path.name for path in made.folder.iterdir()} == {
@@ -62,11 +62,11 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
         "export.json", "job.yaml",
     }  # fmt: skip
     moved = made.folder.rename(tmp_path / "moved")
-    assert torch.equal(merge.answer(open_model(moved, own=HERE).model, inputs), wanted)
+    assert torch.equal(merge.logits_of(open_model(moved, own=HERE).model, inputs), wanted)
     moved.rename(made.folder)
     base = build_sam("tiny", None, 64, 2)
     assert base.load_state_dict(load_file(made.folder / "decoder.safetensors"), strict=False).unexpected_keys == []
-    answered = merge.answer(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
+    answered = merge.logits_of(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
     assert float((answered - wanted).abs().max()) <= merge.tolerance(base, wanted)
     page = (made.folder / "README.md").read_text()
     assert page.startswith("---\nlicense: unknown\n")
@@ -84,12 +84,12 @@ def test_the_code_of_a_peft_card_runs_as_it_is_printed(
     """All bases here are tiny ones, which come with the package."""
     found = open_model(kept(tmp_path / "kept", config), own=HERE)
     inputs = merge.inputs_of(config, tokenizer_of(config, HERE))
-    wanted = merge.answer(found.model, inputs)
+    wanted = merge.logits_of(found.model, inputs)
     made = export(found, "peft", tmp_path / "peft", HERE)
     monkeypatch.chdir(made.folder)
     names: dict[str, Any] = {}
     exec(code((made.folder / "README.md").read_text()), names)
-    answered = merge.answer(names["model"].eval(), inputs)
+    answered = merge.logits_of(names["model"].eval(), inputs)
     assert float((answered - wanted).abs().max()) <= merge.tolerance(names["model"], wanted)
 
 
@@ -110,7 +110,7 @@ def test_the_command_writes_a_merged_model_with_card_and_licence(
     record = json.loads((out / "export.json").read_text())
     assert (record["format"], record["job"], record["model"]) == ("merged", "small", "global")
     model, inputs = open_model(folder, own=HERE).model, merge.inputs_of(CELLS, None)
-    wanted = merge.answer(model, inputs)
+    wanted = merge.logits_of(model, inputs)
     with torch.no_grad():
         found = loaded(page, out, monkeypatch)(**inputs)
     assert float((found - wanted).abs().max()) <= merge.tolerance(model, wanted)
@@ -250,8 +250,8 @@ def test_two_adapters_of_fixed_shares_merge_into_one(tmp_path: Path) -> None:
     config = small_config({"name": "feddpa", "weighting": "fixed"})
     folder = kept(tmp_path / "kept", config, share=0.3)
     model, inputs = open_model(folder, own=HERE).model, merge.inputs_of(config, None)
-    wanted = merge.answer(model, inputs)
-    alone = merge.answer(build_model(config, SiteConfig(device="cpu")), inputs)
+    wanted = merge.logits_of(model, inputs)
+    alone = merge.logits_of(build_model(config, SiteConfig(device="cpu")), inputs)
     made = export(open_model(folder, own=HERE), "merged", tmp_path / "out", HERE)
     assert made.difference is not None
     assert made.difference <= merge.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())

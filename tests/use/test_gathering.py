@@ -24,7 +24,7 @@ from consilium.use.inputs import Prompts, find_inputs
 from consilium.use.model import TrainedModel
 from consilium.use.outputs import OutputOptions
 from consilium.use.predict import Outcome, predict
-from consilium.use.predictor import Predictor, gathered
+from consilium.use.predictor import Predictor, answer_inputs
 from tests.conftest import run, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
@@ -159,11 +159,11 @@ def test_no_more_waits_than_the_batch_and_the_memory_allow(
     inputs = [one for one in find_inputs(folder, False, folder / "out") if one.name[1:] == ".png"]
     monkeypatch.setattr(predictor, "MOST_PIXELS", 64 * 64 + 40 * 30)
     with calls(fundus.model) as sizes:
-        found = [(one.name, [part.image.shape for part in parts]) for one, parts in gathered(Predictor(fundus, 8), inputs)]
+        found = [(one.name, [part.image.shape for part in parts]) for one, parts in answer_inputs(Predictor(fundus, 8), inputs)]
     assert sizes == [2, 2, 1]
     assert found[2] == ("2.png", [(33, 90, 3)])
     given = iter(inputs)
-    next(gathered(Predictor(fundus, 2), given))  # type: ignore[arg-type]
+    next(answer_inputs(Predictor(fundus, 2), given))  # type: ignore[arg-type]
     assert next(given).name == "3.png"  # of a folder without end no more is read
 
 
@@ -230,7 +230,7 @@ def test_a_record_that_cannot_be_used_costs_no_other(tmp_path: Path, monkeypatch
             raise DataError(f"{bad[0]}: cannot be used")
         return [text.input.upper() for text in asked]
 
-    monkeypatch.setattr(predicting, "_written", written)
+    monkeypatch.setattr(predicting, "_generate_answers", written)
     model = TrainedModel(small_text(), nn.Identity(), Path(), None, None, HERE)  # type: ignore[arg-type]
     found = [
         (one.name, list(said)) for one, said in predicting.answers(model, find_inputs(tmp_path, True, tmp_path / "out"), 8)

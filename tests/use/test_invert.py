@@ -15,7 +15,7 @@ from consilium.config.site import SiteConfig
 from consilium.federation.job import assemble_job
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
-from consilium.use.invert import gradient, invert, masked, mean, picked, psnr
+from consilium.use.invert import gradient, invert, mask_update, mean_gradient, pick_members, psnr
 from tests.conftest import run, small_cells, small_text, training_only
 
 
@@ -47,22 +47,22 @@ def test_a_picture_is_drawn_from_the_gradient_that_is_it_and_not_from_masks(seen
     drawn, left = invert(model, Told(), gradients[0], batches[0], 60, 0)
     assert alike(drawn, batches[0]["image"]) > 0.9
     assert left < 0.05
-    drawn, left = invert(model, Told(), masked(gradients[0], 0), batches[0], 60, 0)
+    drawn, left = invert(model, Told(), mask_update(gradients[0], 0), batches[0], 60, 0)
     assert abs(alike(drawn, batches[0]["image"])) < 0.6
     assert left > 0.5
 
 
 def test_the_right_pictures_are_picked_by_their_gradients(seen: tuple) -> None:
     _, _, gradients = seen
-    assert picked(gradients, gradients[3], 1) == {3}
-    assert picked(gradients, mean([gradients[1], gradients[4]]), 2) == {1, 4}
-    assert picked(gradients, {"0.weight": -gradients[3]["0.weight"]}, 6).isdisjoint({3})
+    assert pick_members(gradients, gradients[3], 1) == {3}
+    assert pick_members(gradients, mean_gradient([gradients[1], gradients[4]]), 2) == {1, 4}
+    assert pick_members(gradients, {"0.weight": -gradients[3]["0.weight"]}, 6).isdisjoint({3})
 
 
 def test_words_under_masks_are_uniform_whatever_the_update(seen: tuple) -> None:
     """Standardized to the range of a word, their mean is 0 and their deviation 1 / sqrt 3."""
     _, _, gradients = seen
-    found = torch.cat([masked(gradients[0], seed)["0.weight"].flatten() for seed in range(10)]).double() / UNIT / 2**63
+    found = torch.cat([mask_update(gradients[0], seed)["0.weight"].flatten() for seed in range(10)]).double() / UNIT / 2**63
     assert float(found.mean()) == pytest.approx(0, abs=0.03)
     assert float(found.std()) == pytest.approx(3**-0.5, abs=0.02)
 

@@ -44,9 +44,9 @@ def compare(config: JobConfig, model: nn.Module, folder: Path, monkeypatch: pyte
     inputs = merge.inputs_of(config, tokenizer)
     if "images" in inputs:
         inputs["images"] = inputs["images"].flip(-1) * 0.5
-    wanted = merge.answer(model, inputs)
+    wanted = merge.logits_of(model, inputs)
     with layers.disabled(model):
-        base = merge.answer(model, inputs)
+        base = merge.logits_of(model, inputs)
     page, difference = merge.write(folder, model, config, tokenizer)
     with torch.no_grad():
         found = loaded(page, folder, monkeypatch)(**inputs)
@@ -140,11 +140,11 @@ def test_a_vector_that_no_bias_can_hold_is_refused_before_anything_is_changed() 
     config = changed(small_text(), strategy="feddbe")
     model = trained(config)
     inputs = merge.inputs_of(config, tokenizer_of(config, HERE))
-    wanted = merge.answer(model, inputs)
+    wanted = merge.logits_of(model, inputs)
     with pytest.raises(ConfigError, match="no bias there"):
         merge.merge(model, config)
     merge.merge_if_possible(model, config)
-    assert torch.equal(merge.answer(model, inputs), wanted)
+    assert torch.equal(merge.logits_of(model, inputs), wanted)
 
 
 def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:

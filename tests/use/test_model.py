@@ -24,7 +24,7 @@ from consilium.federation.saved_model import CARD, SavedModel, note_best, read_b
 from consilium.report.run_record import cell_folder
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
-from consilium.server.initialization import keep_inside, server_start
+from consilium.server.run_start import keep_inside, server_start
 from consilium.use.model import TrainedModel, adapter_folder, open_model
 from tests.conftest import small_config
 from tests.use.conftest import SITES

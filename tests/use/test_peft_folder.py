@@ -63,14 +63,14 @@ def test_pefts_own_class_opens_the_exported_folder_alone(targets: str, short: li
     config, own = of_folder(tmp_path, targets=targets)
     found = open_model(kept(tmp_path / "kept", config, sha_of(config)), own=own)
     inputs = merge.inputs_of(config, ours("tiny", None))
-    wanted = merge.answer(found.model, inputs)
+    wanted = merge.logits_of(found.model, inputs)
     folder = export(found, "peft", tmp_path / "peft", own).folder
     opened = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         got = opened(**inputs).logits
     base = build_causal_lm("folder", tmp_path / "checkpoints/base")
     assert float((got - wanted).abs().max()) <= merge.tolerance(base, wanted)
-    assert float((merge.answer(base, inputs) - wanted).abs().max()) > 100 * merge.tolerance(base, wanted)
+    assert float((merge.logits_of(base, inputs) - wanted).abs().max()) > 100 * merge.tolerance(base, wanted)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(tmp_path / "checkpoints/base")
     assert settings["task_type"] == "CAUSAL_LM"

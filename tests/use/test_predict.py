@@ -20,10 +20,10 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
-from consilium.data.synthetic.study import Study
+from consilium.data.synthetic.imaging_study import Study
 from consilium.use.inputs import Input, find_inputs, read_prompts
 from consilium.use.model import open_model
-from consilium.use.outputs import label_map, legend
+from consilium.use.outputs import label_legend, label_map
 from consilium.use.predictor import Prediction, Predictor, stitch_tiles
 from tests.conftest import run
 
@@ -158,13 +158,13 @@ def write_dicom_series(folder: Path, study: Study) -> None:
 
 
 def test_a_map_has_the_value_of_exactly_the_classes_said_or_the_likeliest() -> None:
-    values = legend({"disc": [1, 2], "cup": [2, 3]})
+    values = label_legend({"disc": [1, 2], "cup": [2, 3]})
     assert values == {0: (), 1: ("disc",), 2: ("disc", "cup"), 3: ("cup",)}
-    nested = legend({"disc": [1, 2], "cup": [2]})
+    nested = label_legend({"disc": [1, 2], "cup": [2]})
     logits = torch.tensor([[-1.0, 2, 3, -1, -3], [-1, -2, 1, 4, 2]])[:, None]
     assert label_map(logits, ["disc", "cup"], values).tolist() == [[0, 1, 2, 3, 3]]
     assert label_map(logits, ["disc", "cup"], nested).tolist() == [[0, 1, 2, 2, 0]]
-    assert legend({"a": ["liver"], "b": [7]}) == {0: (), 1: ("a",), 2: ("b",)}
+    assert label_legend({"a": ["liver"], "b": [7]}) == {0: (), 1: ("a",), 2: ("b",)}
     assert label_map(torch.ones(1, 1, 1), ["a"], {0: (), 300: ("a",)}).dtype == np.uint16
 
 
@@ -256,10 +256,10 @@ def test_a_prompt_that_no_part_meets_is_told_of(
     tiles = [Item(one.path, None, tile=(x, 0, 20, 20)) for x in (0, 20)]
     predictor = Predictor(opened, 1, {("a.png", plane, "disc"): point, ("b.png", 7, "disc"): (1.0, 1.0)})
     if not said:
-        predictor._check_met(one, tiles)
+        predictor._check_prompts_used(one, tiles)
         return
     with pytest.raises(DataError, match=f"the point of 'disc' {said}"):
-        predictor._check_met(one, tiles)
+        predictor._check_prompts_used(one, tiles)
 
 
 def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(

@@ -12,10 +12,10 @@ import yaml
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data.synthetic.study import Study
+from consilium.data.synthetic.imaging_study import Study
 from consilium.use.inputs import Input, find_inputs
 from consilium.use.model import open_model
-from consilium.use.outputs import OutputOptions, clashes, write_nifti, write_picture
+from consilium.use.outputs import OutputOptions, split_clashing, write_nifti, write_picture
 from consilium.use.predict import predict
 from consilium.use.predictor import Predictor
 from tests.conftest import run
@@ -49,11 +49,11 @@ def test_an_input_that_would_share_a_file_with_one_before_it_is_named_and_the_re
     names: tuple[str, str], file: str, more: dict[str, bool], tmp_path: Path
 ) -> None:
     inputs = [Input(tmp_path / name, name) for name in (*names, "z.png")]
-    apart, clashing = clashes("segmentation", inputs, OutputOptions(tmp_path, **more))
+    apart, clashing = split_clashing("segmentation", inputs, OutputOptions(tmp_path, **more))
     assert [one.name for one in apart] == [names[0], "z.png"]
     why = f"{tmp_path / names[1]}: {file!r} is written for {names[0]!r}; rename one of the two, or predict them apart"
     assert clashing == [(inputs[1], why)]
-    assert clashes("segmentation", inputs[:1], OutputOptions(tmp_path, True, True)) == (inputs[:1], [])
+    assert split_clashing("segmentation", inputs[:1], OutputOptions(tmp_path, True, True)) == (inputs[:1], [])
 
 
 def test_a_picture_of_another_scale_than_the_models_parts_is_refused(

@@ -1,4 +1,4 @@
-"""The command `consilium audit`: a page of all messages that left this site, run by run."""
+"""The command `consilium audit`, which shows all messages that left a site, run by run."""
 
 import json
 from pathlib import Path
@@ -17,15 +17,18 @@ from consilium.report.tables import markdown as markdown_of
 
 def audit(
     where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
-    format: Annotated[Literal["md", "json"], typer.Option("--format", help="md for people, json for programs")] = "md",
+    format: Annotated[
+        Literal["md", "json"], typer.Option("--format", help="md: Markdown for people; json: for programs")
+    ] = "md",
 ) -> None:
-    """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
-    found = [_report(path) for path in _records(where)]
+    """Show all messages that left this site: tensors, bytes, norms, noise, epsilon. Exit code 1 if a record was altered."""
+    found = [_read_record(path) for path in _records(where)]
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(_page, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
 
-def _report(path: Path) -> dict[str, Any]:
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return the record in an audit.jsonl. Raises ConfigError if it cannot be read."""
     try:
         return read(path)
     except (OSError, ValueError) as error:
@@ -34,7 +37,7 @@ def _report(path: Path) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any]) -> str:
-    """Return a record as a page. Raises ConfigError for a message that no guard writes."""
+    """Return a record as a Markdown page. Raises ConfigError for a message of a form that no guard writes."""
     try:
         return markdown(found)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -43,7 +46,7 @@ def _page(found: dict[str, Any]) -> str:
 
 
 def _records(where: Path) -> list[Path]:
-    """Return the audit files of `where`, by modification time."""
+    """Return the audit.jsonl files in `where`, sorted by modification time. Raises ConfigError for none."""
     folder = site_records(where).root if is_site(where) else where
     records = (path for path in folder.rglob(FILE) if path.is_file())
     found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
@@ -87,7 +90,7 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
 
 
 def _without_noise(left: list[dict[str, Any]]) -> str:
-    """Return the protection, without noise, of the messages `left`."""
+    """Return a text on the protection of messages that left without noise."""
     if not left:
         return "no update and no model left"
     if not all("masked" in message for message in left):

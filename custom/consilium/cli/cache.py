@@ -10,11 +10,13 @@ from consilium.data import store as cache_folder
 
 
 def data_cache(
-    folder: Annotated[Path, typer.Argument(help="what `cache: {folder:}` of site.yaml names, or else the site's state")],
-    clear: Annotated[bool, typer.Option("--clear", help="remove all of it; a job that runs makes it again")] = False,
+    folder: Annotated[
+        Path, typer.Argument(help="the folder that `cache: {folder:}` in site.yaml names, or else the site's state folder")
+    ],
+    clear: Annotated[bool, typer.Option("--clear", help="delete the cache; the next job makes it again")] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Show how many decoded samples a site keeps on its disk, and how large they are."""
+    """Show the number and size of the decoded samples in a site's cache on disk."""
     found = cache_folder.find_cache(folder)
     samples, size = cache_folder.cache_contents(found)
     if clear:

@@ -1,4 +1,4 @@
-"""The commands `consilium compare` and `report`: runs and studies as tables, pictures and pages."""
+"""The commands `consilium compare` and `report`, which write runs and studies as tables, pictures and pages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,22 +16,22 @@ from consilium.core.sanitize import line, shown
 from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE, Test
-from consilium.report.compare.comparability import Group, MissingRun, grouped, mixed, renamed
+from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.plain_files import subfolders
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished, read_run
 from consilium.report.tables import Table, latex, markdown, terminal
+from consilium.study.definition import load
 from consilium.study.records import record_of
-from consilium.study.study import load
 
 DRAW = "consilium.report.compare.figures:draw"
 YAML = (".yaml", ".yml")
-"""Endings of a study's file. Other files, such as logs of cells, may lie beside runs."""
+"""Endings of a study's file. Other files among the paths, such as logs, are left out."""
 
 
 TableFormat = Literal["txt", "md", "tex", "csv", "json", "html"]
-"""How tables are written."""
+"""Formats of tables."""
 
 
 def compare(
@@ -41,28 +41,32 @@ def compare(
     ],
     format: Annotated[
         TableFormat | None,
-        typer.Option("--format", help="md, tex; csv: a row per score; html: a page with pictures; by -o's ending, else txt"),
+        typer.Option(
+            "--format", help="csv: a row per score; html: a page with pictures; default: by the ending of -o, else txt"
+        ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="instead of the screen")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="file to write, instead of the screen")
+    ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="receives PNG, PDF, SVG and CSV of each picture")
+        Path | None, typer.Option(metavar="FOLDER", help="folder for the pictures as PNG, PDF, SVG and CSV")
     ] = None,
     columns: Annotated[int, typer.Option(min=1, max=2, help="width of pictures in columns of a paper: 3.5 or 7.16 inches")] = 1,
-    titles: Annotated[bool, typer.Option("--titles", help="write each picture's caption into it, too")] = False,
-    model: Annotated[
-        Literal["global", "personalized"], typer.Option(help="the one that ranks, tests and pictures are about")
-    ] = "global",
-    metric: Annotated[str, typer.Option(help="such as f1 or dice/cup; default: what the task is judged by")] = "",
-    test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = "wilcoxon",
-    against: Annotated[str, typer.Option(metavar="METHOD", help="test all others against this one only")] = "",
-    smoke: Annotated[bool, typer.Option("--smoke", help="the study as `study run --smoke` ran it")] = False,
-    small: Annotated[bool, typer.Option("--small", help="the study as `study run --small` ran it")] = False,
+    titles: Annotated[bool, typer.Option("--titles", help="also write captions into the pictures")] = False,
+    model: Annotated[Literal["global", "personalized"], typer.Option(help="model for ranks, tests and pictures")] = "global",
+    metric: Annotated[
+        str, typer.Option(help="score to compare, such as f1 or dice/cup; default: the task's leading score")
+    ] = "",
+    test: Annotated[Test, typer.Option(help="paired test over seeds and sites")] = "wilcoxon",
+    against: Annotated[str, typer.Option(metavar="METHOD", help="test all other methods against this one only")] = "",
+    smoke: Annotated[bool, typer.Option("--smoke", help="compare the runs of `study run --smoke`")] = False,
+    small: Annotated[bool, typer.Option("--small", help="compare the runs of `study run --small`")] = False,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
+    """Compare runs: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
-    notes += [one for group in groups for one in mixed(group)]
+    notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
     _check(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
@@ -77,7 +81,7 @@ def compare(
     kind = format or ("txt" if output is None else output.suffix[1:])
     if kind not in get_args(TableFormat):
         raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
-    text = _written(
+    text = _format_tables(
         cast(TableFormat, kind),
         groups,
         tables,
@@ -94,7 +98,7 @@ def compare(
 
 
 def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
-    """Return the groups of runs that compare, and a line for each run that is left out or does not compare."""
+    """Return the groups of comparable runs, and a line for each run that is left out or not comparable with the first."""
     found: list[RunRecord] = []
     notes: list[str] = []
     if files := [path for path in paths if not path.is_dir()]:
@@ -109,7 +113,7 @@ def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
         found.append(run) if run.split else notes.append(f"left out: {path}: nothing was scored in the end")
     if not found:
         raise ConfigError("\n".join(notes))
-    groups, why = grouped(renamed(found))
+    groups, why = group_comparable(with_short_names(found))
     notes += [f"does not compare with the first run: {one}" for one in why]
     return groups, notes + [one for group in groups for one in group.left]
 
@@ -125,7 +129,7 @@ def _is_study(paths: Sequence[Path]) -> bool:
 
 
 def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tuple[list[Group], list[str], list[Published]]:
-    """Return the groups of a study's finished runs, notes on the others, and the published numbers."""
+    """Return the groups of a study's finished runs, notes on missing runs, and the published numbers."""
     study = load(path, study_size(smoke, small), workspace)
     axes = study.config.named_axes
     found: list[RunRecord] = []
@@ -144,7 +148,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
         data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
         command = study_command("study run", path, study.size, workspace, *data)
         raise ConfigError(f"{path}: no cell is done; run it: {command}")
-    groups, why = grouped(found, absent)
+    groups, why = group_comparable(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
     notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why), *([pipeline_note(study.size)] * bool(study.size))]
@@ -155,7 +159,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
 
 
 def _how_far(folder: Path, error: ConfigError) -> str:
-    """Return why a cell has no scores: its state, or for a finished one the error of its folder."""
+    """Return why a cell has no scores: its state, or the error in its folder if it is done."""
     record = record_of(folder)
     if record.state == "done":
         return shown(str(error).replace("\n", "; "), 300)
@@ -163,7 +167,7 @@ def _how_far(folder: Path, error: ConfigError) -> str:
 
 
 def _check(groups: Sequence[Group], metric: str, against: str) -> None:
-    """Raise ConfigError for an unknown score or method."""
+    """Raise ConfigError if no run has the metric, or no group has the method."""
     scored = {
         name.split("/", 2)[2]
         for g in groups
@@ -180,7 +184,7 @@ def _check(groups: Sequence[Group], metric: str, against: str) -> None:
         raise ConfigError(f"--against: {shown(against, 80)!r}: no such method; take one of {'; '.join(methods[:12])}")
 
 
-def _written(
+def _format_tables(
     format: TableFormat,
     found: Sequence[Group],
     tables: Sequence[Table],
@@ -189,7 +193,7 @@ def _written(
     stage: Stage,
     file: bool,
 ) -> str:
-    """Return the tables in a format; text is as wide as the terminal, or FILE_WIDTH for a `file`."""
+    """Return the comparison in a format. Plain text is as wide as the terminal, or FILE_WIDTH for a `file`."""
     if format == "csv":
         show((f"note: {shown(note, 2000)}" for note in notes), errors=True)
         return as_csv(found)
@@ -221,10 +225,10 @@ def report(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: report.html in the folder")
     ] = None,
     site: Annotated[
-        str, typer.Option(metavar="NAME", help="what this site may keep: its pictures, what left it, its ledger")
+        str, typer.Option(metavar="NAME", help="write this site's own page: its pictures, what left it, its ledger")
     ] = "",
 ) -> None:
-    """Write a run, finished or not, as one page for any browser: no network, light and dark, printable."""
+    """Write a run, finished or not, as one HTML page that works offline in any browser, in light and dark, and in print."""
     if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
         raise ConfigError(f"{run}: is a study's; its page is of `consilium compare STUDY -o report.html`")
     run = run if run.is_dir() else cell_folder(run)

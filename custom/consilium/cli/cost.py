@@ -1,4 +1,4 @@
-"""The commands `consilium cost` and `fit`: what a job trains, sends, computes and how much memory a step takes."""
+"""The commands `consilium cost` and `fit`: a job's trained parameters, bytes and FLOPs, and the memory of a step."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -31,13 +31,13 @@ from consilium.report.tables import Table, columns
 def cost(
     job: JobArgument,
     override: SetOption = None,
-    sites: Annotated[int, typer.Option(min=1, max=10_000, help="how many take part, for the whole run's bytes")] = 1,
-    samples: Annotated[int | None, typer.Option(min=1, max=10**9, help="training samples of a site, for GPU hours")] = None,
-    tested: Annotated[int, typer.Option(min=0, max=10**9, help="test samples of a site, for GPU hours")] = 0,
+    sites: Annotated[int, typer.Option(min=1, max=10_000, help="number of sites, for the bytes of the whole run")] = 1,
+    samples: Annotated[int | None, typer.Option(min=1, max=10**9, help="training samples per site, for GPU hours")] = None,
+    tested: Annotated[int, typer.Option(min=0, max=10**9, help="test samples per site, for GPU hours")] = 0,
     tflops: TflopsOption = TFLOPS,
     format: FormatOption = "txt",
 ) -> None:
-    """Show trainable parameters, what a site sends and receives in a round beside every other strategy, and GPU hours."""
+    """Show a job's trainable parameters, its bytes per site and round with each strategy, and GPU hours."""
     config, source = load(job, override or [])
     hides = what_masks_hide(config)
     ready = assemble_job(config, source)
@@ -79,7 +79,7 @@ def cost(
 
 
 def _computes(job: Job, sites: int, samples: int | None, tested: int) -> dict[str, float]:
-    """Return FLOPs of a step, of a scored sample, and of the run as far as it is known how many samples there are."""
+    """Return the FLOPs of a step, of a scored sample and, if the number of samples is known, of the run."""
     work = work_of(job)
     given = Samples(sites, samples * sites, 0, tested * sites) if samples else own_samples(job.config, sites)
     if given is None and job.config.training.local_steps:
@@ -89,7 +89,7 @@ def _computes(job: Job, sites: int, samples: int | None, tested: int) -> dict[st
 
 
 # fit -------------------------------------------------------------------------------------------------------------------
-# `consilium fit`: how much memory a training step takes, and what to change so that it fits.
+# The command `consilium fit`: the memory of a training step, and changes with which it fits.
 
 GIB = 2**30
 
@@ -98,13 +98,17 @@ def fit(
     job: JobArgument,
     override: SetOption = None,
     within: Annotated[
-        float | None, typer.Option(min=0.01, max=1e6, help="GiB that a card has: says whether a step fits, exit code 1 if not")
+        float | None, typer.Option(min=0.01, max=1e6, help="GiB of memory that a GPU has; exit code 1 if a step does not fit")
     ] = None,
-    devices: Annotated[int, typer.Option(min=1, max=1024, help="so many share every batch, as `devices` of a site.yaml")] = 1,
-    sharded: Annotated[bool, typer.Option("--sharded", help="and the base, as `base: sharded` of a site.yaml")] = False,
+    devices: Annotated[
+        int, typer.Option(min=1, max=1024, help="number of devices that share each batch, as `devices` in site.yaml")
+    ] = 1,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="share the base model among the devices too, as `base: sharded` in site.yaml")
+    ] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Predict the peak memory of a training step, without weights and without a GPU, and what takes less."""
+    """Predict the peak memory of a training step, and which changes reduce it. Needs no weights and no GPU."""
     check_finite(within=within)
     config, source = load(job, override or [])
     if sharded and devices == 1:
@@ -121,7 +125,7 @@ def fit(
 
 
 def _lines(rows: dict[str, StepMemory], within: float | None) -> Iterator[str]:
-    """Yield the memory of each step for people, and whether the job or a change of it fits."""
+    """Yield lines with the memory of each variant of the job, and whether the job or a variant fits."""
     yield "  GiB: base + trained + activations = peak"
     for name, row in rows.items():
         parts = " + ".join(f"{size / GIB:6.2f}" for size in (row.base, row.trained, row.activations))

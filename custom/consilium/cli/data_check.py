@@ -1,4 +1,4 @@
-"""The command `consilium data check`: one list, a site's folder, or a folder of all sites."""
+"""The command `consilium data check`, for one data list, a site's folder, or a folder with a folder per site."""
 
 import shlex
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
-from consilium.data.datalist import DataList, arranged, with_affine
-from consilium.data.folders import has_classes, importing, unlisted
-from consilium.data.label_map import relabelled
+from consilium.data.datalist import DataList, with_affine, with_challenge_splits
+from consilium.data.folders import has_classes, import_command, importable_content
+from consilium.data.label_map import with_job_labels
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
 from consilium.report.page.check_page import write_report
@@ -39,18 +39,20 @@ def data_check(
         Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder with a folder per site")
     ],
     job: Annotated[
-        Path | None, typer.Option(help="also check labels against this job's classes, lengths in its tokens")
+        Path | None, typer.Option(help="also check labels against this job's classes, and lengths in its tokens")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="receives check.json and check.html: all samples, with pictures")
+        Path | None, typer.Option(metavar="FOLDER", help="folder for check.json and check.html, which name all bad samples")
     ] = None,
     override: SetOption = None,
-    dataset: Annotated[str, typer.Option(help="of a site with several; default: the one that the job names, or all")] = "",
+    dataset: Annotated[
+        str, typer.Option(help="data set, if a site has several; default: the one that the job names, or all")
+    ] = "",
     checkpoints: CheckpointsOption = None,
     kit: KitPluginsOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
+    """Read every image and label, or every record of JSONL files, and name the bad ones. Exit code 1 if there are problems."""
     if override and not job:
         raise ConfigError("--set: is of a job; give --job too")
     config = load_for_data(job, override or [], kit) if job else None
@@ -71,17 +73,18 @@ def data_check(
 
 
 class SiteList(NamedTuple):
-    """A data set, and the settings of its site."""
+    """A data set and the settings of its site."""
 
     own: DatasetConfig
     site: SiteConfig = SiteConfig()
 
 
 def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, SiteList]:
-    """Return the data sets of a path by name: one of a list or a site's folder, one a site of a folder of sites.
+    """Return the data sets at a path by name. The path is a data list, a site's folder, or a folder with a folder per site.
 
-    `wanted`: only the site's data set of this name; `choose`: the one that a job with this `data.dataset` gets. Raises
-    RefusedError where there is none, ConfigError for a name where `path` is one list, DataError for pictures without a list.
+    `wanted`: take only the data set of this name at each site. `choose`: take only the data set that a job with
+    `data.dataset: wanted` gets. Raises RefusedError if there is no such data set, ConfigError for a name if `path` is one list,
+    DataError for pictures without a list.
     """
     if not path.is_dir() and path.suffix not in (".yaml", ".yml"):
         if wanted is not None:
@@ -103,26 +106,27 @@ def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dic
 
 
 def _sites(path: Path) -> list[Path]:
-    """Return the sites of a folder, or of its folders, as an import makes them of masks and classes. Raises DataError."""
+    """Return the folders of sites in a folder, or one level below, where some imports make them. Raises DataError."""
     below = _folders(path)
     found = [one for one in below if is_site_folder(one)]
     for one in below:
-        if one not in found and (what := unlisted(one)):
-            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {importing(path)} makes the lists")
+        if one not in found and (what := importable_content(one)):
+            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
     return found or [site for one in below for site in _folders(one) if _is_site_folder(site)]
 
 
 def _folders(path: Path) -> list[Path]:
+    """Return the folders in a folder, sorted by name, without hidden ones."""
     return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
 
 
 def _is_site_folder(folder: Path) -> bool:
-    """Tell whether a folder has a site.yaml, a datalist.json or texts, not only pictures."""
+    """Tell whether a folder has a site.yaml, a datalist.json or text files."""
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
 def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, SiteList]:
-    """Return a site's data sets; a folder without any is read as one of pictures, which says what is missing."""
+    """Return a site's data sets by name. A folder without a list is one data set, whose check says what is missing."""
     site = read_site_folder(path) if path.is_dir() else load_site(path)
     if site is None:
         return {name: SiteList(DatasetConfig(datalist=path))}
@@ -135,7 +139,7 @@ def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[st
 
 
 def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
-    """Return the findings of a data set, checked as the job's task, or without a job as the path's kind."""
+    """Check a data set as the job's task does. Without a job, check it as texts or as segmentation, depending on its files."""
     own, site = one
     path = own.datalist
     name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
@@ -145,7 +149,7 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
         found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
         return found
     if config is None:
-        change = None if name == "language" else lambda data: with_affine(arranged(data), own.nifti_affine)
+        change = None if name == "language" else lambda data: with_affine(with_challenge_splits(data), own.nifti_affine)
         return kind.check(path, change=change) if change else kind.check(path)
     whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
     if whose.checkpoints:
@@ -154,8 +158,8 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     classes = getattr(config.task, "classes", None)
 
     def used(data: DataList) -> DataList:
-        data = with_affine(arranged(data, as_listed=config.dpsgd is not None), own.nifti_affine)
-        return relabelled(data, own.labels, own.annotated, classes)
+        data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
+        return with_job_labels(data, own.labels, own.annotated, classes)
 
     more: dict[str, Any] = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
     room = getattr(config.model, "max_length", 0) or config.model.image_side
@@ -163,7 +167,7 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
 
 
 def _lines(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> Iterator[Text]:
-    """Yield the findings for people."""
+    """Yield the findings as lines."""
     for name, one in found.items():
         if len(found) > 1:
             yield line(name, "bold")

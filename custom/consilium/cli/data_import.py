@@ -18,46 +18,65 @@ from consilium.report.tables import Table, columns
 
 
 def data_import(
-    name: Annotated[str, typer.Argument(help="a data set; --list shows all")] = "",
-    source: Annotated[Path | None, typer.Argument(help="the folder it was unpacked into; csv: the file")] = None,
-    dest: Annotated[Path | None, typer.Argument(metavar="DEST", help="receives a folder per site and import.json")] = None,
-    validation: Annotated[float, typer.Option(help="share of patients, where the publisher has no validation split")] = 0.1,
-    test: Annotated[float, typer.Option(help="share of patients, where the publisher has no test split")] = 0.2,
-    seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
+    name: Annotated[str, typer.Argument(help="name of a data set; --list shows all names")] = "",
+    source: Annotated[Path | None, typer.Argument(help="folder with the unpacked data set; csv: the file")] = None,
+    dest: Annotated[Path | None, typer.Argument(metavar="DEST", help="folder for a folder per site and import.json")] = None,
+    validation: Annotated[float, typer.Option(help="share of patients, if the data set has no validation split")] = 0.1,
+    test: Annotated[float, typer.Option(help="share of patients, if the data set has no test split")] = 0.2,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
     sites: Annotated[
-        int, typer.Option(min=0, max=MOST_SITES, help="pool all and deal patients out to so many sites; 0: the set's own")
+        int,
+        typer.Option(
+            min=0,
+            max=MOST_SITES,
+            help="pool all patients and distribute them over this many sites; 0: the data set's own sites",
+        ),
     ] = 0,
-    minimum: Annotated[int, typer.Option(min=1, help="leave sites with fewer samples out")] = 1,
-    types: Annotated[bool, typer.Option("--types", help="label cell classes instead of nuclei (pannuke, monusac)")] = False,
-    resplit: Annotated[bool, typer.Option("--resplit", help="pool the publisher's splits and cut anew by patient")] = False,
+    minimum: Annotated[int, typer.Option(min=1, help="leave out sites with fewer samples")] = 1,
+    types: Annotated[
+        bool, typer.Option("--types", help="label the classes of cells instead of nuclei (pannuke, monusac)")
+    ] = False,
+    resplit: Annotated[
+        bool, typer.Option("--resplit", help="pool the data set's own splits and split anew by patient")
+    ] = False,
     size: Annotated[
-        str, typer.Option(help="one of several files (winogrande: xl, l, m, s, xs, debiased; careqa: en, es)")
+        str, typer.Option(help="which of several files to import (winogrande: xl, l, m, s, xs, debiased; careqa: en, es)")
     ] = "",
-    only: Annotated[list[str] | None, typer.Option(metavar="SITE", help="take this site; may be repeated")] = None,
-    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="name a site otherwise; may be repeated")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="SITE", help="import only this site; may be repeated")] = None,
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="rename a site; may be repeated")] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=NAME", help="csv: the heading of image, label, site, patient or split; may be repeated"),
+        typer.Option(
+            metavar="FIELD=NAME", help="csv: heading of the column for image, label, site, patient or split; may be repeated"
+        ),
     ] = None,
     mask_pattern: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[IMAGE=]MASK",
-            help="own: how masks are called after images, such as '{}_mask' or '{}_0000={}'; may be repeated",
+            help="own: how a mask's name follows from its image's, as '{}_mask' or '{}_0000={}'; may be repeated",
         ),
     ] = None,
     exact_values: Annotated[
-        bool, typer.Option("--exact-values", help="own, csv: each value of a mask is a label, on edges alone and over 32 too")
+        bool,
+        typer.Option(
+            "--exact-values", help="own, csv: take each value of a mask as a label, also values on edges only and more than 32"
+        ),
     ] = False,
     patient_folders: Annotated[
         bool | None,
-        typer.Option("--patient-folders/--no-patient-folders", help="own: folders are of patients, or of sites; else by name"),
+        typer.Option(
+            "--patient-folders/--no-patient-folders", help="own: folders are patients, or sites; default: decide by their names"
+        ),
     ] = None,
-    add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
-    show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
+    add: Annotated[bool, typer.Option("--add", help="add the sites to those that DEST has from other imports")] = False,
+    show: Annotated[bool, typer.Option("--list", help="show all data sets, and the folders that each expects")] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Turn a published data set into a data list per site; pictures stay where they are, splits never cut a patient."""
+    """Write a data list per site for a published data set or your own files. Pictures stay where they are.
+
+    All samples of a patient are in the same split.
+    """
     check_finite(validation=validation, test=test)
     if show or not name:
         layouts = {key: one.layout for key, one in IMPORTERS.items()}
@@ -74,7 +93,7 @@ def data_import(
 
 
 def _pairs(wrong: str, pairs: list[str] | None) -> dict[str, str]:
-    """Return what stands before and behind each =. Raises ConfigError."""
+    """Return the pairs NAME=VALUE as a dict. Raises ConfigError with the message `wrong` for any other text."""
     for pair in pairs or []:
         if not all(pair.partition("=")):
             raise ConfigError(wrong.format(pair))
@@ -82,7 +101,7 @@ def _pairs(wrong: str, pairs: list[str] | None) -> dict[str, str]:
 
 
 def _lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
-    """Yield the samples of each site of the lists made, by folder, for people."""
+    """Yield, per folder of lists, a table with the samples of each site, notes, and the classes."""
     for dest, summary in found.items():
         rows = [[site, *map(str, counts.values())] for site, counts in summary["sites"].items()]
         yield Table(f"{summary['name']}: samples per site", columns("site", "training", "validation", "test"), rows)

@@ -12,25 +12,27 @@ from consilium.federation.sites import MOST_SITES
 
 
 def data_phantoms(
-    folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
+    folder: Annotated[Path, typer.Argument(help="folder for a folder per site")],
     kind: Annotated[
-        str, typer.Option(help="fundus, nuclei, organ (volumes with a lesion), cells, sentences or codes")
+        str, typer.Option(help="kind of data: fundus, nuclei, organ (volumes with a lesion), cells, sentences or codes")
     ] = "fundus",
     sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
     files: Annotated[
         Literal["nifti", "dicom", "png"] | None,
-        typer.Option(help="what volumes are written as; png: every slice"),
+        typer.Option(help="file format of volumes; png: a file per slice"),
     ] = None,
     training: Annotated[int, typer.Option(min=1, max=100_000)] = 24,
     validation: Annotated[int, typer.Option(min=0, max=100_000)] = 8,
     test: Annotated[int, typer.Option(min=0, max=100_000)] = 16,
-    size: Annotated[int, typer.Option(min=16, max=4096, help="pixels")] = 128,
-    appearance: Annotated[float, typer.Option(min=0, max=1, help="strength of the appearance shift")] = 0.7,
-    annotation: Annotated[float, typer.Option(min=0, max=1, help="strength of the shift of labels")] = 0.7,
+    size: Annotated[int, typer.Option(min=16, max=4096, help="side of a picture in pixels")] = 128,
+    appearance: Annotated[
+        float, typer.Option(min=0, max=1, help="how much the pictures' appearance differs between sites")
+    ] = 0.7,
+    annotation: Annotated[float, typer.Option(min=0, max=1, help="how much the annotation differs between sites")] = 0.7,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     format: FormatOption = "txt",
 ) -> None:
-    """Generate sites with set shifts of appearance and annotation; use them with simulate --data FOLDER."""
+    """Generate data of sites that differ in appearance and annotation, for `consilium simulate --data FOLDER`."""
     check_finite(appearance=appearance, annotation=annotation)
     if kind not in KINDS:
         raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(KINDS)}")

@@ -11,7 +11,7 @@ from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import undone
+from consilium.core.storage import nothing_left_on_failure
 from consilium.data.site_names import renamed_notes, renamed_sites
 from consilium.data.split import Cut, split_list
 from consilium.report.tables import Column, Table
@@ -25,25 +25,34 @@ def data_split(
     dest: Annotated[
         Path,
         typer.Argument(
-            metavar="DEST", help="receives datalist.json, or fold-1 and so on, and split.json; of several sites a folder each"
+            metavar="DEST",
+            help="folder for datalist.json, or fold-1 and so on, and split.json; a folder per site for several sites",
         ),
     ],
     validation: Annotated[
-        float, typer.Option(min=0, max=0.9, help="share of all; with --folds or --keep-test of what is left")
+        float,
+        typer.Option(
+            min=0, max=0.9, help="share of all samples; with --folds or --keep-test, of the samples outside the test split"
+        ),
     ] = 0.1,
     test: Annotated[float, typer.Option(min=0, max=0.9, help="share of all samples")] = 0.2,
-    folds: Annotated[int, typer.Option(min=0, max=100, help="so many lists; each part is the test split once")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
-    keep_test: Annotated[bool, typer.Option("--keep-test", help="the list's own test split stays as it is")] = False,
+    folds: Annotated[
+        int, typer.Option(min=0, max=100, help="make this many lists; each part of the data is once the test split")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
+    keep_test: Annotated[bool, typer.Option("--keep-test", help="keep the list's own test split")] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Cut a list anew by patient, study and volume, labels spread alike; pictures stay where they are."""
+    """Split a data list anew, with similar labels in each split. Pictures stay where they are.
+
+    All samples of a patient, a study and a volume are in the same split.
+    """
     check_finite(validation=validation, test=test)
     if folds == 1 or (folds and keep_test):
         raise ConfigError("--folds: take 2 or more, and without --keep-test")
     cut, lists = Cut(validation, test, folds, seed, keep_test), lists_of(source)
     names = renamed_sites(lists, source) if len(lists) > 1 else {}
-    with undone(dest):
+    with nothing_left_on_failure(dest):
         found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
 
     def lines() -> Iterator[Table | str]:

@@ -17,19 +17,20 @@ def export_model(
     model: ModelArgument,
     format: Annotated[
         Literal["peft", "merged", "bundle", "onnx"],
-        typer.Option("--format", help="peft: the adapter; merged: whole weights; bundle: for MONAI; onnx: graphs"),
+        typer.Option("--format", help="peft: the adapter alone; merged: all weights; bundle: for MONAI; onnx: ONNX graphs"),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="receives it; must be new")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="new folder for the export")],
     site: SiteOption = None,
     stage: StageOption = None,
     best: BestOption = False,
     checkpoints: CheckpointsOption = None,
     base: Annotated[
-        str, typer.Option(metavar="NAME", help="of a language model: the base to name; default: its folder on this machine")
+        str,
+        typer.Option(metavar="NAME", help="name of a language model's base in the export; default: its folder on this machine"),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
 ) -> None:
-    """Hand a model on in a form that other programs open, with its card; logits are compared before anything is written."""
+    """Export a model, with its card, in a format that other programs open. Logits are compared before anything is written."""
     check_destination(output, force)
     check_possible(format, adapter_folder(model, site, stage, best))
     own = site_of("cpu", checkpoints)

@@ -12,13 +12,15 @@ from consilium.core.errors import ConfigError
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="a new or empty folder")],
+    folder: Annotated[Path, typer.Argument(help="new or empty folder to write to")],
     format: FormatOption = "txt",
 ) -> None:
-    """Write the jobs, studies, notebooks and templates of kits that come with the package, to run and to edit."""
+    """Write the example jobs, studies, notebooks and templates of kits into a folder, to run and to edit."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty; give a new folder")
-    unwanted = shutil.ignore_patterns("*.md", "*.png", "__pycache__")  # a clone has them beside what the wheel has
+    unwanted = shutil.ignore_patterns(
+        "*.md", "*.png", "__pycache__"
+    )  # a clone has these files beside the examples; a wheel does not
     shutil.copytree(str(files("consilium") / "examples"), folder, ignore=unwanted, dirs_exist_ok=True)
     found = sorted(path.name for path in folder.iterdir())
     text = f"{folder}: {', '.join(found)}. Go there, and run for example: consilium simulate jobs/quickstart_cells"

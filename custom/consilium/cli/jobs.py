@@ -1,4 +1,4 @@
-"""The commands `consilium status`, `abort` and `download`: jobs of a running federation. They load no PyTorch."""
+"""The commands `consilium status`, `abort` and `download` for jobs of a running federation. They do not import PyTorch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,21 +20,25 @@ from consilium.report.tables import Column, Table, columns, number
 from consilium.tasks.registry import Scores
 
 KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
-"""What FLARE tells of a job."""
+"""Fields of a job that FLARE reports and `status` shows."""
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 
 
 def status(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
+    job: Annotated[
+        str, typer.Argument(metavar="[JOB]", help="FLARE's job id or the experiment's name; default: list all jobs")
+    ] = "",
     *,
     kit: KitOption,
-    watch: Annotated[bool, typer.Option("--watch", help="go on until the job has ended; then as --check")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="print each change until the job has ended; then exit as with --check")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="exit code 0: completed; 1: failed; 3: not ended; 4: lost")] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs.
+    """Show the progress of a job: round, ETA, each site's scores and bytes, epsilon spent, refusals. Or list all jobs.
 
-    The newest that failed have their reason.
+    In the list, the newest failed jobs have the reason for their failure.
     """
     if (watch or check) and not job:
         raise ConfigError("--watch, --check: are of one job; give its experiment")
@@ -50,18 +54,18 @@ def status(
 
 
 def _all_jobs(admin: Admin) -> list[dict[str, Any]]:
-    """Return all jobs, and why the newest failed."""
+    """Return all jobs. The newest failed ones have a reason."""
     jobs = admin.jobs()
     found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in KEYS}} for one in jobs]
     return [one | ({"reason": reason} if reason else {}) for one, reason in zip(found, admin.reasons(jobs), strict=True)]
 
 
 def abort(
-    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
+    job: Annotated[str, typer.Argument(help="FLARE's job id or the experiment's name")],
     kit: KitOption,
     format: FormatOption = "txt",
 ) -> None:
-    """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
+    """Stop a job. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
         found = admin.find(job)
         admin.abort(found["job_id"])
@@ -69,19 +73,19 @@ def abort(
 
 
 def download(
-    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
-    folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
+    job: Annotated[str, typer.Argument(help="FLARE's job id or the experiment's name; the job has ended")],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="folder in which to make a folder named by the job's id")],
     kit: KitOption,
     format: FormatOption = "txt",
 ) -> None:
-    """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
+    """Download a job's results from the server: scores, tb_events, the shared adapter. Sites' own files stay at the sites."""
     with connect(kit) as admin:
         found = admin.download(admin.find(job)["job_id"], folder)
     emit({"folder": str(found)}, [str(found)], format)
 
 
 def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
-    """Yield one job's status for people."""
+    """Yield one job's status as tables and lines."""
     progress = found["progress"]
     yield line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})")
     yield from (line(f"not deployed: {problem}", "red") for problem in found["problems"])
@@ -93,16 +97,18 @@ def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
         return
     yield line(place(progress))
     if progress["sites"]:
-        yield _sites(progress)
+        yield _site_table(progress)
     for one in progress["refused"]:
         yield line(f"refused {when(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow")
 
 
-def _sites(progress: dict[str, Any]) -> Table:
-    """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
-    it shares them, and what it has sent and received."""
+def _site_table(progress: dict[str, Any]) -> Table:
+    """Return a row per site: its weight in the mean, its loss and leading score if it shares them, and its bytes up and down.
+
+    federation.max_weight limits the weight.
+    """
     told, sites = progress["scores"], progress["sites"]
-    leading = (*map(str, told["leading"]), "loss")  # str: what a server says may be of any type
+    leading = (*map(str, told["leading"]), "loss")  # str, because a server may send any type
     scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)
@@ -119,7 +125,7 @@ def _sites(progress: dict[str, Any]) -> Table:
 
 
 def _lines_of_all(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
-    """Yield a row per job, and why jobs failed."""
+    """Yield a table with a row per job, and a line per failed job with its reason."""
     keys, rows = ("experiment", "status", "submitted", "took", "by", "job"), []
     for one in jobs:
         submitted, took = str(one["submit_time_iso"])[:19].replace("T", " "), str(one["duration"] or "").split(".")[0]

@@ -12,34 +12,34 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect
 from consilium.flare.kit import deploy_prepare, key_lock, renewal, revocation
-from consilium.flare.kit.kit_files import LOCKED, is_open
-from consilium.flare.kit.local_folder import apply_local, update
+from consilium.flare.kit.kit_contents import LOCKED, is_open
+from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import fingerprint as root_fingerprint
 from consilium.report.exposition import exposition
 
 
 def allow(
-    folders: Annotated[list[Path], typer.Argument(metavar="KIT...", help="startup kits, or a simulator's workspace")],
+    folders: Annotated[list[Path], typer.Argument(metavar="KIT...", help="startup kits, or a workspace of FLARE's simulator")],
 ) -> None:
-    """Let FLARE run our classes there, and no other name of ours: their list by the kit's role, in local/resources.json.
+    """Let FLARE run Consilium's classes: list those of the kit's role, and no others, in local/resources.json.
 
-    This also brings kits of an older version up to date. Kits that `nvflare provision` or `nvflare poc` made, which have no
-    policies yet, get ours. People's kits need nothing. Restart the participants after it.
+    This also brings kits of an older version up to date, and adds Consilium's policies to kits that `nvflare provision` or
+    `nvflare poc` made. Kits of people need no list. Restart the participants afterwards.
     """
     for folder in folders:
         if (folder / "startup" / "fed_admin.json").is_file():
             typer.echo(f"{folder}: a person's kit; it needs no list")
         else:
-            typer.echo(f"{update(folder)}: lists the classes that jobs may name")
+            typer.echo(f"{update_local(folder)}: lists the classes that jobs may name")
 
 
 def revoke(
-    name: Annotated[str, typer.Argument(help="a site's name, or a person's address")],
+    name: Annotated[str, typer.Argument(help="a site's name, or a person's e-mail address")],
     kit: Annotated[Path, typer.Option("--kit", help="the server's startup kit, at the server")],
     format: FormatOption = "txt",
 ) -> None:
-    """Have the server refuse every certificate of this name made until now, at once and without a restart."""
+    """Let the server refuse all certificates of this name made until now. It takes effect at once, without a restart."""
     until = revocation.revoke(name, kit)
     text = (
         f"{name}: certificates made until {until} are refused from now on, and running jobs go on without it. A kit made "
@@ -53,19 +53,23 @@ def revoke(
 # The command `consilium provision`.
 
 PASSPHRASE_FILE = "CONSILIUM_PASSPHRASE_FILE"
-SitesArgument = Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")]
+SitesArgument = Annotated[
+    Path, typer.Argument(metavar="SITES_YML", help="list of the participants, such as provisioning/sites.yml")
+]
 
 
 def provision(
     sites: SitesArgument,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="make all startup kits in this folder")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder in which to make the startup kits")] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="a participant that is new; several times for several; default: all")
+        list[str] | None, typer.Option("--only", help="make a kit for this new participant only; may be repeated; default: all")
     ] = None,
-    local: Annotated[Path | None, typer.Option(help="only write local/ of this kit, which `nvflare package` made")] = None,
+    local: Annotated[
+        Path | None, typer.Option(help="only write the policies into local/ of this kit, which `nvflare package` made")
+    ] = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Make startup kits with our policies in them, or put the policies into one that exists."""
+    """Make startup kits with Consilium's policies in them, or write the policies into an existing kit."""
     if (output is None) == (local is None):
         raise ConfigError("--output, --local: give exactly one: -o DIR makes kits, --local KIT changes one")
     if local and only:
@@ -87,18 +91,20 @@ def provision(
 
 
 def renew(
-    sites: Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the folder that `consilium provision -o` made kits in")],
+    sites: Annotated[
+        Path, typer.Argument(metavar="SITES_YML", help="list of the participants, such as provisioning/sites.yml")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the folder in which `consilium provision -o` made kits")],
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="a participant; several times for several; default: all")
+        list[str] | None, typer.Option("--only", help="renew the kit of this participant only; may be repeated; default: all")
     ] = None,
     root: Annotated[
         Literal["keep", "new", "only-new"],
-        typer.Option(help="new: a root with another key, beside the former; only-new: the server trusts the former no longer"),
+        typer.Option(help="new: add a root with a new key; only-new: the server no longer trusts the former root"),
     ] = "keep",
     format: FormatOption = "txt",
 ) -> None:
-    """Make kits with new keys and certificates, and extend the root's, before the old ones end. Old kits stay valid."""
+    """Make kits with new keys and certificates, and extend the root's, before the old ones expire. Old kits stay valid."""
     if root == "new" and only:
         raise ConfigError("--only: not with --root new, which makes everybody's kit anew; leave it out")
     kits = renewal.renew(sites, output, only or (), root)
@@ -111,16 +117,16 @@ def renew(
 
 
 def update_kit(
-    kit: Annotated[Path, typer.Argument(help="the startup kit in use, stopped")],
+    kit: Annotated[Path, typer.Argument(help="the startup kit in use; stop it first, or give --running")],
     *,
     new: Annotated[Path, typer.Option("--from", help="the renewed kit")],
     fingerprint: Annotated[str, typer.Option(help="SHA-256 of the root's certificate, if the root has a new key")] = "",
     running: Annotated[
-        bool, typer.Option("--running", help="a site's, while it runs: it takes the new one at its next connection")
+        bool, typer.Option("--running", help="update a site while it runs; it uses the new kit from its next connection on")
     ] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Put a renewed kit's startup/ in the place of the old one. local/, state and records of the kit stay as they are."""
+    """Replace a kit's startup/ by that of a renewed kit. The kit's local/, state and records stay as they are."""
     changed = renewal.update_kit(kit, new, fingerprint, running)
     after = "It counts from the next connection on" if running else "Start it again"
     text = f"{kit}: {', '.join(changed)}. {after}; then delete {kit / renewal.OLD}, which holds the former key"
@@ -131,14 +137,14 @@ def update_kit(
 # The commands `consilium lock` and `consilium unlock`.
 
 PassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", help="a file whose first line it is; default: it is asked for")
+    Path | None, typer.Option("--passphrase-file", help="file with the passphrase in its first line; default: ask for it")
 ]
 
 
 def lock(
     kit: Annotated[Path, typer.Argument(help="a startup kit that is not in use")], passphrase_file: PassphraseOption = None
 ) -> None:
-    """Put a kit's private keys under a passphrase, to send it or to keep it; close a locked kit that was opened."""
+    """Encrypt a kit's private keys with a passphrase, to send or store the kit; or close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
     asks = not is_locked or key_lock.in_clear(kit)
     key_lock.lock(kit, _passphrase(passphrase_file, anew=not is_locked) if asks else None)
@@ -149,9 +155,9 @@ def lock(
 def unlock(
     kit: Annotated[Path, typer.Argument(help="a locked startup kit")],
     passphrase_file: PassphraseOption = None,
-    for_good: Annotated[bool, typer.Option("--for-good", help="put the keys back into the kit, in clear")] = False,
+    for_good: Annotated[bool, typer.Option("--for-good", help="put the keys back into the kit, unencrypted")] = False,
 ) -> None:
-    """Open a locked kit: its keys are in memory until `consilium lock` or a restart of the machine."""
+    """Open a locked kit. Its keys are then in memory until `consilium lock` or a restart of the machine."""
     if not (kit / LOCKED).is_file():
         raise ConfigError(f"{kit}: is not locked; nothing to do")
     if is_open(kit) and not for_good:
@@ -167,7 +173,7 @@ def unlock(
 
 
 def _passphrase(file: Path | None, anew: bool = False) -> str:
-    """Return the passphrase of a file, of the variable PASSPHRASE_FILE's, or of whom is at the terminal."""
+    """Return the passphrase from a file, else from the file that PASSPHRASE_FILE names, else asked for at the terminal."""
     if (path := file or os.environ.get(PASSPHRASE_FILE)) is not None:
         try:
             return Path(path).read_text(encoding="utf-8").partition("\n")[0].strip("\r")
@@ -187,11 +193,11 @@ KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's star
 
 def prepare(
     kit: KitArgument,
-    runtime: Annotated[Path, typer.Option(help="FLARE's settings of the runtime, as provisioning/container/slurm.yaml")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the new folder of the prepared kit")],
+    runtime: Annotated[Path, typer.Option(help="FLARE's settings of the runtime, such as provisioning/container/slurm.yaml")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="new folder for the prepared kit")],
     format: FormatOption = "txt",
 ) -> None:
-    """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, and keep the kit's policies in it."""
+    """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, with the kit's policies in it."""
     prepared = deploy_prepare.prepare(kit, runtime, output)
     emit({"kit": str(output)}, [f"{prepared}: prepared, with the policies of {kit}"], format)
 

@@ -1,4 +1,4 @@
-"""The command `consilium`; its exit codes are core.errors.ExitCode."""
+"""The command `consilium` and the table of its commands. Its exit codes are in core.errors.ExitCode."""
 
 import ast
 import io
@@ -15,24 +15,24 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from consilium import __version__
-from consilium.cli.resume_hint import FULL, again, no_room, stoppable
+from consilium.cli.resume_hint import FULL, no_room, same_command_hint, stoppable
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.lazy import resolve
 from consilium.core.sanitize import LONGEST_LINE, line
 
 # lazy ------------------------------------------------------------------------------------------------------------------
-# Commands that are imported when they are called, so that `consilium --help` and light commands load none of the others.
+# Commands whose modules are imported only when the command is called, so that the other commands and `--help` stay quick.
 
 
 class LazyCommand(TyperCommand):
-    """A command by its `target`, "module:function"; the module is imported when the command is called."""
+    """A command whose module is imported when the command is called. `target`: "module:function"."""
 
     def __init__(self, name: str, target: str, panel: str | None) -> None:
         super().__init__(name, rich_help_panel=panel)
         self.target = target
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the context of the function's own command."""
+        """Import the function, and return the context of its command."""
         own = typer.Typer(add_completion=False)
         own.command(self.name)(resolve(self.target))
         return typer.main.get_command(own).make_context(*args, **kwargs)
@@ -56,7 +56,7 @@ class Group(NamedTuple):
 
 
 class LazyGroup(TyperGroup):
-    """Commands and groups, by the panel of the help that lists them and by name."""
+    """A group of commands. `table`: commands and groups by name, under the panel of the help that lists them."""
 
     def __init__(self, table: Mapping[str | None, Mapping[str, str | Group]], **attrs: Any) -> None:
         super().__init__(**attrs)
@@ -71,7 +71,7 @@ class LazyGroup(TyperGroup):
                     self.add_command(group)
 
     def format_help(self, *args: Any) -> None:
-        """Write the help; only here the commands' docstrings are read."""
+        """Write the help. Only this reads the commands' docstrings."""
         for command in self.commands.values():
             if isinstance(command, LazyCommand):
                 command.read_help()
@@ -102,7 +102,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
     },
     DATA: {
         "data": Group(
-            "Import published sets, look at data lists, share them out, generate phantoms.",
+            "Import data sets, check, split and partition data lists, generate phantoms.",
             {
                 **{name: f"{CLI}.data_{name}:data_{name}" for name in ("check", "split", "stats", "import")},
                 "cache": f"{CLI}.cache:data_cache",
@@ -157,29 +157,31 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def consilium(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and end")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
 ) -> None:
     """Federated fine-tuning of medical foundation models."""
 
 
 def main() -> None:
-    """Run the command line; every expected error is one line on stderr."""
+    """Run the command line. Each expected error is one line on standard error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text in any encoding
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may not be valid text
     try:
         with stoppable():
             code = app(standalone_mode=False, prog_name="consilium")
-    except TyperException as error:  # wrong usage; without any words the help was shown
+    except TyperException as error:  # wrong usage; without a message the help was shown
         context, said = getattr(error, "ctx", None), error.format_message().replace("Value error, ", "").rstrip(".")
         told = f"{context.command_path}: {said}; see {context.command_path} --help" if context else said
         _fail([told] if said else [], error.exit_code)
     except ConsiliumError as error:
         _fail(str(error).split("\n") if isinstance(error, ConfigError) else [str(error)], error.exit_code)
-    except OSError as error:  # a path that may not be used, a full or broken disk, a server that does not answer
+    except OSError as error:  # an unusable path, a full or broken disk, or a server that does not answer
         if error.errno is None:
             raise
         if error.errno in FULL:
-            _fail([no_room(error, "." if error.filename is None else error.filename, again())], ExitCode.FAILED)
+            _fail([no_room(error, "." if error.filename is None else error.filename, same_command_hint())], ExitCode.FAILED)
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         _fail(
             [f"{where}{error.strerror}; check the paths given, their permissions and the disk"],
@@ -189,7 +191,7 @@ def main() -> None:
 
 
 def _fail(problems: list[str], code: int) -> NoReturn:
-    """Print problems, each in one line whatever characters the names in it have, and end."""
+    """Print each problem as one line, whatever characters are in its names, and exit."""
     console = Console(stderr=True, soft_wrap=True)
     for problem in problems:
         console.print(line(problem, "red", limit=LONGEST_LINE))

@@ -10,13 +10,19 @@ from consilium.use.model_import import import_model
 
 
 def models_import(
-    source: Annotated[Path, typer.Argument(help="a GGUF file, or a transformers folder")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="receives the model; must be new")],
-    adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a PEFT folder of LoRA, merged first")] = None,
-    template: Annotated[Path | None, typer.Option(metavar="FILE", help="a chat template (Jinja) in place of its own")] = None,
-    licence: Annotated[str | None, typer.Option(metavar="NAME", help="of the weights, where the source names none")] = None,
+    source: Annotated[Path, typer.Argument(help="a GGUF file, or a folder of the transformers library")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="new folder for the model")],
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="a PEFT folder with a LoRA adapter, to merge into the model")
+    ] = None,
+    template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a chat template (Jinja) to use instead of the model's own")
+    ] = None,
+    licence: Annotated[
+        str | None, typer.Option(metavar="NAME", help="licence of the weights, if the source names none")
+    ] = None,
 ) -> None:
-    """Write a language model as a folder that jobs can name, checked, with a record of where it came from; no network."""
+    """Check a language model and write it as a folder that jobs can name, with a record of its origin. Uses no network."""
     made = import_model(source, output, adapter, template, licence)
     gib = [size / 2**30 for size in (made.stored, made.loaded)]
     typer.echo(f"{shown(output, LONGEST_LINE)}: {made.parameters:,} parameters, licence {shown(made.licence, 80)}")

@@ -1,4 +1,4 @@
-"""Options, tables and output that several commands share."""
+"""Options and output that several commands share."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.report.tables import Table, terminal
 
 FILE_WIDTH = 140
-"""Width of a table in characters where there is no terminal."""
+"""Width of a table in characters, in files and pipes."""
 
 
 TFLOPS = 94.0
@@ -31,29 +31,31 @@ ASSUMED = "matrix products alone, without data loading, privacy noise, server an
 
 
 def study_command(verb: str, study: Path, size: str, workspace: Path | None, *more: str) -> str:
-    """Return the command line of `verb` ("study run" or "compare") for a study, its size and its workspace."""
+    """Return the command line of a command, "study run" or "compare", for a study, its size and its workspace."""
     place = ["--workspace", str(workspace)] if workspace else []
     return shlex.join(["consilium", *verb.split(), str(study), *([f"--{size}"] if size else []), *place, *more])
 
 
 Format = Literal["txt", "json"]
-"""Output of a command: for people, for programs."""
+"""Format of a command's output: txt for people, json for programs."""
 FormatOption = Annotated[Format, typer.Option("--format", help="txt for people, json for programs")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in training.lr=0.001")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="set a field of job.yaml, KEY=VALUE, as in training.lr=0.001; may be repeated")
+]
 TflopsOption = Annotated[
     float,
-    typer.Option(min=1e-6, max=1e9, help="trillions of FLOPs a second, for GPU hours: 94 is 30 % of an A100's peak in bf16"),
+    typer.Option(min=1e-6, max=1e9, help="TFLOP/s of a GPU, for GPU hours; 94 is 30 % of an A100's peak in bf16"),
 ]
-CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
+CheckpointsOption = Annotated[
+    Path | None, typer.Option(help="folder with checkpoints, which replaces ${SITE} in model.checkpoint")
+]
 WorkspaceOption = Annotated[Path | None, typer.Option(help="folder of the study's runs; default: runs/studies/NAME")]
-KitPluginsOption = Annotated[
-    Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")
-]
+KitPluginsOption = Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that use its `plugins`")]
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
 
 
 def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Format) -> None:
-    """Print `found` as JSON, or `parts` for people, each as `show` does; a generator of parts does not run for JSON."""
+    """Print `found` as JSON, or `parts` as `show` prints them. For JSON a generator of parts does not run."""
     if format == "json":
         print(json.dumps(found, indent=1))
     else:
@@ -61,7 +63,7 @@ def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Form
 
 
 def show(parts: Iterable[Table | RenderableType], errors: bool = False) -> None:
-    """Print a table as the page's width asks, anything else on one line however long; `errors`: on standard error."""
+    """Print tables in the width of `page`, and each text as one line of any length. `errors`: texts go to standard error."""
     for part in parts:
         if isinstance(part, Table):
             console = page()
@@ -73,7 +75,7 @@ def show(parts: Iterable[Table | RenderableType], errors: bool = False) -> None:
 
 @contextmanager
 def progress_bar(what: str, total: int | None, format: Format, *columns: ProgressColumn) -> Iterator[Callable[[], None]]:
-    """Show a bar on standard error while the block runs; yield the function that advances it. Not shown for JSON or pipes."""
+    """Show a bar on standard error while the block runs, but not for JSON or pipes. Yield a function that advances the bar."""
     console = Console(stderr=True, quiet=format == "json")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
@@ -81,45 +83,45 @@ def progress_bar(what: str, total: int | None, format: Format, *columns: Progres
 
 
 def study_size(smoke: bool, small: bool) -> Literal["", "smoke", "small"]:
-    """Return the form of a study that --smoke or --small choose; "" for the whole. Raises ConfigError for both."""
+    """Return the size of a study that --smoke or --small choose; "" for the full size. Raises ConfigError for both."""
     if smoke and small:
         raise ConfigError("--smoke: not together with --small; give one of them")
     return "smoke" if smoke else "small" if small else ""
 
 
 def pipeline_note(size: str) -> str:
-    """Return what the scores of a study's --smoke or --small are for."""
+    """Return a note that scores of a study's --smoke or --small say nothing about methods."""
     what = f"--{size} tests the pipeline, with little training: its scores say nothing about the methods"
     return f"{what}; leave --{size} out for scores that do"
 
 
 def page() -> Console:
-    """Return the console for tables: as wide as the terminal or COLUMNS; FILE_WIDTH in a file or a pipe."""
+    """Return the console for tables, as wide as the terminal or the variable COLUMNS; FILE_WIDTH in a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
 
 
 def gpu_hours(flops: float, tflops: float) -> float:
-    """Return the GPU hours of `flops` at `tflops` trillion FLOPs a second."""
+    """Return the GPU hours of `flops` at `tflops` trillion FLOPs per second."""
     return flops / (tflops * 1e12) / 3600
 
 
 def check_finite(**values: float | None) -> None:
-    """Raise ConfigError for an option that is NaN or infinite; typer's bounds accept NaN."""
+    """Raise ConfigError for an option that is NaN or infinite, because typer's bounds accept NaN."""
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
 
 
 def load(job: Path, overrides: list[str], plugins: Plugins = None, author: bool = True) -> tuple[JobConfig, Path]:
-    """Return (configuration, its file) with KEY=VALUE overrides; all installed plugins are allowed, or those named.
+    """Return (configuration, its file) of a job with KEY=VALUE overrides.
 
-    `author`: as for load_job.
+    `plugins`: packages whose kinds the job may use; None for all installed ones. `author`: see load_job.
     """
     chosen = dict(parse_override(one) for one in overrides)
     return load_job(job, chosen, plugins=plugins, author=author), job_file(job)
 
 
 def load_for_data(job: Path, overrides: list[str], kit: Path | None) -> JobConfig:
-    """Return the job that data are looked at for: one's own, or with a site's kit another's, whose paths are not opened."""
+    """Return the job for which data are checked. With a site's kit the job is another author's, so its paths are not opened."""
     return load(job, overrides, kit_plugins(kit / "local") if kit else NO_PLUGINS, author=kit is None)[0]

@@ -1,4 +1,4 @@
-"""The command `consilium poc`: a real federation on this machine, from startup kits."""
+"""The command `consilium poc`, which runs a real federation with startup kits on this machine."""
 
 import os
 import re
@@ -29,25 +29,29 @@ from consilium.flare.kit.local_federation import LEAD, SERVER, LocalFederation, 
 from consilium.flare.kit.processes import is_word
 
 PATIENCE = 180.0
-"""Seconds that server and sites have to connect; some ten on an idle machine."""
+"""Seconds that server and sites have to connect. On an idle machine they need about ten."""
 
 
 def poc(
-    job: Annotated[Path | None, typer.Argument(help="a job folder, or a job.yaml; without it give --keep")] = None,
-    sites: Annotated[str, typer.Option(help="how many, or names separated by commas; default: all of --data, else 3")] = "",
-    workspace: Annotated[Path | None, typer.Option(help="new folder of kits, logs and results; default: runs/poc-TIME")] = None,
+    job: Annotated[Path | None, typer.Argument(help="a job folder, or a job.yaml; without a job give --keep")] = None,
+    sites: Annotated[
+        str, typer.Option(help="number of sites, or names separated by commas; default: all sites in --data, else 3")
+    ] = "",
+    workspace: Annotated[
+        Path | None, typer.Option(help="new folder for kits, logs and results; default: runs/poc-TIME")
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="folder with a folder per site, each with datalist.json or site.yaml")
     ] = None,
     checkpoints: CheckpointsOption = None,
     override: SetOption = None,
-    keep: Annotated[bool, typer.Option("--keep", help="leave server and sites running; --stop ends them")] = False,
-    stop: Annotated[Path | None, typer.Option(help="end what --keep left running in this workspace")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="leave server and sites running; --stop stops them")] = False,
+    stop: Annotated[Path | None, typer.Option(help="stop server and sites that --keep left running in this workspace")] = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Run a job on a real federation on this machine: kits, a server and sites as processes, submission, results, stop.
+    """Run a job on a real federation on this machine: make kits, start server and sites, submit the job, fetch its results.
 
-    Exit codes are those of `status --check`. Ctrl-C stops all.
+    Then server and sites are stopped; Ctrl-C stops them too. Exit codes are those of `status --check`.
     """
     if stop is not None:
         return _stop(stop)
@@ -76,7 +80,7 @@ def poc(
             stack.callback(federation.stop)
             console.print(line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
             _use_loopback()
-            threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless the environment says how
+            threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless OMP_NUM_THREADS is set
             for one in ("server", *names):
                 federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
             _await(federation)
@@ -100,6 +104,7 @@ def poc(
 
 
 def _stop(workspace: Path) -> None:
+    """Stop the server and the sites of a workspace. Raises ConfigError if it is none of `consilium poc`."""
     kits = workspace / "kits" / "poc" / "prod_00"
     if not kits.is_dir():
         raise ConfigError(f"--stop: {workspace}: no workspace of `consilium poc`; give the folder that it printed")
@@ -108,7 +113,7 @@ def _stop(workspace: Path) -> None:
 
 
 def _use_loopback() -> None:
-    """Let this process and what it starts find this Python, and reach this machine without a proxy."""
+    """Set the environment for this process and its children: this Python first in PATH, and no proxy to this machine."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     for name in NO_PROXIES:
         if name == "no_proxy" or name in os.environ:
@@ -116,7 +121,7 @@ def _use_loopback() -> None:
 
 
 def _await(federation: LocalFederation) -> None:
-    """Return once the server has all sites. Raises ConsiliumError if a process ends, or after PATIENCE."""
+    """Wait until all sites are connected. Raises ConsiliumError if a process ends, or after PATIENCE seconds."""
     ends = time.monotonic() + PATIENCE
     while True:
         federation.check_alive()
@@ -133,7 +138,7 @@ def _await(federation: LocalFederation) -> None:
 
 
 def _run(federation: LocalFederation, job: Path, overrides: dict[str, Any], name: str, console: Console) -> dict[str, Any]:
-    """Submit the job as the lead, watch it, and return its last status, with the folder of its results if it completed."""
+    """Submit the job as the lead and watch it. Return its last status, with the folder of its results if it completed."""
     with connect(federation.kit(LEAD)) as admin:
         with submitting(ready := prepare(job, overrides, name, admin.uploads)):
             job_id = admin.submit(ready)

@@ -1,4 +1,4 @@
-"""The commands `consilium privacy ledger`, `sums` and `accept`; `plan`, `attack` and `invert` have files of their own."""
+"""The commands `consilium privacy ledger`, `sums` and `accept`. `plan`, `attack` and `invert` are in other modules."""
 
 import json
 import math
@@ -24,10 +24,12 @@ from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 
 
 def claim_of(folder: Path) -> str | None:
-    """Return the privacy claim of a finished run in `folder`; None without privacy."""
+    """Return the privacy claim of the finished run in `folder`; None for a run without privacy."""
     if (folder / "privacy.json").is_file():
         return json.loads((folder / "privacy.json").read_text())["claim"]
-    private = yaml.safe_load((folder / "job.yaml").read_text()).get("privacy")  # record level: only sites can know it
+    private = yaml.safe_load((folder / "job.yaml").read_text()).get(
+        "privacy"
+    )  # at record level only the sites know the epsilon
     return f"{private['unit']} level, each site by its own data: consilium privacy ledger {folder}" if private else None
 
 
@@ -35,12 +37,12 @@ def ledger(
     where: Annotated[
         Path, typer.Argument(help="a ledger.sqlite, a site.yaml, a startup kit, or a folder to search for ledgers")
     ],
-    delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; repeat for more")] = None,
-    rows: Annotated[bool, typer.Option("--rows", help="every release, oldest first")] = False,
-    seal: Annotated[str, typer.Option(help="tell whether the ledger still holds what a job's results name")] = "",
+    delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; may be repeated")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="also list all releases, oldest first")] = False,
+    seal: Annotated[str, typer.Option(help="check that the ledger still has this seal, which a job's results name")] = "",
     format: FormatOption = "txt",
 ) -> None:
-    """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
+    """Show the epsilon that each data set has spent in all jobs, per record and for the whole site, and its budgets."""
     paths, budgets = _ledgers(where)
     if seal and not any(seal in Ledger(path).seals() for path in paths):
         raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
@@ -53,22 +55,22 @@ def ledger(
         spent = {u: {d: None if math.isinf(e) else e for d, e in by_delta.items()} for u, by_delta in one["epsilon"].items()}
         plain.append(one | {"budgets": limits, "epsilon": spent})
     emit({"data_sets": plain, **({"rows": every} if rows else {})}, _lines(found, every), format)
-    if is_site(where):  # jobs are refused where the records of what left know rows that the ledger lacks
+    if is_site(where):  # jobs are refused if the records of what left name rows that the ledger lacks
         records = site_records(where)
         check(records.root, Ledger(records.ledger))
 
 
 def sums(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
-    allow: Annotated[str, typer.Option(help="let sums over these hospitals pass: all their names, with commas between")] = "",
-    reason: Annotated[str, typer.Option(help="with --allow: why, for the record")] = "",
+    allow: Annotated[str, typer.Option(help="allow sums over these hospitals; all their names, separated by commas")] = "",
+    reason: Annotated[str, typer.Option(help="with --allow: the reason, for the record")] = "",
     format: FormatOption = "txt",
 ) -> None:
-    """Show with which hospitals this site's data were summed under masks and without noise, or allow another set of them.
+    """Show with which hospitals this site's updates were summed, masked and without noise. Or allow another set of hospitals.
 
-    A server that has sums over two sets of hospitals can subtract them. A sum over another set than before is refused where
-    that would show too few hospitals. To allow one shows the server, in the worst case, the update of each that the sets
-    differ in.
+    A server that has sums over two different sets of hospitals can subtract one from the other. So a sum over a new set is
+    refused if the difference would be about too few hospitals. If you allow it, the server may in the worst case learn the
+    update of each hospital that is in only one of the sets.
     """
     root = site_records(where).root
     if allow:
@@ -93,13 +95,16 @@ def _sum_line(one: dict[str, Any]) -> str:
 
 def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
-    reason: Annotated[str, typer.Option(help="what happened, for the record")],
-    seal: Annotated[list[str] | None, typer.Option(help="one that the server has had and the ledger lacks; repeat")] = None,
+    reason: Annotated[str, typer.Option(help="what happened to the ledger, for the record")],
+    seal: Annotated[
+        list[str] | None, typer.Option(help="a seal that the server has and the ledger lacks; may be repeated")
+    ] = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Go on with a privacy ledger or a ledger of sums that was lost or altered, as it stands now.
+    """Accept a privacy ledger or a ledger of sums as it is now, after lines were lost or altered.
 
-    Puts reason, user and seals on record. Hospitals that lost lines of sums named are read from the records of what left.
+    The reason, the user and the lost seals are recorded. The hospitals in lost lines of sums are restored from the records of
+    what left.
     """
     if not reason.strip():
         raise ConfigError("--reason: empty; say what happened to the ledger")
@@ -115,7 +120,7 @@ def accept(
 
 
 def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Return the ledgers of `where`, and the budgets if it is a site.yaml or kit."""
+    """Return the ledgers' files that `where` names; and the site's budgets, if it is a site.yaml or a kit."""
     if is_site(where):
         site, _, path = site_records(where)
         return [path] if path.is_file() else [], {str(unit): budget for unit, budget in site.privacy.budgets.items()}
@@ -131,7 +136,7 @@ def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
 
 
 def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[Text | str]:
-    """Yield what each data set has spent, and the rows, for people."""
+    """Yield lines on what each data set has spent, and on the releases in `rows`."""
     for one in found:
         yield line(f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
         for unit, by_delta in one["epsilon"].items():

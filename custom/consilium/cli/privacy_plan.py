@@ -17,40 +17,50 @@ from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.report.tables import Table, columns
 
 PAPER_TENSORS = 36
-PAPER_PARAMETERS = PAPER_TENSORS * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
+PAPER_PARAMETERS = (
+    PAPER_TENSORS * 768 * 8
+)  # q, k, v in the 12 blocks of a ViT-B at rank 8: the numbers that get noise in one release
 
 
 def plan(
-    epsilon: Annotated[float, typer.Option(help="what the whole run may cost a site", min=0)],
+    epsilon: Annotated[float, typer.Option(help="the privacy budget of the whole run", min=0)],
     rounds: Annotated[int, typer.Option(min=1)],
     delta: Annotated[float, typer.Option(help="0 < delta < 1")] = 1e-5,
-    phases: Annotated[int, typer.Option(help="releases a round; deer has 2", min=1)] = 1,
+    phases: Annotated[int, typer.Option(help="releases per round; deer has 2", min=1)] = 1,
     sites: Annotated[int, typer.Option(min=1)] = 12,
     accountant: Annotated[str, typer.Option(help="exact, prv, rdp, or all")] = "all",
-    clip: Annotated[float, typer.Option(help="norm of one site's update")] = 1.0,
+    clip: Annotated[float, typer.Option(help="largest norm of a site's update")] = 1.0,
     parameters: Annotated[
         int, typer.Option(min=1, max=10**12, help="numbers in a release; default: q, k, v of ViT-B, rank 8")
     ] = PAPER_PARAMETERS,
     calibration: Annotated[
-        Literal["honest", "paper"], typer.Option(help="paper: the noise of DEeR's code, see below")
+        Literal["honest", "paper"],
+        typer.Option(help="honest: noise that guarantees epsilon; paper: the noise of DEeR's code, see above"),
     ] = "honest",
     samples: Annotated[int, typer.Option(min=0, help="paper: training images of all sites together")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="paper: a site's batch")] = 8,
-    local_steps: Annotated[int, typer.Option(min=1, help="paper: a site's steps a phase")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="paper: batch size of a site")] = 8,
+    local_steps: Annotated[int, typer.Option(min=1, help="paper: steps of a site per phase")] = 3,
     tensors: Annotated[int, typer.Option(min=1, help="paper: tensors in a release; default: q, k, v of ViT-B")] = PAPER_TENSORS,
-    threshold: Annotated[int, typer.Option(min=0, help="that the job names; 0: two thirds and one")] = 0,
-    colluders: Annotated[int, typer.Option(min=0, help="sites that may work with the server, for trust distributed")] = 1,
+    threshold: Annotated[
+        int, typer.Option(min=0, help="threshold of the job's secure aggregation; 0: two thirds of the sites and one")
+    ] = 0,
+    colluders: Annotated[int, typer.Option(min=0, help="sites that may collude with the server, for trust distributed")] = 1,
     sample_rate: Annotated[
         float,
-        typer.Option(min=0, max=1, help="instead: DP-SGD by records or patients over all sites, a step a round, at this rate"),
+        typer.Option(
+            min=0,
+            max=1,
+            help="plan DP-SGD by records or patients over all sites instead, with one step per round at this sampling rate",
+        ),
     ] = 0.0,
     format: FormatOption = "txt",
 ) -> None:
-    """Show the noise a budget asks for, what it means at other deltas, and how much noise drowns the signal.
+    """Show the noise that a privacy budget needs, its epsilon at other deltas, and the ratio of noise to signal.
 
-    Site level, zero-out adjacency: a site's update against none at all. With --sample-rate a record or patient against nothing
-    in its place, and trust distributed. With --calibration paper the noise is what DEeR's code
-    takes for that epsilon, counting batches of images at delta 1 / sites; the epsilons shown are what it really keeps.
+    The plan is at site level with zero-out adjacency: it hides whether a site sent its update or none. With --sample-rate it
+    hides whether a record or patient was in the data, by DP-SGD with trust distributed. With --calibration paper, the noise is
+    the one that DEeR's code takes for this epsilon, counting batches of images at delta 1 / sites. The epsilons shown are those
+    that this noise really guarantees.
     """
     check_finite(epsilon=epsilon, delta=delta, clip=clip)
     wanted = ("exact", "prv", "rdp") if accountant == "all" else (accountant,)
@@ -85,12 +95,13 @@ def plan(
 
 
 def _answer(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one accountant's plan of what is `asked`: by the paper's calibration, or with a sample rate for DP-SGD.
+    """Return one accountant's plan as JSON values. `asked`: the command's options.
 
-    `shares` of it: the honest sites' shares of noise with trust distributed; None: too few sites for it.
+    With "paper" the plan is by the paper's calibration, with "sample_rate" for DP-SGD. "shares" is the number of honest sites
+    whose noise counts with trust distributed; None if there are too few sites.
     """
     kinds = ["distributed"] if asked["sample_rate"] else ["local", "central", *(["distributed"] if asked["shares"] else [])]
-    plans = {trust: _plan(accountant, trust, asked) for trust in kinds}
+    plans = {trust: _plan_for_trust(accountant, trust, asked) for trust in kinds}
     first, sites = next(iter(plans.values())), asked["sites"]
     deltas = sorted({asked["delta"], 1e-5, 1e-6, *([1 / sites] if sites > 1 else [])}, reverse=True)
     ratios = {
@@ -100,11 +111,12 @@ def _answer(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"noise_multiplier": first.noise_multiplier, "epsilon": spent, "noise_to_signal": ratios}
 
 
-def _plan(accountant: str, trust: str, asked: Mapping[str, Any]) -> Plan:
+def _plan_for_trust(accountant: str, trust: str, asked: Mapping[str, Any]) -> Plan:
+    """Return the privacy plan of one accountant for one kind of trust."""
     numbers: dict[str, Any] = {name: asked[name] for name in ("epsilon", "delta", "clip")} | {"trust": trust}
     releases, paper = asked["rounds"] * asked["phases"], asked["paper"]
     if asked["sample_rate"]:
-        counts = "rdp" if accountant == "rdp" else "prv"  # there is no closed form for samples
+        counts = "rdp" if accountant == "rdp" else "prv"  # sampled steps have no closed form, so "exact" means prv
         numbers |= {"unit": "record", "accountant": counts, "sample_rate": asked["sample_rate"], "divisor": 1.0}
         return step_plan(validate(RecordLevelDpConfig, numbers, Path("privacy plan")), releases)
     numbers |= {"unit": "site", "accountant": accountant}
@@ -117,7 +129,7 @@ def _plan(accountant: str, trust: str, asked: Mapping[str, Any]) -> Plan:
 
 
 def _shares(sites: int, threshold: int, colluders: int) -> int | None:
-    """Return how many shares of noise count in every sum of that many sites; None where there can be none.
+    """Return the number of honest sites whose noise is in each sum for certain; None if no sum is possible.
 
     Raises ConfigError for a threshold that no site would accept.
     """
@@ -134,7 +146,7 @@ def _shares(sites: int, threshold: int, colluders: int) -> int | None:
 
 
 def _lines(asked: Mapping[str, Any], found: dict[str, Any]) -> Iterator[Table | str]:
-    """Yield the plans for people."""
+    """Yield the plans as a table and lines."""
     first = next(iter(found.values()))
     releases = asked["rounds"] * asked["phases"]
     level = f"record or patient level at rate {asked['sample_rate']:g}" if asked["sample_rate"] else "site level"

@@ -1,4 +1,4 @@
-"""Hints after Ctrl-C or a full disk: the command that resumes the work."""
+"""Print, after Ctrl-C or a full disk, the command that resumes the work."""
 
 import errno
 import os
@@ -21,7 +21,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a run as Ctrl-C does: files closed, no process left. Ignored signals stay ignored."""
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that files are closed and child processes end.
+
+    Signals that are ignored stay ignored.
+    """
     here = threading.current_thread() is threading.main_thread()
     caught = [s for s in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(s) == signal.SIG_DFL]
     for one in caught:
@@ -35,7 +38,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
-    """Print how to resume a run after Ctrl-C, and exit; raise ConsiliumError for a full disk."""
+    """After Ctrl-C in the block, print how to resume the run, and exit. For a full disk, raise ConsiliumError with the hint."""
     try:
         yield
     except KeyboardInterrupt:
@@ -48,28 +51,29 @@ def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
 
 
 def exit_interrupted(way: str) -> None:
-    """Print that the command was interrupted and how to resume, and exit."""
+    """Print "interrupted" and the hint `way`, and exit."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted{way}", markup=False)
     raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def no_room(error: OSError, where: str | bytes | Path, way: str) -> str:
-    """Return the message for a full disk or an exceeded quota."""
+    """Return the message for a full disk or an exceeded quota. `way`: the hint how to resume."""
     return f"{os.fsdecode(where)}: {error.strerror}; make room{way}"
 
 
-def again() -> str:
+def same_command_hint() -> str:
     """Return "; go on with: " and this command, quoted for a shell."""
     return f"; go on with: {shlex.join(_short(sys.argv))}"
 
 
 def _short(words: list[str]) -> list[str]:
+    """Return a command line with the program's name in place of its path, if the shell finds it by its name."""
     short = Path(words[0]).name
     return [short if shutil.which(short) == words[0] else words[0], *words[1:]]
 
 
 def _resume_hint(folder: Path, resumable: bool) -> str:
-    """Return the hint after a run that ended early."""
+    """Return the hint how to resume a run that was interrupted."""
     if not resumable:
         return (
             "; a run of --engine flare cannot be resumed: start it anew with another --workspace, "

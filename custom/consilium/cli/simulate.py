@@ -27,11 +27,11 @@ PREPARE = "consilium.cli.simulate_prepare"
 
 
 Engine = Literal["inprocess", "flare"]
-"""What runs a simulation."""
+"""The engines of a simulation."""
 
 
 class RunRequest(NamedTuple):
-    """The options of a simulation. `workspace`: None for a folder by name and time; `quiet`: without a live view."""
+    """The options of `consilium simulate`. `workspace`: None for a folder by name and time. `quiet`: show no live view."""
 
     job: Path
     overrides: list[str]
@@ -46,7 +46,7 @@ class RunRequest(NamedTuple):
 
 
 class PreparedRun(NamedTuple):
-    """A run's folder, and what its live view shows of the job."""
+    """A run's folder, and the values of its job for the live view."""
 
     folder: Path
     rounds: int
@@ -57,33 +57,35 @@ class PreparedRun(NamedTuple):
 def simulate(
     job: JobArgument,
     engine: Annotated[
-        Engine, typer.Option(help="inprocess: quick; flare: the FLARE simulator, a process a site")
+        Engine, typer.Option(help="inprocess: quick; flare: FLARE's simulator, with a process per site")
     ] = "inprocess",
-    sites: Annotated[str, typer.Option(help="how many, or names separated by commas; default: all of --data, else 3")] = "",
-    rounds: Annotated[int, typer.Option(help="instead of training.rounds; 0 keeps it", min=0)] = 0,
-    workspace: Annotated[Path | None, typer.Option(help="result folder; default: runs/NAME-TIME")] = None,
+    sites: Annotated[
+        str, typer.Option(help="number of sites, or names separated by commas; default: all sites in --data, else 3")
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="number of rounds, instead of training.rounds; 0: as in the job", min=0)] = 0,
+    workspace: Annotated[Path | None, typer.Option(help="folder for the results; default: runs/NAME-TIME")] = None,
     data: Annotated[
         Path | None, typer.Option(help="folder with a folder per site, each with datalist.json or site.yaml")
     ] = None,
     checkpoints: CheckpointsOption = None,
     override: SetOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on from the workspace's last finished round (inprocess)")
+        bool, typer.Option("--resume", help="continue from the last finished round in the workspace (inprocess)")
     ] = False,
     workers: Annotated[
         int,
-        typer.Option(help="processes that the sites are dealt out over (inprocess); 0: this one", min=0, max=1024),
+        typer.Option(help="processes to distribute the sites over (inprocess); 0: use this process", min=0, max=1024),
     ] = 0,
     together: Annotated[
         int,
-        typer.Option(
-            help="sites that train side by side, quicker on small batches (inprocess); 1: one by one", min=1, max=1024
-        ),
+        typer.Option(help="sites to train as one batch, quicker for small batches (inprocess); 1: one by one", min=1, max=1024),
     ] = 1,
-    mlflow: Annotated[str, typer.Option(metavar="URI", help="also to MLflow: http://HOST:PORT or file:///PATH")] = "",
+    mlflow: Annotated[
+        str, typer.Option(metavar="URI", help="also send numbers to MLflow: http://HOST:PORT or file:///PATH")
+    ] = "",
     format: FormatOption = "txt",
 ) -> None:
-    """Run a job on this machine: live view, then a table per site."""
+    """Run a job on this machine, show its progress, and print a table of each site's scores."""
     overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
     if workers and engine == "flare":
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
@@ -94,7 +96,7 @@ def simulate(
     for note in renamed_notes({folder_of(data, name).name: name for name in names} if data else {}):
         typer.echo(f"note: {shown(note)}", err=True)
     if resume and workspace:
-        names = _again(workspace, names, given, bool(sites))
+        names = _sites_to_resume(workspace, names, given, bool(sites))
     request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, together, format == "json")
     with stoppable(), print_resume_hint(workspace or Path("runs"), engine == "inprocess"):
         if note := unused_state({name: find_site(name, given) for name in names}):
@@ -103,10 +105,11 @@ def simulate(
     call("consilium.cli.simulate_prepare:finish", folder, losses, names, format)
 
 
-def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:
-    """Return the sites of a resumed run, in its order; `names` for a run of a former version, which stores none.
+def _sites_to_resume(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:
+    """Return the sites of the run in `folder`, in its order; `names` for a run of a former version, which stores no sites.
 
-    Raises ConfigError where the command's sites, or their data, are not the run's; `chosen`: whether it names any.
+    Raises ConfigError if the sites of this command, or their data, differ from the run's. `chosen`: whether the command names
+    sites.
     """
     was = kept_in(folder)
     generated = given.data is None and all(lists is None for lists in was.sites.values())
@@ -116,7 +119,7 @@ def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[s
 
 
 def _tracking(uri: str) -> TrackingConfig | None:
-    """Return the tracking server of `uri`; None for "". Raises ConfigError."""
+    """Return the settings of MLflow at `uri`; None for "". Raises ConfigError."""
     if not uri:
         return None
     check_installed()
@@ -132,14 +135,14 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
     except ConsiliumError:
         if was_empty and not (folder / "metrics.jsonl").exists():
             for place in sorted([folder, *folder.rglob("*")], reverse=True):
-                with suppress(OSError):  # what holds something, or is a file
+                with suppress(OSError):  # a file, or a folder that is not empty, stays
                     place.rmdir()
         raise
 
 
 def _in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
-    """Run all sites here; return the run's folder and every site's last training loss."""
-    with _waiting():
+    """Run all sites without FLARE. Return the run's folder and each site's last training loss."""
+    with _loading_status():
         job, prepared = call(f"{PREPARE}:prepare", request)
     found = {name: find_site(name, request.given) for name in request.sites}
     with (
@@ -162,21 +165,23 @@ def _in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
 
 
 def _over_flare(request: RunRequest) -> tuple[Path, dict[str, float]]:
-    """Run a process for every site by FLARE's simulator; return as `_in_process` does.
+    """Run all sites by FLARE's simulator, with a process per site. Return what `_in_process` returns.
 
-    The job is checked and exported by another process: this one, which only waits, never loads PyTorch.
+    Another process checks and exports the job, so that this process, which only waits, never imports PyTorch.
     """
     with Simulator(request.sites) as simulator:
-        with _waiting():
+        with _loading_status():
             exported, prepared = simulator.ask(call, f"{PREPARE}:export", request)
         with _view(request, prepared) as view:
             simulator.run(exported, prepared.folder, view, request.given)
     return prepared.folder, view.losses
 
 
-def _waiting() -> Status:
-    return Console(stderr=True).status("loading PyTorch and the job ...")  # of a terminal, not of a pipe
+def _loading_status() -> Status:
+    """Return the message to show while PyTorch and the job are loaded."""
+    return Console(stderr=True).status("loading PyTorch and the job ...")  # shown in a terminal only
 
 
 def _view(request: RunRequest, prepared: PreparedRun) -> LiveView:
+    """Return the live view of a run."""
     return LiveView(Console(quiet=request.quiet), prepared.rounds, prepared.title, prepared.scores)

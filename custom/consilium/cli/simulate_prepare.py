@@ -1,4 +1,4 @@
-"""The two ends of `consilium simulate`: the job and its folder before a run, what is printed after it, which needs no torch."""
+"""What `consilium simulate` does before a run, with the job and its folder, and after it, when it prints the results."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from consilium.tasks.registry import TASKS
 
 
 def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
-    """Return the job, with a folder for its run. Raises ConfigError for what cannot run, before anything is written."""
+    """Return the job and its run's folder. Raises ConfigError for a job that cannot run, before anything is written."""
     config, source = load(request.job, request.overrides)
     folder = request.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = call("consilium.federation.job:assemble_job", config, source)
@@ -37,7 +37,7 @@ def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
 
 
 def export(request: RunRequest) -> tuple[Path, PreparedRun]:
-    """Return FLARE's folder of the job, and what else `prepare` returns. Raises ConfigError."""
+    """Export the job for FLARE. Return its job folder, and the PreparedRun that `prepare` returns. Raises ConfigError."""
     job, prepared = prepare(request)
     with removed_if_empty(prepared.folder):
         call("consilium.flare.job.job_context:check_federated", job, job_file(request.job))
@@ -45,7 +45,7 @@ def export(request: RunRequest) -> tuple[Path, PreparedRun]:
 
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
-    """Make the folder, or find the run to resume in it. Raises ConfigError."""
+    """Make the folder of a new run, or check that it has a run to resume. Raises ConfigError."""
     if engine == "flare" and not is_word(str(folder.resolve())):
         raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
     try:
@@ -66,27 +66,27 @@ def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
 
 
 # results ---------------------------------------------------------------------------------------------------------------
-# What `consilium simulate` prints of a run that came to its end.
+# Print the results of a finished run.
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 
 
 def finish(folder: Path, losses: dict[str, float], sites: list[str], format: Format) -> None:
-    """Join the sites' pictures of a finished run into one, and print its results."""
+    """Join the sites' predictions.png of a finished run into one picture, and print the run's results."""
     try:
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
-    except OSError as error:  # a damaged picture or a full disk costs no score
+    except OSError as error:  # the scores are complete without the picture
         show([line(f"no {PREDICTIONS}: {error}", "yellow")], errors=True)
-    config = load_run_job(folder, None)  # as it ran, even if the given file has changed since
+    config = load_run_job(folder, None)  # the job as it ran, even if its file has changed since
     print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
 
 def print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], config: JobConfig, folder: Path, format: Format
 ) -> None:
-    """Print a run's closing scores, why it ended where that was early, what privacy it kept, and where its files are.
+    """Print a run's closing scores, the reason for an early end, its privacy claim, and where its files are.
 
-    Exit code 1 says that sites were refused in the closing evaluation.
+    Exits with code 1 if sites were refused in the closing evaluation.
     """
     record = read_run(folder)
     early = {name: record.ended[name] for name in ENDING} if record.ended else None

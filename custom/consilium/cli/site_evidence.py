@@ -1,4 +1,4 @@
-"""The commands of a site's administrator on its records: approve, evidence, forget."""
+"""Commands of a site's administrator on jobs and records: approve, evidence, forget."""
 
 import json
 import sys
@@ -25,16 +25,16 @@ from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name
-from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger, pack
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, check_chains, copy_ledger, pack
 from consilium.flare.admin.evidence import verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
-from consilium.flare.kit.kit_files import kit_name, kit_role
+from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, is_void
 from consilium.privacy.ledger.audit import read as read_record
 from consilium.privacy.ledger.ledger import Ledger, accepted
-from consilium.report.run_log import versions
+from consilium.report.run_files import versions
 from consilium.strategies.strategy import Role
 
 # approve ---------------------------------------------------------------------------------------------------------------
@@ -43,15 +43,15 @@ from consilium.strategies.strategy import Role
 
 def approve(
     job: Annotated[
-        Path | None, typer.Argument(help="as the researcher hands it over, or as a refusal in the log names it")
+        Path | None, typer.Argument(help="the job from the researcher, or the path that a refusal in the log names")
     ] = None,
     *,
     kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
-    listed: Annotated[bool, typer.Option("--list", help="show what is approved")] = False,
-    revoke: Annotated[str, typer.Option(help="take back the approval of the digest that begins so")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="list the approved jobs")] = False,
+    revoke: Annotated[str, typer.Option(help="withdraw the approval of the digest that begins with this text")] = "",
     format: FormatOption = "txt",
 ) -> None:
-    """Approve a job for a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
+    """Approve a job at a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
     if sum((job is not None, listed, bool(revoke))) != 1:
         raise ConfigError("JOB, --list, --revoke: give exactly one")
     local = kit / "local"
@@ -61,15 +61,15 @@ def approve(
             found = summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
     else:
         found = {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
-    lines = [f"{key}: {json.dumps(value)}" for key, value in found.items()]  # as ASCII JSON: the values are not trusted
+    lines = [f"{key}: {json.dumps(value)}" for key, value in found.items()]  # as ASCII JSON, because the values are not trusted
     emit(found, lines or "nothing is approved", format)
 
 
 @contextmanager
 def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
-    """Yield the app folder of a job folder, of an app folder itself, or of the job exported from a job.yaml.
+    """Yield the folder of a job's app. `job`: a job folder, an app folder, or a job.yaml, which is exported first.
 
-    Raises ConfigError for none, or for several apps.
+    Raises ConfigError if there is no app, or several.
     """
     apps = [path for path in (job, *(job.iterdir() if job.is_dir() else ())) if (path / "config" / "job.yaml").is_file()]
     if len(apps) > 1:
@@ -82,7 +82,7 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
 
 
 def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
-    """Return the settings of a job to review before approval. Raises ConfigError if it cannot run."""
+    """Return the settings of a job for the review before its approval. Raises ConfigError if the job cannot run."""
     config = load_job(app / JOB, plugins=plugins)
     job = call("consilium.federation.job:assemble_job", config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
@@ -95,7 +95,7 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
 
 
 def _leaves(job: Any) -> dict[str, Any]:
-    """Return the tensors that a site sends over all phases, the most numbers of a phase, and statistics, if asked for."""
+    """Return how many tensors a site sends in all phases, the most numbers in a phase, and what else the job asks for."""
     strategy, initial = job.strategy, job.initial
     rounds = job.config.training.rounds if job.config.trains else 0
     places = [place for place in strategy.traits.role_schedule() if place[0] < rounds]
@@ -111,7 +111,7 @@ def _leaves(job: Any) -> dict[str, Any]:
 
 
 # evidence --------------------------------------------------------------------------------------------------------------
-# The commands `consilium evidence` and `forget`: signed archives of runs, deletion of runs.
+# The commands `consilium evidence`, for signed archives of runs, and `forget`, which deletes runs.
 
 POLICIES = ("site.yaml", "privacy.json", "authorization.json", "resources.json", "approved.json")
 CLAIMS = """# Evidence of {site} on run {experiment}
@@ -134,18 +134,20 @@ beginning: compare its seal with the results at the server.
 
 def evidence(
     experiment: Annotated[str, typer.Argument(help="the run's name, or the archive for --verify")],
-    kit: Annotated[Path | None, typer.Option("--kit", help="the site's startup kit; for --verify any of the project")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="the archive; default: EXPERIMENT.evidence.zip")] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="check an archive; exit code 1 if it is not as it was signed")
-    ] = False,
+    kit: Annotated[
+        Path | None, typer.Option("--kit", help="the site's startup kit; for --verify, any kit of the project")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="archive to write; default: EXPERIMENT.evidence.zip")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="check an archive; exit code 1 if it was altered")] = False,
     attack: Annotated[
-        list[Path] | None, typer.Option(help="what `consilium privacy attack --format json` printed of this run; repeat")
+        list[Path] | None, typer.Option(help="output of `consilium privacy attack --format json` on this run; may be repeated")
     ] = None,
     fingerprint: Annotated[str, typer.Option(help="for --verify without a kit: SHA-256 of the root's certificate")] = "",
     format: FormatOption = "txt",
 ) -> None:
-    """Make a signed archive of a run at this site: policy, job, record, ledger, what left in words, versions. Or check one."""
+    """Make a signed archive of a run at this site: policies, job, record of what left, ledger, versions. Or check one."""
     if verify and attack:
         raise ConfigError("--attack: not with --verify, which adds nothing to an archive; leave it out")
     found = _check(Path(experiment), kit, fingerprint) if verify else _make(experiment, kit, output, attack or [])
@@ -169,13 +171,13 @@ def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[
     if kit is None:
         raise ConfigError("--kit: give the site's startup kit, whose key signs")
     archive = output or Path(f"{experiment}.evidence.zip")
-    said = {f"attack-{i + 1}.json": _attack(experiment, path) for i, path in enumerate(attacks)}
+    said = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attacks)}
     pack(kit, experiment, _files(experiment, kit) | said, archive)
     return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit))
 
 
-def _attack(experiment: str, path: Path) -> bytes:
-    """Return the bytes of an attack's JSON file. Raises ConfigError for another file, or an attack on another run."""
+def _read_attack(experiment: str, path: Path) -> bytes:
+    """Return the bytes of an attack's JSON file. Raises ConfigError if it is no such file, or on another run."""
     try:
         content = path.read_bytes()
         found = json.loads(content)
@@ -189,7 +191,7 @@ def _attack(experiment: str, path: Path) -> bytes:
 
 
 def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
-    """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError if there is no such run."""
+    """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError without such a run."""
     settings = kit / "local" / "site.yaml"
     if kit_role(kit) == "server" or not settings.is_file():
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
@@ -207,7 +209,7 @@ def _run(experiment: str, state: Path) -> Path:
 
 
 def _files(experiment: str, kit: Path) -> dict[str, bytes]:
-    """Return what the archive holds beside its signature, by name."""
+    """Return the files of the archive, except its signature, by name."""
     folder, state, ledger = place_of(experiment, kit)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
     if not records:
@@ -219,7 +221,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     if lost := accepted(state):
         found[ACCEPTED] = json.dumps(sorted(lost)).encode()
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
-    whole = chains(found)
+    whole = check_chains(found)
     intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
     read = [read_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
     words = "\n\n".join(map(markdown, read))
@@ -233,7 +235,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
 
 
 def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
-    """Return warnings of rows and messages without a valid privacy promise; "" for none."""
+    """Return warnings about rows and messages without a valid privacy promise; "" for none."""
     found = []
     if seeded := sum(bool(one.get("seeded")) for one in left):
         found.append(f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**")
@@ -246,7 +248,7 @@ def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
 
 
 def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:
-    """Return the job.yaml of each submission that FLARE still has."""
+    """Return the job.yaml of each submission that FLARE still has, by file name. `ids`: FLARE's job ids."""
     names = [name for name in sorted(ids) if name.replace("-", "").isalnum()]
     files = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
     return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
@@ -256,14 +258,16 @@ def forget(
     experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
     *,
     kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit, or the server's")],
-    reason: Annotated[str, typer.Option(help="who withdrew, or what asks for it, for the record; no names of patients")] = "",
-    expired: Annotated[bool, typer.Option("--expired", help="every run past `retention_days` of site.yaml")] = False,
+    reason: Annotated[str, typer.Option(help="the reason, such as who withdrew, for the record; no names of patients")] = "",
+    expired: Annotated[
+        bool, typer.Option("--expired", help="delete all runs older than `retention_days` in site.yaml")
+    ] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Delete what this site, or the server, keeps of a run: models, pictures, scores, FLARE's files. A site's ledger and
-    record of what left stay.
+    """Delete the files of a run at this site or at the server: models, pictures, scores, FLARE's files.
 
-    What has left cannot be taken back. That, what was deleted, when, by whom and why goes on record in audit.jsonl.
+    A site's ledger and its record of what left stay. Messages that have left cannot be taken back. audit.jsonl records this,
+    and what was deleted, when, by whom and why.
     """
     if bool(experiment) == expired:
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
@@ -287,7 +291,7 @@ def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
 
 
 def _state(kit: Path) -> tuple[Path, int]:
-    """Return a site's state folder and for how many days it keeps runs. Raises ConfigError where site.yaml sets no limit."""
+    """Return a site's state folder and the days for which it keeps runs. Raises ConfigError if site.yaml sets no limit."""
     site, root, _ = site_records(kit)
     if site.retention_days is None:
         raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")

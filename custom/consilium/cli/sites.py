@@ -1,4 +1,4 @@
-"""The command `consilium sites`: each site's last heartbeat, versions, clock, certificate and jobs."""
+"""The command `consilium sites`, which shows each site's last heartbeat, versions, clock, certificate and jobs."""
 
 import math
 import time
@@ -16,36 +16,36 @@ from consilium.federation.compatibility import OWN, Verdict, differences
 from consilium.flare.admin.session import connect
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.certificates import WARN_DAYS
-from consilium.flare.kit.heartbeat_server import read
+from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.report.tables import Column, Table
 
 GIB, DISK_GIB = 2**30, 5.0
-"""Free space of a disk under which there is a note, as of the doctor."""
+"""GiB of free disk space below which there is a note; `consilium doctor` has the same limit."""
 SILENT = 60
-"""Seconds without a heartbeat; FLARE drops a site after 600."""
+"""Seconds without a heartbeat after which a site is "silent". FLARE drops it after 600."""
 SKEW = 60.0
-"""Seconds of clock difference that are reported. Certificates and records depend on the clock."""
+"""Difference of the clocks in seconds from which there is a note, because certificates and records depend on the clock."""
 
 
 def sites(
-    kit: Annotated[Path, typer.Option("--kit", help="an admin's startup kit, or, at the server, the server's")],
+    kit: Annotated[Path, typer.Option("--kit", help="an admin's startup kit; or, at the server, the server's kit")],
     format: FormatOption = "txt",
 ) -> None:
-    """Show all sites that the server has seen: last heartbeat, versions, clock, days of the certificate, jobs running there."""
+    """Show all sites that the server has seen: last heartbeat, versions, clock, days until the certificate expires, jobs."""
     if (kit / "startup" / "fed_admin.json").is_file():
         with connect(kit) as admin:
             found = admin.attendance()
-        now = found["server"]["clock"]  # this machine's may be wrong
+        now = found["server"]["clock"]  # this machine's clock may be wrong
     elif (kit / "startup" / "server.crt").is_file():
-        found, now = read(kit), time.time()
+        found, now = read_attendance(kit), time.time()
     else:
         raise ConfigError(f"--kit: {kit}: neither an admin's nor the server's startup kit; give one's folder")
-    rows = told(found, now)
+    rows = site_rows(found, now)
     emit({"server": found["server"], "sites": rows}, _lines(found["server"], rows, now), format)
 
 
 def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) -> Iterator[Table | Text]:
-    """Yield a row per site, and notes on it, for people."""
+    """Yield a table with a row per site, and lines with each site's health and notes."""
     yield line(f"server: consilium {server['version']}, protocol {server['protocol']}; {len(rows)} sites seen")
     cells = []
     for row in rows:
@@ -62,8 +62,8 @@ def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) ->
         yield from (line(f"{row['site']}: {note}", "yellow") for note in row["notes"])
 
 
-def told(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
-    """Return a row per site; `state` is here, silent, gone, or a Cause. None: the site has not reported it."""
+def site_rows(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
+    """Return a row per site as JSON values. `state` is here, silent, gone, or a Cause. None means not reported."""
     return [_row(name, one, found["server"], now) for name, one in found["sites"].items()]
 
 
@@ -86,7 +86,7 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
 
 
 def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:
-    """Return a line for each thing that an administrator should check."""
+    """Return a line for each problem that an administrator should look at."""
     if not one["here"] and (cause := one.get("cause")) in list(Cause):
         return [f"{Cause(cause).text}, so the server does not let it in"]
     if "version" not in one:
@@ -111,7 +111,7 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
 
 
 def describe_health(health: Mapping[str, Any], now: float) -> str:
-    """Return a site's health in words."""
+    """Return a site's disk, memory, GPUs, data and last refusal as a text."""
     sizes = {"disk": health.get("disk_free"), "memory": health.get("memory_free")}
     said = [f"{size / GIB:,.1f} GiB of {what} free" for what, size in sizes.items() if size is not None]
     gpus = enumerate(health.get("gpus", ()))

@@ -1,4 +1,4 @@
-"""The commands `consilium study show` and `run`: grids of runs."""
+"""The commands `consilium study show` and `run`. A study is a grid of runs."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,24 +18,24 @@ from consilium.cli.options import (
     study_command,
     study_size,
 )
-from consilium.cli.resume_hint import again as same_command
 from consilium.cli.resume_hint import exit_interrupted, stoppable
+from consilium.cli.resume_hint import same_command_hint as same_command
 from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
-from consilium.report.run_record import earlier_cells, keep_cells
+from consilium.report.run_record import earlier_cells, save_cells
 from consilium.report.tables import Table, duration, few
+from consilium.study.definition import Study, labels_text, load, pick
 from consilium.study.estimate import bytes_of
-from consilium.study.plan import Planner
+from consilium.study.preflight import Planner
 from consilium.study.records import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
-from consilium.study.study import Study, load, named, pick
 from consilium.study.view import StudyView, cells_table
 
-StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
-SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
-SmallOption = Annotated[bool, typer.Option("--small", help="minutes: tests the pipeline on your data, not the methods")]
-DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as for simulate")]
+StudyArgument = Annotated[Path, typer.Argument(help="a study's file, or its name in jobs/studies")]
+SmokeOption = Annotated[bool, typer.Option("--smoke", help="take seconds: a tiny model and generated data")]
+SmallOption = Annotated[bool, typer.Option("--small", help="take minutes: test the pipeline on your data, not the methods")]
+DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as in `consilium simulate`")]
 
 
 def study_show(
@@ -45,7 +45,7 @@ def study_show(
     workspace: WorkspaceOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Show a study's cells: how far each is, what it took, the MB it will send, and what is left out and why."""
+    """Show a study's cells: each cell's state, run time and communicated MB; and the excluded cells with reasons."""
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records = {cell.id: record_of(cell.folder) for cell in cells}
@@ -60,36 +60,38 @@ def study_show(
 
 
 def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> Iterator[Table | Text]:
-    """Yield a study's cells, and what is to be said of them, for people."""
+    """Yield a study's cells as a table, and notes as lines."""
     cells = study.cells()
     yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes)
     for cell in (one for one in cells if records[one.id].state == "failed"):
-        yield _said(f"{cell.name}: failed: {records[cell.id].reason}")
-    yield from (_said(f"{named(labels)}: left out: {reason}") for labels, reason in study.excluded())
+        yield _line(f"{cell.name}: failed: {records[cell.id].reason}")
+    yield from (_line(f"{labels_text(labels)}: left out: {reason}") for labels, reason in study.excluded())
     if None in sizes.values():
-        yield _said("MB: `counts` in the study's file tells how many sites there are")
+        yield _line("MB: `counts` in the study's file tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
-        yield _said(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
+        yield _line(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     yield from _outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
     failed = sum(record.state == "failed" for record in records.values())
-    yield _said(f"{len(took)} of {len(cells)} cells done, {failed} failed{more}; the runs are in {study.workspace / 'cells'}")
+    yield _line(f"{len(took)} of {len(cells)} cells done, {failed} failed{more}; the runs are in {study.workspace / 'cells'}")
 
 
 def study_run(
     study: StudyArgument,
     data: DataOption = None,
     checkpoints: CheckpointsOption = None,
-    workers: Annotated[int, typer.Option(min=1, max=1024, help="cells at a time, each in a process of its own")] = 1,
-    only: Annotated[list[str] | None, typer.Option(help="AXIS=VALUE; twice for two values or two axes")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="cells to run at a time, each in its own process")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="run only the cells with AXIS=VALUE; may be repeated")] = None,
     smoke: SmokeOption = False,
     small: SmallOption = False,
     workspace: WorkspaceOption = None,
-    again: Annotated[bool, typer.Option("--again", help="run cells anew that are done by code that has changed since")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="run finished cells anew if their algorithm's code has changed")
+    ] = False,
 ) -> None:
-    """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
+    """Run the cells of a study that are not done. After an interruption, the same command continues the study."""
     chosen = load(study, study_size(smoke, small), workspace)
     try:
         with stoppable():
@@ -100,38 +102,41 @@ def study_run(
     if chosen.size:
         show([pipeline_note(chosen.size)])
     if done:
-        show([_said(f"their table: {study_command('compare', study, chosen.size, workspace)}")])
+        show([_line(f"their table: {study_command('compare', study, chosen.size, workspace)}")])
     if failed:
         raise typer.Exit(1)
 
 
 def _run(study: Study, only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
-    """Run the cells that `only` leaves; return how many are done and how many failed."""
+    """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
-    keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
+    save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
     there = {one.cell.name: (record, one.code) for one in cells if (record := record_of(one.cell.folder)).data == one.data}
     show(_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"}))
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
     done = sum(ended[one.cell.id].state == "done" for one in cells)
-    show([_said(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")])
+    show([_line(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")])
     show(_outdated({one.cell.name: (ended[one.cell.id], one.code) for one in cells}))
     for one in cells:
         if (ended_so := ended[one.cell.id]).state == "failed":
-            show([_said(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")])
+            show([_line(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")])
     return done, len(failed)
 
 
 def _outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:
-    """Yield which cells, by name, ran by other code than theirs is now."""
+    """Yield lines that name the cells whose code has changed since they ran, and the remedy.
+
+    `standing`: by cell name its record and the digest of its present code.
+    """
     older = {name: record.state == "done" for name, (record, code) in standing.items() if record.outdated(code)}
     remedies = {"begun": "`consilium study run` sets that aside and begins anew"}
     for how, remedy in (remedies | {"done": "`consilium study run --again` runs them anew"}).items():
         if names := [name for name, done in older.items() if done is (how == "done")]:
             what = f"{number_of(len(names), 'cell')} {how} by code that has changed since"
-            yield _said(f"{what}: {few(names, 3)}; {remedy}", "yellow")
+            yield _line(f"{what}: {few(names, 3)}; {remedy}", "yellow")
 
 
-def _said(text: str, style: str = "") -> Text:
+def _line(text: str, style: str = "") -> Text:
     return line(text, style, limit=4000)

@@ -8,16 +8,16 @@ import typer
 from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, emit, gpu_hours
 from consilium.core.lazy import call
 from consilium.report.tables import Column, Table, folding
+from consilium.study.definition import Study, load, studies_folder
 from consilium.study.records import cached_flops, known_flops, record_of
-from consilium.study.study import Study, load, studies_folder
 
 
 def study_list(
-    count: Annotated[bool, typer.Option("--count", help="count anew what has changed; minutes")] = False,
+    count: Annotated[bool, typer.Option("--count", help="count the FLOPs of studies that have changed; takes minutes")] = False,
     tflops: TflopsOption = TFLOPS,
     format: FormatOption = "txt",
 ) -> None:
-    """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
+    """List the studies in jobs/studies: what each makes, its cells, how many are done, and estimated GPU hours."""
     found = [_summary(load(path), count, tflops) for path in sorted(studies_folder().glob("*.yaml"))]
     heads = [
         Column(one, right=one in ("cells", "done", "GPU h")) for one in ("study", "makes", "cells", "done", "GPU h", "needs")
@@ -32,7 +32,7 @@ def study_list(
 
 def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
     cells = len(study.grid()) - len(study.excluded())
-    begun = study.cells() if study.workspace.exists() else []  # cells are made by their jobs, which takes a while for all
+    begun = study.cells() if study.workspace.exists() else []  # making the cells of all studies would take long
     states = Counter(record_of(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
     flops = known_flops(study, cached_flops())

@@ -1,4 +1,4 @@
-"""The commands `consilium submit` and `resume`: start a run on a federation."""
+"""The commands `consilium submit` and `resume`, which start or continue a run on a federation."""
 
 import time
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from consilium.core.sanitize import line
 from consilium.flare.admin.session import Admin, connect
 from consilium.flare.admin.submission import prepare, prepare_again, submitting
 
-WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="watch the job until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
 """Seconds to wait for an experiment's former sites before it is resumed."""
 
@@ -26,12 +26,12 @@ PATIENCE = 120.0
 def submit(
     job: JobArgument,
     kit: KitOption,
-    experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
+    experiment: Annotated[str, typer.Option(help="name of this run; default: NAME-TIME")] = "",
     override: SetOption = None,
     wait: WaitOption = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
+    """Send a job to the federation. Each submission is a new run with its own files, named by its experiment."""
     overrides = dict(parse_override(one) for one in override or [])
     name = experiment or f"{load_job(job, overrides, plugins=None, author=True).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with connect(kit) as admin:
@@ -41,14 +41,14 @@ def submit(
 
 
 def resume(
-    experiment: Annotated[str, typer.Argument(help="its name, as `consilium status` lists it")],
-    job: Annotated[Path | None, typer.Argument(help="the job it was submitted with, if that was not from this kit")] = None,
+    experiment: Annotated[str, typer.Argument(help="the run's name, as `consilium status` lists it")],
+    job: Annotated[Path | None, typer.Argument(help="the job of the run, if it was not submitted with this kit")] = None,
     *,
     kit: KitOption,
     wait: WaitOption = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
+    """Continue an interrupted run from its last finished round. On CPU the result equals an uninterrupted run's to the bit."""
     with connect(kit) as admin:
         sites = admin.former_sites(experiment)
         folder = prepare_again(experiment, admin.uploads, job)

@@ -1,4 +1,4 @@
-"""The commands that open a trained model: predict, evaluate, privacy attack, privacy invert; and their options."""
+"""The commands that open a trained model (predict, evaluate, privacy attack, privacy invert) and their options."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from consilium.report.tables import Table, columns, number
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
-from consilium.use.attack import AttackResult, of_one_record
+from consilium.use.attack import AttackResult, epsilon_of_record
 from consilium.use.attack import attack as attack_model
 from consilium.use.evaluate import Split, cross_sites, read_site
 from consilium.use.evaluate import evaluate as evaluate_model
@@ -34,17 +34,19 @@ from consilium.use.predict import predict as predict_inputs
 from consilium.use.predictor import Predictor
 
 # model options ---------------------------------------------------------------------------------------------------------
-# Options of the commands that open a trained model, and the site they run at.
+# Options of the commands that open a trained model, and the settings of the site at which they run.
 
 ModelArgument = Annotated[Path, typer.Argument(help="a run's folder, STUDY/AXIS=VALUE,..., or an adapter folder")]
-SiteOption = Annotated[str | None, typer.Option(help="whose model of a run; default: what its sites share")]
-StageOption = Annotated[Stage | None, typer.Option(help="which model of a run; default: global")]
-BestOption = Annotated[bool, typer.Option("--best", help="the best by validation instead of the last")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
+SiteOption = Annotated[
+    str | None, typer.Option(help="site whose model to take from a run; default: the model that all sites share")
+]
+StageOption = Annotated[Stage | None, typer.Option(help="model to take from a run; default: global")]
+BestOption = Annotated[bool, typer.Option("--best", help="take the best model by validation instead of the last")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:NUMBER or mps")]
 
 
 def site_of(device: str, checkpoints: Path | None) -> SiteConfig:
-    """Return a site with this device and checkpoint folder. Raises ConfigError for a device that is unknown or not here."""
+    """Return a site's settings with a device and a folder of checkpoints. Raises ConfigError for an unusable device."""
     try:
         site = SiteConfig(device=device, checkpoints=checkpoints)
         pick_device(device, "--device")
@@ -59,27 +61,33 @@ def site_of(device: str, checkpoints: Path | None) -> SiteConfig:
 # The command `consilium predict`.
 
 NAMED = 20
-"""Bad inputs that are named on the terminal; the others are counted."""
+"""Bad inputs that the terminal names, at most. The others are counted."""
 
 
 def predict(
     model: ModelArgument,
     images: Annotated[Path, typer.Argument(help="a picture, volume, DICOM series or .jsonl, or a folder of them")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for what is predicted")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the predictions")],
     site: SiteOption = None,
     stage: StageOption = None,
     best: BestOption = False,
-    overlays: Annotated[bool, typer.Option("--overlays", help="also a picture with the mask drawn on it")] = False,
-    probabilities: Annotated[bool, typer.Option("--probabilities", help="also each class's probability")] = False,
-    boxes: Annotated[Path | None, typer.Option(help="CSV or JSON of boxes, for a task prompted with them")] = None,
-    points: Annotated[Path | None, typer.Option(help="CSV or JSON of points, for a task prompted with them")] = None,
-    batch: Annotated[int, typer.Option(min=0, max=4096, help="pictures, planes or records at once; 0: as in training")] = 0,
+    overlays: Annotated[bool, typer.Option("--overlays", help="also write pictures with the masks on them")] = False,
+    probabilities: Annotated[bool, typer.Option("--probabilities", help="also write each class's probability")] = False,
+    boxes: Annotated[
+        Path | None, typer.Option(help="CSV or JSON file of boxes, for a model that takes boxes as prompts")
+    ] = None,
+    points: Annotated[
+        Path | None, typer.Option(help="CSV or JSON file of points, for a model that takes points as prompts")
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=0, max=4096, help="pictures, planes or records per call of the model; 0: as in training")
+    ] = 0,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
-    force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace existing files")] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
+    """Predict masks or classes of new images, or answers to texts, with a trained model. Not a medical device."""
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, reads_texts(opened.config), out, beside)
@@ -100,7 +108,10 @@ def predict(
 
 
 def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | None:
-    """Return the prompts that the model takes, of the files given by kind. Raises ConfigError where they are not its own."""
+    """Return the prompts from the file of the kind that the model takes; None if it takes none.
+
+    `given`: files by kind of prompt. Raises ConfigError if the file is missing, or a file of another kind is given.
+    """
     kind, found = getattr(opened.config.task, "prompt", "none"), None
     for one, path in given.items():
         many = PROMPTS[one].many
@@ -122,23 +133,25 @@ def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | N
 def evaluate(
     model: ModelArgument,
     data: Annotated[
-        Path | None, typer.Option(help="a site's folder or data list; with --matrix the folder with all sites")
+        Path | None, typer.Option(help="a site's folder or data list; with --matrix, the folder of all sites")
     ] = None,
-    split: Annotated[Split, typer.Option(help="which samples")] = "test",
+    split: Annotated[Split, typer.Option(help="split to score")] = "test",
     site: SiteOption = None,
     stage: Annotated[
-        Stage | None, typer.Option(help="which model of a run; default: global, with --matrix personalized")
+        Stage | None, typer.Option(help="model to take from a run; default: global; with --matrix: personalized")
     ] = None,
     best: BestOption = False,
     matrix: Annotated[
-        bool, typer.Option("--matrix", help="every site's model of a simulated run on every site's data")
+        bool, typer.Option("--matrix", help="score each site's model of a simulated run on each site's data")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder for the matrix as a picture and JSON")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="with --matrix: folder for the matrix as a picture and JSON")
+    ] = None,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Score a trained model on any site's data, as training's closing evaluation does."""
+    """Score a trained model on any site's data, as the closing evaluation of a run does."""
     own = site_of(device, checkpoints)
     if matrix:
         if site is not None:
@@ -156,10 +169,10 @@ def evaluate(
 
 
 def _score_lines(found: Mapping[str, float], opened: TrainedModel, split: Split, data: Path) -> Iterator[Table | str]:
-    """Yield the scores of a model for people."""
+    """Yield the scores of a model as a table and notes."""
     scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
     rows = []
-    for name in shown_scores(found, scores):
+    for name in score_names_to_show(found, scores):
         metric, _, part = name.partition("/")
         ends = [found.get(name + end) for end in (LOW, HIGH)]
         interval = "-" if None in ends else "–".join(map(number, ends))
@@ -175,8 +188,8 @@ def _score_lines(found: Mapping[str, float], opened: TrainedModel, split: Split,
             yield shown(f"note: in {found[name]:.0f} {split} pictures {what}", LONGEST_LINE)
 
 
-def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:
-    """Return the names of the scores for people: the leading one, those beside it, then those of each class."""
+def score_names_to_show(found: Mapping[str, float], scores: Scores) -> list[str]:
+    """Return the names of the scores to print: the leading score, the scores beside it, and the scores of each class."""
     whole = [scores.lead(found), *scores.beside]
     each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]
     ended = tuple(f"{end}" for end in (LOW, HIGH))
@@ -207,7 +220,7 @@ def _matrix(
 # attack ----------------------------------------------------------------------------------------------------------------
 # The commands `consilium privacy attack` and `invert`.
 
-DataOption = Annotated[Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")]
+DataOption = Annotated[Path | None, typer.Option(help="the site's folder or data list in the run; default: its phantoms")]
 
 
 def attack(
@@ -217,17 +230,20 @@ def attack(
     stage: StageOption = None,
     best: BestOption = False,
     shadow: Annotated[
-        list[Path] | None, typer.Option(help="a run on another part of the list (data.most_training, other seed); repeat")
+        list[Path] | None,
+        typer.Option(help="a run on another part of the data list (data.most_training, other seed); may be repeated"),
     ] = None,
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the lower bounds on epsilon, all together")] = 0.95,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999, help="confidence that all lower bounds on epsilon hold")
+    ] = 0.95,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Try to tell who a model was trained on, and print the epsilon that this proves at least beside what was promised.
+    """Try to find out on whose data a model was trained. Print a lower bound of epsilon that this proves, and the promised one.
 
-    A bound near 0 proves no privacy: another attack may do better. A bound over what is promised for the same unit proves that
-    it is not kept.
+    A bound near 0 does not prove privacy, because another attack may do better. A bound above the promised epsilon of the same
+    unit proves that the promise is broken.
     """
     own = site_of(device, checkpoints)
     opened = open_model(model, site, stage, own, best)
@@ -242,18 +258,18 @@ def invert(
     model: ModelArgument,
     data: DataOption = None,
     site: SiteOption = None,
-    batch: Annotated[int, typer.Option(min=1, max=16, help="pictures in the site's step")] = 1,
-    sum: Annotated[int, typer.Option(min=2, max=100, help="sites in the sum that secure aggregation would open")] = 3,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="of the attacker's search")] = 400,
-    output: Annotated[Path, typer.Option("--output", "-o", help="the picture to write (PNG)")] = Path("inversion.png"),
+    batch: Annotated[int, typer.Option(min=1, max=16, help="pictures in the site's training step")] = 1,
+    sum: Annotated[int, typer.Option(min=2, max=100, help="sites in the sum that a server with secure aggregation sees")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="steps of the attacker's search")] = 400,
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG file to write")] = Path("inversion.png"),
     stage: StageOption = None,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Try to draw a site's training pictures from one update of a model: as it is, in a sum of sites, and under masks.
+    """Try to reconstruct a site's training pictures from one update: from the update itself, from a sum over sites, and masked.
 
-    The picture that is written shows training pictures: it is the site's own to keep. A bad drawing proves no privacy.
+    The PNG file shows training pictures, so it must stay at the site. A bad reconstruction does not prove privacy.
     """
     opened = open_model(model, site, stage, site_of(device, checkpoints))
     given, name = _data(opened, data, site)
@@ -273,7 +289,7 @@ def invert(
 
 
 def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
-    """Return the site whose samples are attacked, and its name in the run. Raises ConfigError."""
+    """Return the settings of the site whose samples are attacked, and the site's name in the run. Raises ConfigError."""
     if data is not None:
         return read_site(data, opened.config), site or data.resolve().name
     if opened.config.data.phantoms is None:
@@ -288,7 +304,7 @@ def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Form
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
     covered = UNCOVERED not in opened.card.notes
     claim = opened.card.privacy or "none: the model was trained without privacy"
-    promised = of_one_record(opened) if covered else None
+    promised = epsilon_of_record(opened) if covered else None
     told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
     told |= {"of_one_record": promised, "attacks": [asdict(one) for one in found]}
     rows = [

@@ -1,4 +1,4 @@
-"""Watching a running job until it has ended, and the exit code of a job's status."""
+"""Watch a running job until it ends, and map a job's status to an exit code."""
 
 import re
 import time
@@ -12,15 +12,18 @@ from consilium.flare.admin.session import Admin
 from consilium.report.live_view import ending
 
 LOST = "LOST"
-"""The status in flare/admin/session.py. A job also has it for moments between its end and its final status."""
+"""A status of flare/admin/session.py. A job also has it for moments between its end and its final status."""
 LOST_AFTER = 60.0
 """Seconds with status LOST after which a job counts as lost."""
 SECONDS = re.compile(r"(; ETA )?\d+ s\b")
-"""What changes in a line about a job while nothing happens."""
+"""The parts of a job's line that change although nothing happens."""
 MAX_NAMES = 5
-"""Sites whose names a line has; of more it has the number."""
+"""Sites that a line names, at most. It counts the others."""
 SOON, LATE = 1.0, 15.0
-"""Seconds between two looks at a job: after a change, and the most. FLARE's server writes three lines for each."""
+"""Seconds between two requests of a job's status: after a change, and at most.
+
+FLARE's server logs three lines per request.
+"""
 
 
 def exit_code(status: str) -> ExitCode:
@@ -33,14 +36,14 @@ def exit_code(status: str) -> ExitCode:
 
 
 def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
-    """Print a line at every change until the job has ended or is lost; return its last status."""
+    """Print a line at each change until the job has ended or is lost. Return its last status."""
     said, ends, pause = "", time.monotonic() + LOST_AFTER, SOON
     while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
         ends = ends if found["status"] == LOST else time.monotonic() + LOST_AFTER
         if time.monotonic() > ends:
             return found
         now = place(found["progress"]) if found["progress"] else found["status"]
-        if SECONDS.sub("", now) != said and now != LOST:  # between a job's end and its final status
+        if SECONDS.sub("", now) != said and now != LOST:  # LOST may be the moment between a job's end and its final status
             console.print(line(now))
             said, pause = SECONDS.sub("", now), SOON
         time.sleep(pause)
@@ -49,7 +52,7 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
 
 
 def place(progress: dict[str, Any]) -> str:
-    """Return a line with a run's round, answers, epsilon and ETA."""
+    """Return a line with a run's round, the sites that have answered, epsilon and ETA."""
     if early := progress.get("ended"):
         return f"{ending(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:

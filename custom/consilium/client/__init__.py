@@ -1,1 +1,1 @@
-"""The client's side of a run: data, training, evaluation, models that it keeps."""
+"""The client's side of a run: its data, training, evaluation, and the models that it stores."""

@@ -1,4 +1,4 @@
-"""Build a site and its guard for a job: data, model, task, plan and records."""
+"""Builds a site's client and its guard for a job from data, model, task, privacy plan and records."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from consilium.client.client import Client
 from consilium.client.context import ClientContext
 from consilium.client.ddp import ranks_of
 from consilium.client.evaluator import speed_up
-from consilium.client.site_data import of_patients, patients_of, site_data, units_of, watched
+from consilium.client.site_data import count_units, ledger_name_of, site_data, warn_about_patients, watch_files
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, allowed_metrics, loading
@@ -36,9 +36,11 @@ def build_site(
     root: Path | None = None,
     data: DataList | None = None,
 ) -> Client:
-    """Return a ready site; `folder` is its private folder, `root` what outlives jobs there, by default `folder`.
+    """Return a site's client for a job.
 
-    `model` lets sites of one process share the frozen base. `data`: what its guard counts; by default it is read here.
+    `folder`: the site's private folder for the job; `root`: its folder for files that outlast jobs, by default `folder`;
+    `model`: a model whose frozen base the sites of one process share, by default it is built here; `data`: the same samples
+    that the guard counts, by default they are read here. Raises ConfigError or DataError.
     """
     if model is not None and site.base == "sharded":
         what = "the sites of a simulation in one process share their base"
@@ -47,16 +49,16 @@ def build_site(
         torch.set_num_threads(site.threads)
     observer(loading("data", name))
     data = data or site_data(job.config, name, site, folder, root)
-    watch = watched(job.config, data) if job.config.privacy is not None else None
-    decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))  # or it costs, see README
+    watch = watch_files(job.config, data) if job.config.privacy is not None else None
+    decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))  # before any charge
     task = build_task(job.config, decoded, site)
-    if warning := of_patients(job.config, data):
+    if warning := warn_about_patients(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})
     warn_of_alike(data)
     if model is None:
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)
-    made = _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
+    made = _build_client(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
     made.context.watch = watch
     return made
 
@@ -73,13 +75,14 @@ def build_guard(
     data: DataList | None = None,
     identity: Identity | None = None,
 ) -> Guard:
-    """Return the gate of one site for this job. `root` holds the site's records of all runs and its ledger.
+    """Return the guard of one site for this job. `root` holds the site's records of all runs and its ledger.
 
-    In a simulation metrics are shared unless the site forbids it; elsewhere a private job shares none unless it allows it.
-    `data`: what the site trains on, which the plan must count; by default it is read here. `identity`: for secure aggregation.
+    In a simulation metrics leave unless the site forbids it. Otherwise the metrics of a private job leave only if the site
+    allows it. `data`: the samples on which the site trains, which the plan must count; by default they are read here.
+    `identity`: key and certificate for secure aggregation.
     """
     data = data or site_data(job.config, name, site, folder, root)
-    patients, own = patients_of(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
+    patients, own = ledger_name_of(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
     shares = site.share_metrics if site.share_metrics is not None else simulated or job.config.privacy is None
     return Guard(
         name,
@@ -89,7 +92,7 @@ def build_guard(
         site.privacy,
         shares,
         patients,
-        units_of(job.config, data),
+        count_units(job.config, data),
         folder,
         root,
         Ledger(site.privacy.ledger_in(root)),
@@ -113,14 +116,14 @@ def build_guard(
 def build_pooled_site(
     job: Job, name: str, members: dict[str, SiteConfig], folder: Path, observer: Observer, model: nn.Module
 ) -> Client:
-    """Return the single client of a centralized baseline, which holds the data of all `members`."""
+    """Return the single client of a centralized baseline, which has the pooled data of all `members`."""
     lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
     first = next(iter(members.values()))
     task = build_task(job.config, pool(lists), first)
-    return _site(job, name, SiteConfig(), folder, observer, model, task, checkpoint_of(job.config.model, first))
+    return _build_client(job, name, SiteConfig(), folder, observer, model, task, checkpoint_of(job.config.model, first))
 
 
-def _site(
+def _build_client(
     job: Job,
     name: str,
     site: SiteConfig,
@@ -131,7 +134,7 @@ def _site(
     checkpoint: Path | None,
     data: DataList | None = None,
 ) -> Client:
-    units = units_of(job.config, data) if data else task.num_samples
+    units = count_units(job.config, data) if data else task.num_samples
     plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
     plan = plan.with_seeded([name]) if plan is not None and seed is not None else plan
     for note in getattr(task, "notes", ()):
@@ -141,6 +144,6 @@ def _site(
         ranks=ranks_of(job.config, site, data, folder),
         shares_scores=site.share_metrics if site.share_metrics is not None else job.config.privacy is None,
     )  # fmt: skip
-    if site.base != "sharded":  # whose ranks go through the encoder's blocks together, or not at all
+    if site.base != "sharded":  # its ranks must run the encoder together, so none may skip it
         speed_up(job.config, model, task)
     return Client(context)

@@ -1,7 +1,7 @@
-"""A site's capacity, measured: a few training steps at the smallest and the largest rank give the cost of a rank.
+"""Measures a site's capacity: a few training steps at the smallest and at the largest rank give the cost per rank.
 
-Time is the clock's; memory is counted, not sampled: the model's numbers as they are kept, the most that forward and backward
-pass hold at once, gradients included, and Adam's moments.
+Time is wall-clock time. Memory is counted, not sampled: the model's parameters as stored, the peak of the forward and backward
+pass including gradients, and Adam's moments.
 """
 
 import statistics
@@ -30,28 +30,29 @@ BYTES = 4
 
 @dataclass(frozen=True)
 class StepCost:
-    """One training step at some rank: seconds, and bytes at its peak."""
+    """The cost of one training step at some rank: seconds, and peak memory in bytes."""
 
     seconds: float
     memory: float
 
 
 def step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[[], Tensor]:
-    """Return what computes the training loss of a full batch: of the site's own samples, under privacy of zeros of full size.
+    """Return a function that computes the training loss of one full batch.
 
-    One of records would tell, without noise, how long single records are, and whether there are any.
+    The batch has the site's own samples. In a job with privacy it has zeros of full size, because the time of real records
+    would reveal, without noise, how long they are and whether there are any.
     """
     size, device = config.training.batch_size, next(model.parameters()).device
     batch = {} if config.privacy else task.batch([i % task.num_samples for i in range(size)], 0)
 
     def loss() -> Tensor:
         with autocast(device, "fp32" if config.dpsgd else config.training.precision):
-            return _made_loss(config, model, device) if config.privacy else task.loss(model, batch)
+            return _rehearsal_loss(config, model, device) if config.privacy else task.loss(model, batch)
 
     return loss
 
 
-def _made_loss(config: JobConfig, model: nn.Module, device: torch.device) -> Tensor:
+def _rehearsal_loss(config: JobConfig, model: nn.Module, device: torch.device) -> Tensor:
     if (rehearse := TASKS[config.task.name].rehearse) is None:
         what = f"task {config.task.name!r} cannot be measured without records, which privacy hides"
         raise ConfigError(f"site.yaml: capacity: {what}; give `train` instead of step_seconds and memory_bytes")
@@ -60,28 +61,30 @@ def _made_loss(config: JobConfig, model: nn.Module, device: torch.device) -> Ten
 
 
 def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss: Callable[[], Tensor]) -> dict[str, float]:
-    """Return ranks per layer on average that fit `limits`, in `download`, `time` and `memory`; what is not limited is left out.
+    """Return the average ranks per layer that fit `limits`, under "download", "time" and "memory"; unlimited ones are left out.
 
-    `largest`: the most ranks of a layer; `loss` computes the training loss of one full batch. Changes the adapter's numbers.
-    Raises ConfigError where not even one rank fits.
+    `largest`: the largest rank of a layer; `loss`: computes the training loss of one full batch. Overwrites the adapter's
+    values. Raises ConfigError if not even one rank fits.
     """
     found = {"download": limits.download, "time": limits.train, "memory": limits.train}
     dims = shapes(layers.tensors(model))
     if limits.download_bytes is not None:
-        found["download"] = _fits("download_bytes", limits.download_bytes, 0.0, BYTES * sum(map(sum, dims.values())), 0)
+        found["download"] = _affordable_ranks(
+            "download_bytes", limits.download_bytes, 0.0, BYTES * sum(map(sum, dims.values())), 0
+        )
     if limits.step_seconds is not None or limits.memory_bytes is not None:
-        with _training(model):
-            small, large = _step(model, 1, loss), _step(model, largest, loss)
+        with _training_mode(model):
+            small, large = _measure_step(model, 1, loss), _measure_step(model, largest, loss)
         for key, limit, at in (("time", "step_seconds", "seconds"), ("memory", "memory_bytes", "memory")):
             if (most := getattr(limits, limit)) is not None:
                 least = getattr(small, at)
                 slope = max((getattr(large, at) - least) / max(largest - 1, 1), 1e-9 * least)
-                found[key] = _fits(limit, most, least, slope, 1)
+                found[key] = _affordable_ranks(limit, most, least, slope, 1)
     return {key: min(value, float(largest)) for key, value in found.items() if value is not None}
 
 
-def _fits(name: str, most: float, least: float, slope: float, rank: int) -> float:
-    """Return the rank whose cost, `least` at `rank` and `slope` for each more, is `most`."""
+def _affordable_ranks(name: str, most: float, least: float, slope: float, rank: int) -> float:
+    """Return the rank that costs `most`, if `rank` costs `least` and each further rank costs `slope`."""
     ranks = rank + (most - least) / slope
     if ranks < 1:
         raise ConfigError(f"site.yaml: capacity.{name}: {most:g}: one rank takes {least + slope * (1 - rank):g}; raise it")
@@ -89,8 +92,8 @@ def _fits(name: str, most: float, least: float, slope: float, rank: int) -> floa
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Let the model train in the block, as its rounds will, with random numbers that are taken of nobody."""
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """Set the model to training mode in the block, and restore the random generators afterwards."""
     with torch.random.fork_rng(devices=cuda_devices(layers.tensors(model))):
         model.train()
         try:
@@ -99,8 +102,8 @@ def _training(model: nn.Module) -> Iterator[None]:
             model.eval()
 
 
-def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> StepCost:
-    values = {name: torch.zeros(_cut(name, tensor, rank)) for name, tensor in layers.tensors(model).items()}
+def _measure_step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> StepCost:
+    values = {name: torch.zeros(_shape_at_rank(name, tensor, rank)) for name, tensor in layers.tensors(model).items()}
     layers.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
     trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
     for parameter in trained:
@@ -111,12 +114,12 @@ def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> StepCost:
         loss().backward()
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     moments = BYTES * 2 * sum(p.numel() for p in trained)
-    _take(optimizer, loss)  # warms up
-    return StepCost(statistics.median(_take(optimizer, loss) for _ in range(STEPS)), float(held + moments + live.most))
+    _time_step(optimizer, loss)  # warms up
+    return StepCost(statistics.median(_time_step(optimizer, loss) for _ in range(STEPS)), float(held + moments + live.most))
 
 
-def _take(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float:
-    """Take a step; return its seconds."""
+def _time_step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float:
+    """Take one training step; return its seconds."""
     began = time.perf_counter()
     value = loss()
     value.backward()
@@ -127,7 +130,7 @@ def _take(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float
     return time.perf_counter() - began
 
 
-def _cut(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
-    """Return the tensor's shape at another rank."""
+def _shape_at_rank(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
+    """Return the shape of an adapter tensor at another rank."""
     side = {"A": 0, "B": 1}.get(factor(name) or "")
     return tuple(rank if axis == side else size for axis, size in enumerate(tensor.shape))

@@ -1,4 +1,4 @@
-"""The client's side of one run: keep its own tensors, receive, evaluate, train, remember the reply to its guard."""
+"""The client of one run: receives payloads, trains, evaluates, and stores its own tensors and its last reply."""
 
 import json
 import time
@@ -42,11 +42,15 @@ from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.report.best_worst_cases import Closing
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
-"""Names of the training loop's numbers in messages."""
+"""By name in the training loop, the name of a number in messages."""
 
 
 class SiteState(NamedTuple):
-    """What a client keeps of a run: its tensors, the last phase and its reply then, what strategy and optimizer remember."""
+    """A client's stored state of a run.
+
+    `params`: its adapter tensors; `place`: round and phase of its last training, None before the first; `reply`: the update of
+    that training; `memory`: tensors that the strategy stores between rounds; `optimizer`: the optimizer's state.
+    """
 
     params: Tensors
     place: tuple[int, int] | None
@@ -56,9 +60,9 @@ class SiteState(NamedTuple):
 
 
 class Client:
-    """One client in one run. Its state of the run is one atomic file, so it may be a new process every round.
+    """One client in one job. Its state of a run is one atomic file, so each round may be a new process.
 
-    `run` names the run in all methods, so that a new run never meets an old run's tensors.
+    All methods take the name of the run, so that a new run never uses the tensors of an old one.
     """
 
     def __init__(self, context: ClientContext) -> None:
@@ -72,7 +76,10 @@ class Client:
         return self.context.name
 
     def begin(self) -> None:
-        """Check files, a private step and other devices before a round is charged. Raises ConsiliumError."""
+        """Check the data files, rehearse a DP-SGD step and start other devices, before a round is charged.
+
+        Raises ConsiliumError if one of them fails.
+        """
         if self.context.watch:
             self.context.watch.check(getattr(self.context.task, "read_again", lambda split, index: None))
         if self.context.plan is not None and self.context.config.dpsgd and not self._rehearsed:
@@ -86,25 +93,25 @@ class Client:
             self.context.ranks.begin()
 
     def close(self) -> None:
-        """End the client's other processes."""
+        """End the processes of the client's other devices."""
         if self.context.ranks:
             self.context.ranks.end()
 
     def hello(self, run: str) -> Hello:
-        """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
+        """Return the client's hello for the server. `joined` is set if the client already has tensors of this run."""
         run, context = self.models.scored_run(run), self.context
-        joined, carries = self._file(run).exists(), self._capacity(run)
+        joined, carries = self._state_path(run).exists(), self._measure_capacity(run)
         base, plugins = self.models.base_sha256(), context.config.packages
         return Hello(
             context.name, context.task.num_samples, joined, __version__, base, carries, plugins=plugins, libraries=libraries()
         )
 
     def kept(self, run: str) -> Tensors:
-        """Return the tensors that the client keeps of this run; before its first round none but the base's own."""
-        return self._restore(run).params
+        """Return the client's stored adapter tensors of this run; before its first round only the base's own values."""
+        return self._restore_state(run).params
 
-    def _capacity(self, run: str) -> dict[str, float]:
-        """Return what the client says it can carry, measured once a run: a resumed run must go on with the same ranks."""
+    def _measure_capacity(self, run: str) -> dict[str, float]:
+        """Return the client's capacity for unequal ranks, measured once per run: a resumed run needs the same ranks."""
         context, config = self.context, self.context.config
         known = config.privacy is not None or context.task.num_samples  # a private job hides whether there are any
         unequal = context.strategy.traits.ranks_differ and config.adapter_kind.unequal_ranks
@@ -119,7 +126,7 @@ class Client:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def statistics(self) -> Tally:
-        """Return the counts of the client's data, for its guard. Raises RefusedError where the job asks for none, DataError."""
+        """Return the counts of the client's data, for its guard. Raises RefusedError if the job asks for none, or DataError."""
         context, section = self.context, self.context.config.statistics
         if section is None or context.data is None:
             raise RefusedError(f"{context.name}: the job asks for no statistics; nothing was counted", Reason.TASK)
@@ -127,23 +134,23 @@ class Client:
 
     @on_all_ranks
     def train(self, run: str, payload: Payload) -> Payload:
-        """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
+        """Train for one phase of a round and return the update for the guard. A replayed payload gets the first reply again.
 
-        Raises RefusedError for a stale payload and on a full disk, CheckpointError for lost state, DataError.
+        Raises RefusedError for a stale payload and on a full disk, CheckpointError for unusable state, and DataError.
         """
         self.on_train(run, payload)
-        state = self._restore(run)
+        state = self._restore_state(run)
         if state.place == (payload.round, payload.phase):
             return state.reply
         if state.place is not None and state.place > (payload.round, payload.phase):
             what = f"round {payload.round} phase {payload.phase} is stale, the site is at {state.place}"
-            raise RefusedError(f"{self.context.name}: {what}", Reason.TASK)  # the server's doing, whatever the data are
+            raise RefusedError(f"{self.context.name}: {what}", Reason.TASK)  # it depends on the server, not on the data
         start = self.context.receive(state.params, payload)
-        with self._data_in_training():
+        with self._hide_data_errors():
             return self._train(run, payload, state, start)
 
     def _train(self, run: str, payload: Payload, state: SiteState, start: Tensors) -> Payload:
-        """Train from what was received, keep the result, and return the update."""
+        """Train from `start`, the received model, store the result, and return the update."""
         context, strategy = self.context, self.context.strategy
         metrics = self.evaluator.validate(Stage.GLOBAL, payload)
         self.models.note_best(run, Stage.GLOBAL, self.models.received(start, payload), metrics)
@@ -153,7 +160,7 @@ class Client:
             reply = Payload(payload.round, payload.phase, summed)
         else:
             reply = strategy.local_update(trainer, payload)
-        if report.failure is not None:  # which the algorithm has caught
+        if report.failure is not None:  # an error that the algorithm caught
             raise report.failure
         if not isinstance(reply, Payload):
             what = f"local_update() returned {type(reply).__name__}; return trainer.update()"
@@ -177,35 +184,36 @@ class Client:
         reply = replace(reply, metrics=metrics)
         context.events.round(payload.round, metrics | {"update/norm": norm(reply.tensors)})
         # before sending: a lost answer must not cost a second training
-        self._save(run, SiteState(end, (payload.round, payload.phase), reply, trainer.memory, state.optimizer))
+        self._save_state(run, SiteState(end, (payload.round, payload.phase), reply, trainer.memory, state.optimizer))
         return reply
 
     @contextmanager
-    def _data_in_training(self) -> Iterator[None]:
-        """Give errors of the data the reason `training` in a private job, once values were received.
+    def _hide_data_errors(self) -> Iterator[None]:
+        """Change the reason of a DataError to `training` in a private job.
 
-        How far training came depends on those values, and `data` would tell it for nothing, however often a server asks.
+        How far training came depends on the values that the server sent. The reason `data` is not charged, so a server could
+        learn that for free, any number of times.
         """
         try:
             yield
-        except DataError as error:  # still one of the data: its text may name a file, and stays out of public logs
+        except DataError as error:  # it stays a DataError, whose text may name a file and is kept out of FLARE's logs
             error.reason = Reason.TRAINING if self.context.config.privacy else error.reason
             raise
 
     def personalized_model(self) -> Payload:
-        """See ModelStore."""
+        """Return this site's personalized model, see ModelStore.personalized_model."""
         return self.models.personalized_model()
 
     @on_all_ranks
     def evaluate(self, run: str, payload: Payload) -> Payload:
-        """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
+        """Return the final metrics of the pretrained, personalized and global model on the test split.
 
-        It also writes the folders of `adapters/`, the client's result of the run, and predictions.png and cases.json, which
-        stay here. In the phase HELD_OUT it only returns validation metrics of the global model, and in a cross-site job only
-        those of the model that the payload means.
+        Without a test split they are of the validation split. The models are written to `adapters/`. predictions.png and
+        cases.json are written too; they stay at the site. In the phase HELD_OUT only validation metrics of the global model are
+        returned. In a cross-site job only the metrics of the payload's model are returned.
         """
         context, evaluator, strategy = self.context, self.evaluator, self.context.strategy
-        state = self._restore(self.models.scored_run(run))
+        state = self._restore_state(self.models.scored_run(run))
         own, last = state.params, state.place
         if context.config.cross_site is not None:
             return evaluator.score(own, payload, context.config.cross_site.split)
@@ -239,12 +247,15 @@ class Client:
             metrics |= evaluator.evaluate_final(split, Stage.PRETRAINED, payload, examples)
         metrics |= context.skipped()
         self.models.keep(run, models, metrics)
-        self._draw(examples, context.folder / run, metrics)
+        self._write_pictures(examples, context.folder / run, metrics)
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
     def _close_personalized(self, state: SiteState, final: Tensors, payload: Payload) -> SavedModel:
-        """Return the personalized model: what was received after the last round, and what `local_update` then makes of it."""
+        """Return the personalized model made after the last round, with a closing training if the strategy has one.
+
+        `state`: the client's stored state; `final`: the model received after the last round.
+        """
         if self.context.strategy.traits.fits_after_last_round:
             report = FitReport()
             trainer = Trainer(self.context, payload, state.params, final, state.memory, {}, report, closing=True)
@@ -254,8 +265,8 @@ class Client:
             final = final | trainer.values()
         return self.models.own_model(final, payload, closing=True)
 
-    def _draw(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
-        """Write pictures and cases of the evaluation, which stay here. A problem with a picture never costs the scores."""
+    def _write_pictures(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
+        """Write pictures and cases of the evaluation, which stay at the site. A failed picture never loses the scores."""
         context, config = self.context, self.context.config
         promised = context.plan.summary() if context.plan else None
         scored = {"metrics": metrics, "privacy": promised}
@@ -263,23 +274,23 @@ class Client:
         for problem in closing.write(context.folder, about, lambda: diagnostics.draw(run, context.folder)):
             context.undrawn(problem)
 
-    def _file(self, run: str) -> Path:
+    def _state_path(self, run: str) -> Path:
         return self.context.folder / run / "state.safetensors"
 
-    def _save(self, run: str, state: SiteState) -> None:
+    def _save_state(self, run: str, state: SiteState) -> None:
         assert state.place is not None  # as it has trained
         reply, (round, phase) = state.reply, state.place
         groups = {"params": state.params, "reply": reply.tensors, "kept": state.memory, "optimizer": state.optimizer}
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         meta = {"round": round, "phase": phase, "scalars": reply.scalars, "metrics": reply.metrics}
-        with room_for(self._file(run)):
-            save_state(self._file(run), tensors, meta)
+        with room_for(self._state_path(run)):
+            save_state(self._state_path(run), tensors, meta)
 
-    def _restore(self, run: str) -> SiteState:
-        """Return the client's state of a run; before its first round only what the base starts with."""
-        if not self._file(run).exists():
+    def _restore_state(self, run: str) -> SiteState:
+        """Return the client's stored state of a run; before its first round an empty one with the base's own values."""
+        if not self._state_path(run).exists():
             return SiteState(layers.unchanged(self.context.model), None, Payload(-1, -1, {}), {}, {})
-        tensors, meta = load_state(self._file(run))
+        tensors, meta = load_state(self._state_path(run))
         groups: dict[str, Tensors] = {group: {} for group in ("params", "reply", "kept", "optimizer")}
         for name, tensor in tensors.items():
             group, _, own = name.partition("/")
@@ -289,9 +300,10 @@ class Client:
 
 
 def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:
-    """Run a task that the guard has authorized, on the site that `ready` returns. Only the guard may send the result.
+    """Run a task that the guard has authorized; return its result, which only the guard may send.
 
-    A task that the guard has answered before needs no site: neither do the questions of secure aggregation.
+    `ready`: returns the client. It is not called for a task whose answer the guard has stored, and not for questions of secure
+    aggregation, which the guard answers.
     """
     if task.answered:
         return Payload(*task.place, {})

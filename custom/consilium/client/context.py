@@ -1,4 +1,4 @@
-"""What the parts of a client share: its job, its model with the adapter, its task and data, and where it writes and reports."""
+"""The objects that a client's trainer, evaluator and model store share: job, model, task, data, folder and observer."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ from consilium.tasks.base import Task
 
 @dataclass
 class ClientContext:
-    """One client in one job. `folder` is its private folder for this job.
+    """The shared objects of one client in one job. `folder` is its private folder for this job.
 
-    Under a record- or patient-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so not private. `limits`:
-    how much the client can carry, for algorithms with unequal ranks. `checkpoint`: where the base weights came from, None for
-    those of the package. `data`: the samples, for statistics and patients. `ranks`: the client's other devices. `watch`: the
-    files that a round reads. `shares_scores`: whether model cards may have the client's scores. `backward`: takes a loss's
-    gradients.
+    Under a record- or patient-level `plan` training is DP-SGD; `noise_seed` makes its noise repeatable, and so not private.
+    `limits`: the client's capacity, for algorithms with unequal ranks. `checkpoint`: the path of the base weights, None for
+    weights of the package. `data`: the samples, for statistics and patients. `ranks`: the client's other devices. `watch`: the
+    files that a round reads. `shares_scores`: whether model cards may show the client's scores. `backward`: computes the
+    gradients of a loss.
     """
 
     name: str
@@ -56,19 +56,19 @@ class ClientContext:
         self.events = SiteEvents(self.folder / FOLDER, self.config.training.rounds, self.undrawn)
 
     def undrawn(self, reason: str) -> None:
-        """Report a picture or a number that could not be drawn."""
+        """Report a picture or a curve that could not be drawn."""
         self.observer({"event": "undrawn", "site": self.name, "reason": reason})
 
     def seed(self, what: str, payload: Payload, number: int = 0) -> int:
-        """Return the seed of one use of randomness in a phase. The first use has the seed that a single use has."""
+        """Return the seed for the purpose `what` in a phase. `number` counts several uses of the same purpose, from 0."""
         return seed_for(self.config.training.seed, what, payload.round, payload.phase, self.name, *[number] * bool(number))
 
     def load(self, values: Tensors) -> set[str]:
-        """Put `values` into the model; return the blocks that it runs without, those whose tensors are not among them."""
+        """Load `values` into the model. Return the blocks that the model skips, because their tensors are not in `values`."""
         return load_values(self.model, self.strategy, values, self.name)
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Put the model that a payload makes of the client's own tensors into use, and return its tensors."""
+        """Combine a payload with the client's `own` tensors, load the result into the model, and return its tensors."""
         start = self.strategy.receive(own, payload)
         self.load(start)
         self.scale(scaling_of(self.strategy, payload))
@@ -76,21 +76,21 @@ class ClientContext:
         return start
 
     def values(self, names: Collection[str]) -> Tensors:
-        """Return those of the model's adapter tensors as they are now, in the model's order."""
+        """Return the current values of the adapter tensors `names`, in the model's order."""
         return {name: tensor for name, tensor in layers.values(self.model).items() if name in names}
 
     def scale(self, factor: float) -> None:
-        """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
+        """Multiply the adapter's part of the forward pass by `factor`, if the adapter's kind supports that."""
         if (scale := self.config.adapter_kind.scale) is not None:
             scale(self.model, self.config.adapter, factor)
 
     def mix(self, share: float | Tensor, cut_global: bool = False) -> None:
-        """Give a local adapter its share of the forward pass, where there is one; see `AdapterKind`."""
+        """Set the share of the local adapter in the forward pass, if the strategy has one; see `AdapterKind`."""
         mix = self.config.adapter_kind.mix
         if LOCAL_ADAPTER in self.strategy.traits.parts and mix is not None:
             mix(self.model, self.config.adapter, share, cut_global)
 
     def skipped(self) -> dict[str, float]:
-        """Return how many samples were left out, {} for none or for a task that leaves none out."""
+        """Return the number of skipped samples as a metric, {} for 0 or for a task that skips none."""
         count = getattr(self.task, "skipped", 0)
         return {SKIPPED: float(count)} if count else {}

@@ -1,10 +1,11 @@
-"""Several devices at one site: processes that each hold the model, take a share of every batch and add up the gradients.
+"""Data-parallel training on several devices of one site: each rank (a process) has the model and takes a part of each batch.
 
-Rank 0 is the site itself. It alone has the guard, the optimizer, the strategy and the site's files of the run; it alone speaks
-to a server. The others are its children. They get shares of batches and the adapter's values from it, and all gradients meet
-in an all-reduce (gloo, over 127.0.0.1). A loss is a mean over samples, so shares weighted by their samples make the gradient of
-the whole batch, up to the order of float32 sums. That is PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed",
-VLDB 2020) with the optimizer at one rank: for an adapter, sending its values costs what sending gradients back would.
+Rank 0 is the site's own process. It alone has the guard, the optimizer, the strategy and the site's files of the run, and it
+alone communicates with a server. The other ranks are its child processes. They receive parts of batches and the adapter's
+values from rank 0. All gradients are summed by an all-reduce (gloo, over 127.0.0.1). A loss is a mean over samples. So the
+parts' losses, weighted by their numbers of samples, give the gradient of the whole batch, up to the order of float32 sums. This
+is PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020) with the optimizer on one rank. For an
+adapter, sending its values costs as much as sending gradients back.
 """
 
 import shutil
@@ -33,13 +34,13 @@ from consilium.client.ddp_worker import (
     mesh_of,
     named,
     reduced,
+    run_rank,
     sizes,
     store_of,
-    work,
 )
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.child_process import ChildProcess, exit_reason, receive, send
+from consilium.core.child_process import ChildProcess, exit_reason, receive, send_by_value
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class FailedRank(RuntimeError):
-    """A rank has failed. `why`: the failure that it reported; `child`: its process."""
+    """Raised if another rank has failed. `why`: the failure that it reported; `child`: its process."""
 
     def __init__(self, why: Failed, child: ChildProcess) -> None:
         super().__init__(why.line)
@@ -65,10 +66,11 @@ class FailedRank(RuntimeError):
 
 
 class Ranks:
-    """A site's other devices. They start before the first training, and after one of them has failed before the next.
+    """The other ranks of a site, one per further device.
 
-    Those of a sharded base start with the first task, because the site alone has not the whole base then. `data`: the site's
-    samples, of which ranks get the training ones; `folder`: where they meet.
+    They start before the first training. If one fails, all end and start again before the next training. With a sharded base
+    they start with the first task, because rank 0 alone then does not have the whole base. `data`: the site's samples, of which
+    the ranks get the training samples; `folder`: has the file through which the ranks find each other.
     """
 
     def __init__(self, config: JobConfig, site: SiteConfig, data: DataList, folder: Path) -> None:
@@ -80,16 +82,16 @@ class Ranks:
 
     @contextmanager
     def working(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Yield the model for a task: a sharded base is spread over the ranks before, and read anew after a rank has failed.
+        """Yield the model for a task. A sharded base is distributed over the ranks first, and read again after a rank failed.
 
-        Raises ConsiliumError where a rank has failed.
+        Raises ConsiliumError if a rank has failed.
         """
         if not self.sharded:
             yield model
             return
         try:
             if not self.children:
-                model = self._spread(model)
+                model = self._distribute_base(model)
             yield model
         except ConsiliumError:
             raise
@@ -99,31 +101,31 @@ class Ranks:
             self.end()
             raise
 
-    def _spread(self, model: nn.Module) -> nn.Module:
+    def _distribute_base(self, model: nn.Module) -> nn.Module:
         model = build_model(self.config, self.site) if model is self._split else model
         try:
-            self._start(model)
+            self._start_ranks(model)
         except ConsiliumError:
             self.end()
             raise
         return model
 
     def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
-        """Return the task whose loss, and its gradient, all devices compute together. Raises ConsiliumError."""
+        """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
         self.begin()
-        with self._ended_by_errors():
+        with self._end_on_error():
             for child in self.children:
-                send(child.pipe, Phase(values, frozenset(trained), scaling))
+                send_by_value(child.pipe, Phase(values, frozenset(trained), scaling))
         return JointTask(task, self, trained)
 
     def begin(self) -> None:
-        """Start the other ranks, unless they have been. Raises ConsiliumError, and then none is left."""
-        with self._ended_by_errors():
+        """Start the other ranks, unless they are running. Raises ConsiliumError if one fails, and then ends all of them."""
+        with self._end_on_error():
             if not self.children:
-                self._start(None)
+                self._start_ranks(None)
 
     @contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
+    def _end_on_error(self) -> Iterator[None]:
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:
@@ -132,30 +134,32 @@ class Ranks:
             self.end()
             raise
 
-    def _start(self, model: nn.Module | None) -> None:
-        """Start all other ranks; of `model`, where there is one, this one keeps its part."""
+    def _start_ranks(self, model: nn.Module | None) -> None:
+        """Start all other ranks. `model`: a model to shard, of which this rank keeps its part; None for a replicated base."""
         size = self.site.device_count
         self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
         store = store_of(self.place, size)
-        self.children.extend(ChildProcess(work, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:])
+        self.children.extend(
+            ChildProcess(run_rank, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:]
+        )
         packages, settings = frozenset(self.config.packages), self.config.model_dump(mode="json")
         for rank, child in enumerate(self.children, start=1):
             own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1]})
-            send(child.pipe, RankSetup(settings, packages, own, self.data, self.place, rank, size))
-        _hear(self.children)
+            send_by_value(child.pipe, RankSetup(settings, packages, own, self.data, self.place, rank, size))
+        _wait_until_ready(self.children)
         self._group = meet(store, 0, size)
         if model is not None:
             self._split = model
-            ask_for(shard(model, mesh_of(store, 0, size, self.site), self.device), self._want)
+            ask_for(shard(model, mesh_of(store, 0, size, self.site), self.device), self._request_block)
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
-                send(child.pipe, ReadBase())
-            _hear(some)
+                send_by_value(child.pipe, ReadBase())
+            _wait_until_ready(some)
 
-    def _want(self, block: int) -> None:
-        """Have the other ranks send their parts of a block, unless all are computing it.
+    def _request_block(self, block: int) -> None:
+        """Ask the other ranks for their parts of a block, unless all ranks are computing the block together.
 
-        Raises ConsiliumError in a forward pass with gradients.
+        Raises ConsiliumError in a forward pass with gradients, which all ranks would have to compute together.
         """
         if self.together:
             return
@@ -163,37 +167,40 @@ class Ranks:
             what = "this job wants gradients outside of its steps, which one device alone computes"
             raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
         for child in self.children:
-            send(child.pipe, BlockRequest(block))
+            send_by_value(child.pipe, BlockRequest(block))
 
     def share(self, batch: Batch) -> Share:
-        """Hand the other ranks their shares of a batch, and return one's own."""
+        """Send the other ranks their shares of a batch, and return the share of this rank."""
         self.count += 1
         own, *others = (self._share_of(batch, rank) for rank in range(len(self.children) + 1))
         for child, one in zip(self.children, others, strict=True):
-            send(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
+            send_by_value(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
         return own
 
     def _share_of(self, batch: Batch, rank: int) -> Share:
-        """Return a rank's share of a batch. Shares are cut from the end, so that rank 0 has samples if any other has."""
+        """Return the share of `rank` in a batch. Rank 0 gets the last samples, so it has samples if any rank has."""
         size, ranks = len(next(iter(batch.values()))), len(self.children) + 1
         begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
         seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
-        return Share(self._part(batch, begin, end), (end - begin) / size, seed)
+        return Share(self._samples_of(batch, begin, end), (end - begin) / size, seed)
 
-    def _part(self, batch: Batch, begin: int, end: int) -> Batch:
-        """Return samples of a batch; with a sharded base one that counts nothing, where there is none: its blocks need all."""
+    def _samples_of(self, batch: Batch, begin: int, end: int) -> Batch:
+        """Return the samples begin to end - 1 of a batch, {} if there are none.
+
+        With a sharded base it is then one sample, which has weight 0: every rank must run every block.
+        """
         if end > begin or self.sharded:
             return {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
         return {}
 
     @property
     def group(self) -> "ProcessGroup":
-        """What the ranks meet in."""
-        assert self._group is not None  # as `joined` has made it
+        """The process group of all ranks."""
+        assert self._group is not None  # `joined` has created it
         return self._group
 
     def failed(self, error: Exception) -> ConsiliumError:
-        """End all ranks; return why, as the one that failed first has said."""
+        """End all ranks; return the error, with the failure that a rank reported, if one did."""
         heard = ((found, child) for child in self.children if (found := _failure_of(child)))
         found, child = (error.why, error.child) if isinstance(error, FailedRank) else next(heard, (as_failure(error), None))
         rank = self.children.index(child) + 1 if child else 0
@@ -215,13 +222,13 @@ class Ranks:
 
 
 def training_only(data: DataList) -> DataList:
-    """Return the training samples alone, as ranks get them: a rank trains on shares, and opens no file of the data."""
+    """Return a list with only the training samples, for the other ranks. They get shares of batches and open no data file."""
     training = {split: items if split == "training" else () for split, items in data.splits.items()}
     return replace(data, splits=training, loading=Loading(prechecked=True, ignore_unfit=data.loading.ignore_unfit))
 
 
 def failure(who: str, what: Failed) -> ConsiliumError:
-    """Return the error of a site whose rank `who` has failed."""
+    """Return the site's error for a failed rank. `who`: the rank, for the message; `what`: its failure."""
     found = ConsiliumError(f"site.yaml: devices: {who}{what.line}", Reason.TRAINING)
     found.told = what.told and f"site.yaml: devices: {who}{what.told}"
     if what.trace:
@@ -229,15 +236,15 @@ def failure(who: str, what: Failed) -> ConsiliumError:
     return found
 
 
-def _hear(children: list[ChildProcess]) -> None:
-    """Wait until all are ready. Raises FailedRank for the first that is not, OSError or EOFError where it is gone."""
+def _wait_until_ready(children: list[ChildProcess]) -> None:
+    """Wait until all ranks are ready. Raises FailedRank for a reported failure, OSError or EOFError for an ended process."""
     for child in children:
         if found := receive(child.pipe):
             raise FailedRank(found, child)
 
 
 def _failure_of(child: ChildProcess) -> Failed | None:
-    """Return why a rank failed, None if it did not; the others wait for it, and say nothing."""
+    """Return why a rank failed, None if it did not fail. The other ranks only wait, and report nothing."""
     with suppress(EOFError, OSError):
         while child.pipe.poll(1):
             if isinstance(found := receive(child.pipe), Failed):
@@ -248,17 +255,20 @@ def _failure_of(child: ChildProcess) -> Failed | None:
 
 
 class JointTask:
-    """A task whose training loss is that of the whole batch, each device having computed its share."""
+    """A task whose training loss is computed by all ranks together, each on its share of the batch."""
 
     def __init__(self, task: Task, ranks: Ranks, trained: set[str]) -> None:
         self.task, self.ranks, self.trained = task, ranks, trained
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is the task's own."""
+        """Return an attribute of the wrapped task."""
         return getattr(self.task, name)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the batch's mean loss; its gradients are there already, and backward hands them on. Raises ConsiliumError."""
+        """Return the batch's mean loss. Its gradients are already computed; backward() only returns them.
+
+        Raises ConsiliumError if a rank fails.
+        """
         trained = named(model, self.trained)
         self.ranks.together = True
         try:
@@ -267,7 +277,7 @@ class JointTask:
         except (OSError, EOFError) as error:
             raise self.ranks.failed(error) from None
         except RuntimeError as error:
-            if self.ranks.sharded:  # whose blocks' parts do not come where a rank is gone
+            if self.ranks.sharded:  # a block's parts are missing because a rank has ended
                 raise self.ranks.failed(error) from error
             self.ranks.end()
             raise
@@ -279,7 +289,7 @@ class JointTask:
         return found
 
     def reduced(self, numbers: Tensor, found: bool) -> Tensor:
-        """See `reduced` in ddp_worker.py. Raises OSError where a rank is gone."""
+        """See `reduced` in ddp_worker.py. Raises OSError if a rank has ended."""
         try:
             return reduced(self.ranks.group, numbers, found)
         except RuntimeError as error:
@@ -287,11 +297,11 @@ class JointTask:
 
 
 class _AllRanksLoss(torch.autograd.Function):
-    """Of the trained parameters, the loss that all ranks find together."""
+    """Autograd function of the trained parameters: the loss that all ranks compute together."""
 
     @staticmethod
     def forward(ctx: Any, joint: JointTask, model: nn.Module, own: Share, *trained: Tensor) -> Tensor:
-        """Return the mean loss of the whole batch, and keep its gradients."""
+        """Return the mean loss of the whole batch, and store its gradients for backward."""
         joint.reduced(flat(trained), found=False)
         total = joint.reduced(loss_and_gradients(joint.task, model, own, trained), found=True)
         ctx.gradients = [part.view_as(one).to(one) for part, one in zip(total[1:].split(sizes(trained)), trained, strict=True)]
@@ -299,14 +309,15 @@ class _AllRanksLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of the trained parameters."""
+        """Return the stored gradients of the trained parameters, times `gradient`."""
         return (None, None, None, *(gradient * one for one in ctx.gradients))
 
 
 def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:
-    """Return the other devices of a site that has several, None for one, and for a pooled one, which has no `data` of its own.
+    """Return the other ranks of a site with several devices.
 
-    Raises ConsiliumError for a job whose training objective is not the mean loss of a batch alone.
+    Return None for one device, and for a pooled site, which has no `data`. Raises ConsiliumError for a job whose training
+    cannot be split over devices.
     """
     if site.device_count < 2 or data is None:
         return None
@@ -317,15 +328,15 @@ def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder:
     elif config.strategy.traits.parts:
         whom = f"strategy {config.strategy.name!r}"
         what = f"devices: {whom} trains more beside the adapter, which one device does; give one device"
-    elif site.base == "sharded" and (why := _whole(config, site)):
+    elif site.base == "sharded" and (why := _why_whole_base(config, site)):
         what = f"base: 'sharded': {why}, which takes the whole base at one device; use replicated"
     if what:
         raise ConsiliumError(f"site.yaml: {what} for this job", Reason.POLICY)
     return Ranks(config, site, data, folder)
 
 
-def _whole(config: JobConfig, site: SiteConfig) -> str:
-    """Return what of a job, or of the site for it, needs the whole base at one device, "" for nothing."""
+def _why_whole_base(config: JobConfig, site: SiteConfig) -> str:
+    """Return the setting of the job or the site that needs the whole base on one device, "" if there is none."""
     if config.model.dtype in QUANTIZED:
         return f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
     if config.training.compile:
@@ -338,14 +349,14 @@ def _whole(config: JobConfig, site: SiteConfig) -> str:
 
 
 class HasRanks(Protocol):
-    """A client's context: its model, and its other devices where it has some."""
+    """The part of a ClientContext that `on_all_ranks` uses."""
 
     model: nn.Module
     ranks: Ranks | None
 
 
 class HasContext(Protocol):
-    """A client."""
+    """An object with a context, such as a Client."""
 
     @property
     def context(self) -> HasRanks:
@@ -359,7 +370,7 @@ R = TypeVar("R")
 
 
 def on_all_ranks(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Wrap a client's method so that all ranks hold the current model while it runs; see Ranks.working."""
+    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.working."""
 
     @wraps(do)
     def done(client: S, /, *words: P.args, **named: P.kwargs) -> R:

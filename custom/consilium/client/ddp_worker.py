@@ -1,4 +1,7 @@
-"""Another rank of a site with several devices: a process that takes its share of every batch; ddp.py is the site's side."""
+"""The other ranks of a site with several devices: child processes that compute on their share of every batch.
+
+ddp.py is the side of rank 0. The messages between both sides are defined here.
+"""
 
 import logging
 import traceback
@@ -15,14 +18,14 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.child_process import exit_with_parent, receive, send
+from consilium.core.child_process import exit_with_parent, receive, send_by_value
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Tensors
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
 from consilium.federation.job import build_model, build_task
 from consilium.federation.saved_model import load_values
-from consilium.report.private_logging import say_to
+from consilium.report.private_logging import log_only_to
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, pick_device
 from consilium.training.sharding import hand_over, shard, world
@@ -34,17 +37,18 @@ if TYPE_CHECKING:
 
 
 PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for the others: one that has died is known at once, one that computes is not."""
+"""How long a rank waits for the others. A rank that has died is detected at once, but a slow computation may take long."""
 LOOPBACK = "127.0.0.1"
-"""Where the ranks listen: nothing they exchange leaves the machine."""
+"""The address at which the ranks listen, so that their data never leave the machine."""
 LONGEST = 1000
-"""Characters of a line: it may name a list and a file, whose paths are long."""
+"""The largest number of characters of a failure's line. It may name a list and a file with long paths."""
 
 
 class Failed(NamedTuple):
-    """Why a rank failed, for the site, which logs it as it logs its own errors (flare/job/private_log.py).
+    """The failure of a rank, sent to rank 0, which logs it like its own errors (flare/job/private_log.py).
 
-    `line`: the reason; `told`: what FLARE's logs say instead, see ConsiliumError; `trace`: an unexpected error's traceback.
+    `line`: the reason; `told`: the text for FLARE's logs instead, see ConsiliumError; `trace`: the traceback of an unexpected
+    error.
     """
 
     line: str
@@ -53,9 +57,10 @@ class Failed(NamedTuple):
 
 
 class RankSetup(NamedTuple):
-    """What another rank makes its model and its task of; `place`: the folder where ranks meet.
+    """The settings from which another rank builds its model and task.
 
-    `data`: the training samples, which its site has looked at. It opens none of them: all it computes on comes in shares.
+    `settings`: of the job; `packages`: of its plug-ins; `data`: the training samples, already checked by rank 0. The rank opens
+    no sample: its data arrive as shares of batches. `place`: the folder of the file through which ranks find each other.
     """
 
     settings: dict[str, Any]
@@ -68,7 +73,7 @@ class RankSetup(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """The model as a phase's training starts from it: values as sites keep them, what trains, and the adapter's factor."""
+    """The start of a phase's training: the adapter's `values`, the names of the `trained` tensors, the adapter's scaling."""
 
     values: Tensors
     trained: frozenset[str]
@@ -76,20 +81,20 @@ class Phase(NamedTuple):
 
 
 class ReadBase(NamedTuple):
-    """Permission to read the base.
+    """Permission to read the base model.
 
-    With a sharded base the ranks read one after the other, so that a host holds one whole base at a time.
+    With a sharded base the ranks read one after the other, so that the machine holds one whole base at a time.
     """
 
 
 class BlockRequest(NamedTuple):
-    """The number of a block of a sharded base of which rank 0 needs all parts."""
+    """A request from rank 0 for all parts of one block of a sharded base, by the block's number."""
 
     block: int
 
 
 class Share(NamedTuple):
-    """A rank's part of a batch, {} where there is none for it, its part of the whole, and the seed of its dropout."""
+    """A rank's share of a batch: its samples ({} for none), `weight` (its fraction of the batch), and the seed of dropout."""
 
     batch: Batch
     weight: float
@@ -97,10 +102,7 @@ class Share(NamedTuple):
 
 
 def loss_and_gradients(task: Task, model: nn.Module, share: Share, trained: Sequence[Tensor]) -> Tensor:
-    """Return (1 + n,) float32 on the CPU: the share's weighted loss, then its gradient.
-
-    The gradient is that with respect to the n trained numbers.
-    """
+    """Return (1 + n,) float32 on the CPU: the share's weighted loss, then its gradient for the n trained numbers."""
     if not share.batch:
         return torch.zeros(1 + sum(sizes(trained)))
     with torch.enable_grad():
@@ -111,22 +113,22 @@ def loss_and_gradients(task: Task, model: nn.Module, share: Share, trained: Sequ
 
 
 def named(model: nn.Module, names: Set[str]) -> list[Tensor]:
-    """Return the model's live adapter tensors of these names, in its own order."""
+    """Return the model's adapter tensors with these names, not copied, in the model's order."""
     return [one for name, one in layers.tensors(model).items() if name in names]
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all numbers in a row, (n,) float32 on the CPU."""
+    """Return all numbers of the tensors as one vector, (n,) float32 on the CPU."""
     return torch.cat([one.detach().float().cpu().reshape(-1) for one in tensors] or [torch.zeros(0)])
 
 
 def sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how many numbers each has."""
+    """Return the number of elements of each tensor."""
     return [one.numel() for one in tensors]
 
 
 def as_failure(error: Exception) -> Failed:
-    """Return an error as a rank reports it. The text of an unexpected error may name data: `told` is its type."""
+    """Return the Failed message for an error. The text of an unexpected error may name data, so `told` is only its type."""
     line = " ".join(str(error).split())[:LONGEST] or type(error).__name__
     if isinstance(error, ConsiliumError):
         return Failed(line, error.told)
@@ -134,17 +136,20 @@ def as_failure(error: Exception) -> Failed:
 
 
 def store_of(place: Path, size: int) -> "Store":
-    """Return the file in a folder by which the ranks find each other."""
+    """Return the store through which the ranks find each other: a file in the folder `place`."""
     from torch.distributed import FileStore
 
     return FileStore(str(place / "store"), size)
 
 
 def meet(store: "Store", rank: int, size: int, patience: timedelta = PATIENCE) -> "ProcessGroup":
-    """Return the group of a site's ranks once all are there; torch's own would listen at the address of the machine's name."""
+    """Wait for all ranks of a site and return their process group.
+
+    It listens on LOOPBACK. torch's own setup would listen at the address of the machine's host name.
+    """
     from torch.distributed import PrefixStore, ProcessGroupGloo
 
-    gloo: Any = ProcessGroupGloo  # whose stubs lack its options
+    gloo: Any = ProcessGroupGloo  # its type stubs lack the options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
     options._timeout = patience
@@ -153,39 +158,42 @@ def meet(store: "Store", rank: int, size: int, patience: timedelta = PATIENCE) -
 
 
 def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig) -> "DeviceMesh":
-    """Return, once all ranks are there, what a sharded base is spread over; see sharding.py."""
+    """Wait for all ranks and return the device mesh over which a sharded base is distributed; see sharding.py."""
     from torch.distributed import PrefixStore
 
     return world(PrefixStore("world", store), rank, size, pick_device(site.main_device), meet, PATIENCE)
 
 
 def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
-    """Return rank 0's `numbers` at all ranks, or the sum over the ranks of what each has `found`. Raises RuntimeError."""
+    """Return, at every rank, the sum of all ranks' `numbers` if `found`, otherwise the `numbers` of rank 0.
+
+    Raises RuntimeError if a rank has ended.
+    """
     (group.allreduce([numbers]) if found else group.broadcast(numbers, 0)).wait()
     return numbers
 
 
-def work(pipe: connection.Connection) -> None:
-    """Make model and task, then take shares of batches until there is no rank 0 any more."""
+def run_rank(pipe: connection.Connection) -> None:
+    """Run a rank: build model and task, then process messages until rank 0 has ended. The main function of a child process."""
     exit_with_parent()
-    say_to(logging.NullHandler())  # its site says the same, where such lines belong
+    log_only_to(logging.NullHandler())  # rank 0 logs the same lines
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)
         try:
-            worker = _joined(pipe, setup)
-            send(pipe, None)
+            worker = _join_ranks(pipe, setup)
+            send_by_value(pipe, None)
         except Exception as error:
-            send(pipe, as_failure(error))
+            send_by_value(pipe, as_failure(error))
             return
         worker.answer(pipe)
 
 
-def _joined(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
-    """Meet the others, read the base when it is this rank's turn, and keep its part of it where it is sharded."""
+def _join_ranks(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
+    """Join the other ranks, read the base when rank 0 permits it, and return the worker, with its part of a sharded base."""
     site = setup.site
     config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
     task = build_task(config, setup.data, site)
-    send(pipe, None)
+    send_by_value(pipe, None)
     store = store_of(setup.place, setup.size)
     group, mesh = meet(store, setup.rank, setup.size), None
     if site.base == "sharded":
@@ -196,7 +204,7 @@ def _joined(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
 
 
 class RankWorker:
-    """What another rank has, and does."""
+    """A rank's model, task and process group, and the processing of rank 0's messages."""
 
     def __init__(
         self, model: nn.Module, task: Task, config: JobConfig, group: "ProcessGroup", blocks: list["FSDPModule"]
@@ -205,26 +213,26 @@ class RankWorker:
         self.trained = list[Tensor]()
 
     def answer(self, pipe: connection.Connection) -> None:
-        """Do what rank 0 says, until there is none or this rank has failed."""
+        """Process messages from rank 0 until this rank fails. Raises EOFError or OSError if rank 0 has ended."""
         while True:
             what: Phase | Share | BlockRequest = receive(pipe)
             try:
                 if isinstance(what, Phase):
-                    self.trained = _set(self.model, what, self.config)
+                    self.trained = _load_phase(self.model, what, self.config)
                 elif isinstance(what, BlockRequest):
                     hand_over(self.blocks[what.block])
                 else:
-                    _take(self.model, self.task, what, self.trained, self.config.training.precision, self.group)
+                    _compute_share(self.model, self.task, what, self.trained, self.config.training.precision, self.group)
             except Exception as error:
-                send(pipe, as_failure(error))
+                send_by_value(pipe, as_failure(error))
                 return
 
 
-def _set(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:
-    """Bring the model to where a phase's training starts; return what trains."""
+def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:
+    """Load the start of a phase's training into the model; return the tensors that train."""
     load_values(model, config.strategy, phase.values, "a rank")
     for name, one in layers.tensors(model).items():
-        if one.is_leaf:  # a frozen tail is a view
+        if one.is_leaf:  # frozen ranks are views of a buffer
             one.requires_grad_(name in phase.trained)
     if (scale := config.adapter_kind.scale) is not None:
         scale(model, config.adapter, phase.scaling)
@@ -232,8 +240,10 @@ def _set(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:
     return named(model, phase.trained)
 
 
-def _take(model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup") -> None:
-    _write(trained, reduced(group, flat(trained), found=False))
+def _compute_share(
+    model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup"
+) -> None:
+    _write_values(trained, reduced(group, flat(trained), found=False))
     torch.manual_seed(share.seed)
     with autocast(next(model.parameters()).device, precision):
         found = loss_and_gradients(task, model, share, trained)
@@ -241,6 +251,6 @@ def _take(model: nn.Module, task: Task, share: Share, trained: list[Tensor], pre
 
 
 @torch.no_grad()
-def _write(trained: list[Tensor], values: Tensor) -> None:
+def _write_values(trained: list[Tensor], values: Tensor) -> None:
     for one, part in zip(trained, values.split(sizes(trained)), strict=True):
         one.copy_(part.view_as(one))

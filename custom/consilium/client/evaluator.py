@@ -1,4 +1,4 @@
-"""Scores of the model that a client runs: of one in its own run, and of those that a cross-site job sends."""
+"""Evaluates models at a client: the model of its own run, and the models that a cross-site job sends."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -26,20 +26,20 @@ from consilium.training.interpolation import interpolated
 
 
 def scores(model: nn.Module, task: Task, config: JobConfig, split: str, full: bool) -> dict[str, float]:
-    """Return the task's metrics of a split by the model as it is, {} for one without samples; `full`: distances too."""
+    """Return the task's metrics of the current model on a split, {} for a split without samples; `full`: with distances."""
     training = config.training
     with torch.no_grad(), autocast(next(model.parameters()).device, training.precision):
         return task.evaluate(model, split, training.batch_size, full)
 
 
 class Evaluator:
-    """Evaluates the model of a client as it is now, on the client's own data."""
+    """Evaluates the current model of a client on the client's own data."""
 
     def __init__(self, context: ClientContext) -> None:
         self.context = context
 
     def evaluate(self, split: str, stage: Stage, payload: Payload, full: bool = False) -> dict[str, float]:
-        """Return the metrics of a split by their keys. Raises ConsiliumError for a metric that is not a number."""
+        """Return the metrics of a split by the names of their MetricKeys. Raises ConsiliumError if one is not a number."""
         context = self.context
         context.observer({"event": "evaluate", "site": context.name, "round": payload.round, "stage": f"{split}/{stage}"})
         metrics = scores(context.model, context.task, context.config, split, full)
@@ -49,7 +49,7 @@ class Evaluator:
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
     def validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
-        """Return validation metrics, {} where the job wants none of this model in this round. Pictures stay here."""
+        """Return validation metrics, {} if the job does not validate this stage in this round. Pictures stay at the site."""
         config = self.context.config.training
         if not config.validates(payload.round, stage):
             return {}
@@ -57,35 +57,35 @@ class Evaluator:
         return self.evaluate("validation", stage, payload, config.validation.full)
 
     def validate_final(self, stage: Stage, payload: Payload) -> dict[str, float]:
-        """Return validation metrics of the loaded final model, the end of its learning curve; {} where none is wanted."""
+        """Return validation metrics of the final model in memory, the end of its learning curve; {} if the job wants none."""
         task, config = self.context.task, self.context.config.training
         wanted = stage in config.validation.stages and task.num_samples and task.has("validation")
         return self.evaluate("validation", stage, payload, config.validation.full) if wanted else {}
 
     def evaluate_final(self, split: str, stage: Stage, payload: Payload, closing: Closing) -> dict[str, float]:
-        """Return the full metrics of the model; put its predictions of a few samples into `closing`."""
+        """Return the full metrics of the model, and add its predictions of a few samples to `closing`."""
         metrics, context = self.evaluate(split, stage, payload, full=True), self.context
         with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
             closing.look(stage, context.task, context.model, split)
         return metrics
 
     def score(self, own: Tensors, payload: Payload, split: str) -> Payload:
-        """Return a split's metrics of the model that a cross-site job sends, and nothing else.
+        """Return a reply with only the metrics, on a split, of the model that a cross-site job sends.
 
-        Phase 0: the model that all sites share, with this client's `own` tensors of the run. Any other: a site's whole model.
-        Raises RefusedError, CheckpointError.
+        Phase 0 has the model that all sites share; this client's `own` tensors of the run are added. Other phases have one
+        site's whole model. Raises RefusedError or CheckpointError for an invalid model.
         """
         context, stage = self.context, Stage.GLOBAL if payload.phase == 0 else Stage.PERSONALIZED
         if payload.phase == 0:
             context.receive(own, self.choose_final(own, payload))
         else:
-            self._run(payload)
+            self._load_sent_model(payload)
         metrics = self.evaluate(split, stage, payload, full=True) if context.task.has(split) else {}
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics | context.skipped())
 
-    def _run(self, payload: Payload) -> None:
-        """Put another site's whole model into the model."""
+    def _load_sent_model(self, payload: Payload) -> None:
+        """Load a site's whole model from a payload. Raises RefusedError if the payload is not such a model."""
         if payload.scalars.keys() != {"scaling", "share"}:
             what = "the payload is not a site's model, which has the scalars scaling and share; nothing was scored"
             raise RefusedError(f"{self.context.name}: {what}", Reason.TASK)
@@ -96,7 +96,7 @@ class Evaluator:
 
     @torch.no_grad()
     def choose_final(self, own: Tensors, payload: Payload) -> Payload:
-        """Return the candidate for the final model that scores best on the validation split; the first without a split."""
+        """Return the candidate for the final model with the best validation score; without a validation split the first."""
         context, offered = self.context, self.context.strategy.final_candidates(payload)
         names, best = list(offered), next(iter(offered))
         if len(names) == 1:
@@ -109,7 +109,7 @@ class Evaluator:
         return offered[best]
 
     def _leading_score(self, own: Tensors, payload: Payload) -> float:
-        """Return the leading score of the validation split, negative where less is better; a score that is NaN is last."""
+        """Return the leading validation score so that larger is better: negated if less is better, -infinity for NaN."""
         context, task = self.context, self.context.config.task
         context.receive(own, payload)
         found = scores(context.model, context.task, context.config, "validation", False)
@@ -118,13 +118,13 @@ class Evaluator:
         return -math.inf if math.isnan(value) else -value if lead in LOWER else value
 
     def _examples(self, split: str) -> Examples | None:
-        """Return the model's predictions of a few pictures."""
+        """Return the model's predictions for a few pictures."""
         context = self.context
         with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
             return context.task.examples(context.model, split)
 
     def personalized(self, interpolation: Interpolation | None, payload: Payload) -> AbstractContextManager[None]:
-        """Return the block in which the model is the client's personalized one."""
+        """Return a context manager in which the model is the client's personalized model."""
         context = self.context
         if interpolation is None:
             return nullcontext()
@@ -134,41 +134,42 @@ class Evaluator:
 
 
 # speedups --------------------------------------------------------------------------------------------------------------
-# What a site's model and task may do to be quicker, before the first round; results stay what they are.
+# Speedups of a site's model and task, set before the first round. They do not change results.
 
 _identities: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A task that can do without encoding a picture twice."""
+    """A task that can store a picture's embedding instead of encoding the picture again."""
 
     def remember(self, encoder: str) -> None:
-        """Encode no picture twice from now on, by the frozen encoder of this name."""
+        """Encode each picture only once from now on. `encoder`: identifies the frozen encoder and its weights."""
         ...
 
 
 def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
-    """See `remember`. Raises ConfigError where the job wants the model compiled and this machine cannot."""
+    """Apply `remember`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
     if config.training.compile:
         require_compiler(next(model.parameters()).device)
     remember(config, model, task)
 
 
 def remember(config: JobConfig, model: nn.Module, task: Task) -> None:
-    """Let the task encode no picture twice where nothing that trains has a say in a picture's embedding.
+    """Let the task encode each picture only once, if nothing that trains influences a picture's embedding.
 
-    Strategies with parts between encoder and head, or a second adapter, look at what passes there, so theirs always runs.
+    With strategies that have parts between encoder and head, or a second adapter, the encoder always runs, because they use
+    what passes through there.
     """
     name = MODELS[config.model.name].encoder
     if not (name and hasattr(model, "embed") and isinstance(task, Remembers)) or config.strategy.traits.parts:
         return  # a SAM from a folder has no separate `embed`
     if not any(one.startswith(f"{name}.") or f".{name}." in one for one in layers.tensors(model)):
-        task.remember(f"{_identity(model.get_submodule(name))} {config.model.model_dump_json()}")
+        task.remember(f"{_weights_hash(model.get_submodule(name))} {config.model.model_dump_json()}")
 
 
-def _identity(encoder: nn.Module) -> str:
-    """Return the SHA-256 of an encoder's weights, taken once: they are frozen."""
+def _weights_hash(encoder: nn.Module) -> str:
+    """Return the SHA-256 of an encoder's weights, computed once, because they are frozen."""
     if encoder not in _identities:
         _identities[encoder] = digest({n: t.detach().cpu() for n, t in encoder.state_dict().items()})
     return _identities[encoder]

@@ -1,4 +1,4 @@
-"""One line of the doctor's report, on a machine or on a startup kit."""
+"""The result of one check by `consilium doctor`, of a machine or of a startup kit."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,7 +6,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report. `remedy` is empty where all is well; `advice` is worth a thought, and no problem."""
+    """The result of one check, one line in the report of `consilium doctor`.
+
+    `check`: the name of the check; `found`: the result. `remedy`: how to solve a problem, "" if there is none. `advice`: a
+    recommendation without a problem.
+    """
 
     check: str
     found: str
@@ -15,11 +19,11 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the check found no problem."""
         return not self.remedy
 
     def line(self) -> str:
-        """Return it as one line of text."""
+        """Return the finding as one line of text."""
         kind = "PROBLEM " if self.remedy else "warning " if self.advice else "ok      "
         return "; ".join(part for part in (f"{kind} {self.check}: {self.found}", self.remedy or self.advice) if part)
 

@@ -1,4 +1,7 @@
-"""Is this machine fit to be a site? Versions, data, checkpoints, GPU, disk. flare/kit/doctor.py looks at the startup kit."""
+"""Checks whether a machine can be a site: versions, data, checkpoints, GPU, disk, memory. Used by `consilium doctor`.
+
+flare/kit/doctor.py checks the startup kit.
+"""
 
 import importlib
 import importlib.util
@@ -24,8 +27,8 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.messages import LIBRARIES
 from consilium.core.storage import file_hash
 from consilium.data.datalist import Item
-from consilium.data.patients import item_patient, most_of_one
-from consilium.data.text import read_lists
+from consilium.data.patients import item_patient, patients_and_most_samples
+from consilium.data.text import read_named_list
 from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
@@ -36,11 +39,11 @@ from consilium.training.device import pick_device
 # machine check ---------------------------------------------------------------------------------------------------------
 
 DISK_GIB = 5.0
-"""Free space under which a site may fail in the middle of a job: logs, adapters, releases."""
+"""The least free disk space. With less, a site may fail in the middle of a job while writing logs, adapters or releases."""
 
 
 def checked(check: str, look: Callable[[], Finding | str]) -> Finding:
-    """Return what `look` finds, a text meaning that all is well; its error is a problem with the remedy it names."""
+    """Return the finding of `look`. A text means no problem; a ConsiliumError is a problem, and its message has the remedy."""
     try:
         found = look()
     except ConsiliumError as error:
@@ -56,12 +59,12 @@ def examine_versions() -> Iterator[Finding]:
     yield Finding("consilium", __version__)
     pins = tested_versions()
     for name in LIBRARIES:
-        yield _beside_pin(name, _installed(name), pins.get(name))
-    yield _torchvision()
+        yield _compare_with_pin(name, _installed_version(name), pins.get(name))
+    yield _check_torchvision()
 
 
-def _beside_pin(name: str, found: str | None, pin: str | None) -> Finding:
-    """Return what a package's version leads to beside the pinned one, as the server would judge a site's."""
+def _compare_with_pin(name: str, found: str | None, pin: str | None) -> Finding:
+    """Return the finding for a package's version, compared with the pinned one by the rule of the server."""
     verdict = Verdict.REFUSE if found is None else judge(name, found, pin or found)
     remedy = f"pip install {name}=={pin or ''}"
     if verdict is Verdict.WARN:
@@ -70,31 +73,31 @@ def _beside_pin(name: str, found: str | None, pin: str | None) -> Finding:
 
 
 def examine_data(site: SiteConfig) -> Finding:
-    """Return whether the data list is there and all files it names."""
+    """Return whether the data list and all files that it names exist."""
     if site.datalist is None:
         return Finding("data list", "none in site.yaml: only jobs with generated data run", advice="set `datalist:` for others")
-    return checked("data list", partial(_counted, site.datalist))
+    return checked("data list", partial(_count_entries, site.datalist))
 
 
 def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
-    """Yield `examine_data`, or the same of every data set, and whether two of them hold the same patients' files."""
+    """Yield findings on the data list or on every data set, on their patients, and on images listed in two data sets."""
     if not site.datasets:
         yield examine_data(site)
         if site.datalist is not None:
             yield from examine_patients(site, "patients", site.datalist)
         return
     for name, one in site.datasets.items():
-        yield checked(f"data set {name}", partial(_counted, one.datalist))
+        yield checked(f"data set {name}", partial(_count_entries, one.datalist))
         yield from examine_patients(site, f"patients of {name}", one.datalist)
     if site.privacy.dataset is None:
-        yield checked("budgets", lambda: _apart(site))
+        yield checked("budgets", lambda: _check_shared_images(site))
 
 
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
-    """Yield whether a list names the patients that a budget is about, and whether a budget for records hides too little."""
-    with suppress(ConsiliumError):  # a list that cannot be read has its own line
-        samples = read_lists(path).splits["training"]
-        patients, most = most_of_one(samples)
+    """Yield a finding if a patient budget meets entries without a patient, or a record budget patients with many entries."""
+    with suppress(ConsiliumError):  # another check reports a list that cannot be read
+        samples = read_named_list(path).splits["training"]
+        patients, most = patients_and_most_samples(samples)
         nameless = sum(not item_patient(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
             found = (
@@ -106,15 +109,17 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
             yield Finding(check, found, advice="give privacy.budgets a `patient`")
 
 
-def _counted(path: Path) -> str:
-    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_lists(path).splits.items())
+def _count_entries(path: Path) -> str:
+    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_named_list(path).splits.items())
 
 
-def _apart(site: SiteConfig) -> Finding | str:
-    """Return whether data sets with budgets of their own share an image: its patient would be charged to one at a time."""
+def _check_shared_images(site: SiteConfig) -> Finding | str:
+    """Return whether data sets with separate budgets share an image. A release would be charged to only one of the budgets."""
     owners: dict[Path, tuple[str, str]] = {}
     for name, one in site.datasets.items():
-        for item in (item for items in read_lists(one.datalist).splits.values() for item in items if isinstance(item, Item)):
+        for item in (
+            item for items in read_named_list(one.datalist).splits.values() for item in items if isinstance(item, Item)
+        ):
             patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
             if patients != (one.patients or name):
                 found = f"data sets {other} and {name} both list {item.image}, so its budget counts twice"
@@ -123,7 +128,7 @@ def _apart(site: SiteConfig) -> Finding | str:
 
 
 def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:
-    """Yield the SHA-256 of every file and folder in the checkpoint folder, which jobs compare with their own."""
+    """Yield the SHA-256 of every file and folder in the checkpoint folder, to compare with a job's checkpoint_sha256."""
     folder = site.checkpoints
     if folder is None:
         yield Finding("checkpoints", "no folder in site.yaml; jobs on models that ship with the package run")
@@ -131,15 +136,15 @@ def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:
         yield Finding("checkpoints", f"{folder}: no such folder, or an empty one", "put the base models there")
     else:
         for path in sorted(folder.iterdir()):
-            yield checked("checkpoint", partial(_hashed, path))
+            yield checked("checkpoint", partial(_hash_checkpoint, path))
 
 
-def _hashed(path: Path) -> str:
+def _hash_checkpoint(path: Path) -> str:
     return f"{path}: sha256 {file_hash(path)}"
 
 
 def examine_device(site: SiteConfig, promised: int) -> Finding:
-    """Return whether the site's device is there, and the GPUs that its resources.json promises FLARE."""
+    """Return whether the site's device exists, and as many GPUs as its resources.json promises FLARE (`promised`)."""
 
     def look() -> Finding | str:
         device, count = pick_device(site.main_device), torch.cuda.device_count()
@@ -153,7 +158,7 @@ def examine_device(site: SiteConfig, promised: int) -> Finding:
 
 
 def examine_disk(folder: Path) -> Finding:
-    """Return how much room there is where the site's state goes."""
+    """Return the free disk space for the site's state, in `folder`."""
     there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
     free = shutil.disk_usage(there).free / 2**30
     enough = "" if free >= DISK_GIB else f"free at least {DISK_GIB:g} GiB, or set `state:` in site.yaml to a larger disk"
@@ -161,47 +166,48 @@ def examine_disk(folder: Path) -> Finding:
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the exact version of each dependency that the package was tested with; its ranges are wider."""
+    """Return the exact version of each dependency with which the package was tested. The package allows wider ranges."""
     text = (files("consilium") / "examples" / "requirements.txt").read_text(encoding="utf-8")
     return dict(line.split("==") for line in text.splitlines() if "==" in line)
 
 
-def _installed(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _torchvision() -> Finding:
-    """Return whether torchvision is absent or loads; one that cannot load breaks transformers and PEFT."""
+def _check_torchvision() -> Finding:
+    """Return whether torchvision is absent or can be imported. A torchvision that fails breaks transformers and PEFT."""
     if importlib.util.find_spec("torchvision") is None:
         return Finding("torchvision", "not installed, and not needed")
     try:
         importlib.import_module("torchvision")
     except Exception as error:
         return Finding("torchvision", f"cannot load ({error})", "pip uninstall torchvision: it breaks transformers and PEFT")
-    return Finding("torchvision", _installed("torchvision") or "loads")
+    return Finding("torchvision", _installed_version("torchvision") or "loads")
 
 
 # memory check ----------------------------------------------------------------------------------------------------------
-# Does a job's step fit into a site's device: asked before the site joins, and compared with what a run has measured.
+# Whether a job's training step fits into the memory of a site's device: predicted before the site joins, and compared with the
+# peak that a run measured.
 
 GIB = 2**30
 KERNELS = GIB // 2
-"""Bytes that CUDA takes for itself, about."""
+"""Bytes that CUDA uses for itself, approximately."""
 _log = logging.getLogger(__name__)
 
 
 def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
-    """Return whether a step of this job fits into what is free of the site's device.
+    """Return whether a training step of this job fits into the free memory of the site's device.
 
-    Raises ConfigError, see memory_of, also where the site lacks bitsandbytes for it.
+    Raises ConfigError as `memory_of` does, and if the job needs bitsandbytes and the site lacks it.
     """
     config = load_job(job, plugins=frozenset(site.plugins or ()))
     require_library(config.model.dtype)
     device = pick_device(site.main_device)
-    free, spread = _free(device), (site.device_count, site.base == "sharded", device.type == "cuda")
+    free, spread = _free_bytes(device), (site.device_count, site.base == "sharded", device.type == "cuda")
     peak = memory_of(assemble_job(config, job), *spread).peak
     said = f"{config.name}: a step takes {peak / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
     if peak <= free:
@@ -212,22 +218,22 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
     return Finding("memory", said, "use a larger device; nothing that `consilium fit` knows makes it fit")
 
 
-def _free(device: torch.device) -> int:
-    """Return the bytes that a job may take of a device."""
+def _free_bytes(device: torch.device) -> int:
+    """Return the bytes that a job may use on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] - KERNELS
     return psutil.virtual_memory().available
 
 
 def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
-    """Log the peak that a GPU has measured beside the predicted one, so that the next prediction is known for what it is.
+    """Log the peak memory measured on a GPU and the predicted peak, to show how accurate predictions are.
 
-    In private training it follows from how many samples a step has drawn: such a line goes where those of the data go.
+    In private training the peak depends on how many samples a step drew. So it is then logged only where lines about data go.
     """
     say = keep if config.privacy else _log.info
     try:
         predicted = memory_of(assemble_job(config), devices, sharded).peak
-    except Exception as error:  # a round is worth more than a line about it
+    except Exception as error:  # a failed prediction must not stop the round
         why = str(error).partition("\n")[0]
         say(f"{site}: training took {peak / GIB:.2f} GiB at its peak; no prediction: {why}")
         return

@@ -1,4 +1,4 @@
-"""What a site keeps of its models: while a run goes on the best by validation, at its end a folder for each."""
+"""A site's stored models: during a run the best one by validation score, at its end a folder for each model."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -38,39 +38,39 @@ UNCOVERED = (
 
 
 class ModelStore:
-    """The models of one client, in its folder."""
+    """Stores the models of one client in its folder."""
 
     def __init__(self, context: ClientContext) -> None:
         self.context = context
 
     def received(self, values: Tensors, payload: Payload) -> SavedModel:
-        """Return the global model as it was received."""
+        """Return the global model that was received with `payload`."""
         return SavedModel(values, payload.round, scaling_of(self.context.strategy, payload))
 
     def own_model(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
-        """Return the personalized model after a round's training, or after that at the end of the run."""
+        """Return the personalized model after a round's training or, if `closing`, after the training at the end of the run."""
         found = replace(self.received(values, payload), rounds=payload.round + (not closing))
         if (blend := interpolation_of(self.context.strategy, closing)) is not None:
             found = replace(found, share=fixed_share(blend), similar=blend.examples)
         return found
 
     def note_best(self, run: str, stage: Stage, kept: SavedModel, metrics: Mapping[str, float]) -> None:
-        """Keep a model if its score on validation data is the best of its stage so far."""
+        """Store a model if its validation score is the best of its stage so far."""
         config = self.context.config
         reported = [key.metric for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
         metric = leading(config, reported)
-        note_best(self._best(run, stage), kept, config, metric, metrics.get(str(MetricKey("validation", stage, metric))))
+        note_best(self._best_path(run, stage), kept, config, metric, metrics.get(str(MetricKey("validation", stage, metric))))
 
     def keep(self, run: str, models: Mapping[Stage, SavedModel], metrics: Mapping[str, float]) -> None:
-        """Write the folder of every model, and of the best of each stage."""
+        """Write a folder for every model, and one for the best model of each stage."""
         shares_scores = self.context.shares_scores
         for stage, kept in models.items():
             split, found = scores_of(self.context.config, metrics, stage) if shares_scores else ("", {})
-            self._write(stage, kept, split=split, scores=found)
-            if best := read_best(self._best(run, stage)):
-                self._write(f"{stage}{BEST}", best[0], best=best[1] if shares_scores else None)
+            self._write_folder(stage, kept, split=split, scores=found)
+            if best := read_best(self._best_path(run, stage)):
+                self._write_folder(f"{stage}{BEST}", best[0], best=best[1] if shares_scores else None)
 
-    def _write(self, name: str, kept: SavedModel, **more: object) -> None:
+    def _write_folder(self, name: str, kept: SavedModel, **more: object) -> None:
         context, config, plan = self.context, self.context.config, self.context.plan
         blocks = context.load(kept.values)
         others = with_parameters(context.model, kept.values)
@@ -84,7 +84,7 @@ class ModelStore:
         write_kept(context.folder / ADAPTERS / name, kept, others, config, card, plan)
 
     def _notes(self, name: str, blocks: set[str]) -> list[str]:
-        """Return what else a user of the model `name` must know, which runs without these blocks."""
+        """Return notes for the card of the model `name`. `blocks`: the base's blocks that the model skips."""
         context = self.context
         private, local = context.config.privacy, keeps_local(context.strategy, layers.tensors(context.model))
         own = name.startswith(Stage.PERSONALIZED) or local
@@ -95,15 +95,15 @@ class ModelStore:
             found.append(f"It runs without the base's blocks {listed}, which other programs do not know.")
         return found
 
-    def _best(self, run: str, stage: Stage) -> Path:
+    def _best_path(self, run: str, stage: Stage) -> Path:
         return self.context.folder / run / f"best-{stage}.safetensors"
 
     def base_sha256(self) -> str:
-        """Return the SHA-256 of the base's checkpoint, "" where the package has the weights."""
+        """Return the SHA-256 of the base's checkpoint, "" if the weights come with the package."""
         return checkpoint_hash(self.context.checkpoint) if self.context.checkpoint else ""
 
     def scored_run(self, run: str) -> str:
-        """Return what the site calls the run that a cross-site job scores; of any other job the run itself."""
+        """Return the site's name of the run whose models are scored: a former run in a cross-site job, otherwise `run`."""
         own, _, _ = run.partition(".")
         found = [f"{own}.{former.digest[:16]}" for former in former_jobs(self.context.config)]
         return next((one for one in found if (self.context.folder / one).is_dir()), run)
@@ -111,7 +111,7 @@ class ModelStore:
     def personalized_model(self) -> Payload:
         """Return this site's personalized model of the run that a cross-site job scores, for its guard.
 
-        Raises RefusedError where the site has none of it.
+        Raises RefusedError if the site has none, or one of another job.
         """
         context, folder = self.context, self.context.folder / ADAPTERS / Stage.PERSONALIZED
         if not folder.is_dir():
@@ -124,13 +124,13 @@ class ModelStore:
 
 
 def former_jobs(config: JobConfig) -> list[JobConfig]:
-    """Return what the job of the run may be that a cross-site job scores: named at its submission, or by default."""
+    """Return the two possible jobs of the run that a cross-site job scores: with the run's name as `experiment`, or without."""
     names = (config.cross_site.run, None) if config.cross_site else ()
     return [config.model_copy(update={"cross_site": None, "experiment": name}) for name in names]
 
 
 def interpolation_of(strategy: Strategy, closing: bool) -> Interpolation | None:
-    """Return how the personalized model weighs a local adapter, None without one that has trained."""
+    """Return how the personalized model weighs its local adapter, None if it has none that was trained."""
     return strategy.traits.interpolation if closing or not strategy.traits.fits_after_last_round else None
 
 
@@ -144,21 +144,21 @@ def keep_shared(
     plan: Plan | None,
     seeded: Collection[str],
 ) -> None:
-    """Write the adapter that all sites share, as the server has it, into a run's `folder`; its scores are means over sites.
+    """Write the server's adapter, which all sites share, into a run's `folder`. The scores in its card are means over sites.
 
     `seeded`: the sites whose noise came from a seed.
     """
     told = sum(site.num_samples for site in sites.values()) if config.privacy is None else None
     trained = {site: one for site, one in results.items() if site not in sites or sites[site].num_samples}
-    split, scores = _over_sites(config, trained or results)
+    split, scores = _scores_over_sites(config, trained or results)
     card = Card.of(
         config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(sites), training=told, split=split, scores=scores,
-        interval="lowest and highest site; the value is their mean", privacy=_claim(config, plan, seeded),
+        interval="lowest and highest site; the value is their mean", privacy=_shared_claim(config, plan, seeded),
     )  # fmt: skip
     write_kept(folder / ADAPTERS / Stage.GLOBAL, kept, as_changes(kept.values), config, card, plan)
 
 
-def _over_sites(config: JobConfig, results: Results) -> tuple[str, dict[str, Score]]:
+def _scores_over_sites(config: JobConfig, results: Results) -> tuple[str, dict[str, Score]]:
     found = [scores_of(config, metrics, Stage.GLOBAL) for metrics in results.values()]
     by_name: dict[str, list[float]] = {}
     for _, scores in found:
@@ -168,8 +168,8 @@ def _over_sites(config: JobConfig, results: Results) -> tuple[str, dict[str, Sco
     return split, {name: (fsum(values) / len(values), min(values), max(values)) for name, values in by_name.items()}
 
 
-def _claim(config: JobConfig, plan: Plan | None, seeded: Collection[str]) -> str:
-    """Return the privacy of the shared adapter. Only sites know the epsilon of their own record-level plans."""
+def _shared_claim(config: JobConfig, plan: Plan | None, seeded: Collection[str]) -> str:
+    """Return the privacy claim of the shared adapter. With DP-SGD at each site, only the sites know their epsilon."""
     if plan is not None:
         return plan.claim()
     if config.privacy is None:

@@ -1,4 +1,4 @@
-"""The samples of a job at a site: its own data set, or generated ones, without what cannot be read where that is skipped."""
+"""The samples of a job at a site, from its own data list or generated, without those that the site skips as unreadable."""
 
 import logging
 from collections import Counter
@@ -15,10 +15,10 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, arranged, cropped_item, with_affine
-from consilium.data.label_map import relabelled
+from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
+from consilium.data.label_map import with_job_labels
 from consilium.data.loading import MOST_WORKERS, Loading
-from consilium.data.patients import by_patient, item_patient, most_of_one
+from consilium.data.patients import by_patient, item_patient, patients_and_most_samples
 from consilium.data.sample_check import FileWatch, count_lost, without_faults
 from consilium.data.store import open_store
 from consilium.data.synthetic.phantoms import make_phantoms
@@ -32,29 +32,29 @@ _log = logging.getLogger(__name__)
 def site_data(
     config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None, quiet: bool = False
 ) -> DataList:
-    """Return the samples of a job at a site, of its own data list, or of phantoms that the job describes, made in `folder`.
+    """Return the samples of a job at a site: from its data list, or phantoms that the job describes, generated in `folder`.
 
-    `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
-    are gone already. `quiet`: what does not fit the job is not an error, as in every job with privacy or statistics: who sends
-    jobs with other settings would otherwise learn, as a refusal and without a row in the ledger, whether any sample has what
-    they ask about. Raises ConfigError, DataError.
+    `root`: the site's folder for files that outlast jobs, by default `folder`; it has the cache of decoded samples. If
+    site.yaml skips bad samples, they are already removed. `quiet`: samples that do not fit the job are not errors. It is always
+    set for jobs with privacy or statistics. Otherwise the sender of many jobs with different settings could learn, from
+    refusals and without a row in the ledger, what samples contain. Raises ConfigError or DataError.
     """
     quiet = quiet or config.privacy is not None or config.statistics is not None
-    loading, lost = _loading(site, root or folder, quiet), list[Lost]()
-    read = _read(config, name, site, folder, lost if loading.skip else None, quiet)
-    read = _quiet(read, getattr(config.task, "classes", None)) if quiet else read
+    loading, lost = _make_loading(site, root or folder, quiet), list[Lost]()
+    read = _read_list(config, name, site, folder, lost if loading.skip else None, quiet)
+    read = _accept_all_masks(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
-        read, lost = _test_alone(config, name, read), [one for one in lost if one[0] == "test"]
+        read, lost = _only_test_split(config, name, read), [one for one in lost if one[0] == "test"]
     for _, note in read.notes:
         _log.warning(f"{name}: data list: {note}")
     data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
-    return _samples(config, count_lost(data, lost))
+    return _prepare_samples(config, count_lost(data, lost))
 
 
 def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
     """Return a list with at most `most` training samples (None: all), in the list's order.
 
-    They are the first of an order that seed and site fix, so a smaller number takes a part of what a larger one takes.
+    Seed and site determine a random order, of which the first `most` are taken. So a smaller number gives a subset.
     """
     samples = data.splits["training"]
     if most is None or len(samples) <= most:
@@ -64,9 +64,10 @@ def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
 
 
 def cropped(data: DataList, side: int | None, seed: int) -> DataList:
-    """Return a list whose pictures are cut to parts of `side` pixels (None: to none).
+    """Return a list whose pictures are cropped to squares of `side` pixels (None: not cropped).
 
-    Only training parts follow from the seed, so that all seeds are scored on the same ones. Planes of a volume are cut alike.
+    Only the crops for training depend on the seed, so that all seeds are scored on the same crops. All planes of a volume get
+    the same crop.
     """
     if side is None:
         return data
@@ -75,20 +76,20 @@ def cropped(data: DataList, side: int | None, seed: int) -> DataList:
     return replace(data, splits=splits)
 
 
-def _samples(config: JobConfig, data: DataList) -> DataList:
-    """Return the samples that a task makes of a list, without what a site leaves out, as the job sees them."""
-    found = _alone(config, TASKS[config.task.name].prepare(config.task, data))
-    found = _without_bad(config, found) if data.loading.skip else found
+def _prepare_samples(config: JobConfig, data: DataList) -> DataList:
+    """Return the samples that the job's task makes from a list, without skipped samples, and cropped."""
+    found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, data))
+    found = _skip_bad_samples(config, found) if data.loading.skip else found
     return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
 
-def _loading(site: SiteConfig, root: Path, quiet: bool) -> Loading:
+def _make_loading(site: SiteConfig, root: Path, quiet: bool) -> Loading:
     workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
     skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
     return Loading(site.cache.folder or root, most, workers, skip, ignore_unfit=quiet)
 
 
-def _without_bad(config: JobConfig, data: DataList) -> DataList:
+def _skip_bad_samples(config: JobConfig, data: DataList) -> DataList:
     look = TASKS[config.task.name].look
     if look is None or any(isinstance(item, Text) for items in data.splits.values() for item in items):
         return data
@@ -96,9 +97,12 @@ def _without_bad(config: JobConfig, data: DataList) -> DataList:
     return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
 
 
-def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
-    """Return the test split alone, for a site that only tests. Raises ConfigError without one, or if sites run DP-SGD."""
-    if config.dpsgd and config.dpsgd.trust == "local":  # whose plan follows from a site's training samples
+def _only_test_split(config: JobConfig, name: str, data: DataList) -> DataList:
+    """Return a list with only the test split, for a test-only site.
+
+    Raises ConfigError if there is no test split, or if sites run DP-SGD on their own.
+    """
+    if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
         what = f"a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; leave it out"
         raise ConfigError(f"{name}: test_only: {what}")
     if not data.splits["test"]:
@@ -106,14 +110,14 @@ def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
     return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
 
 
-def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, quiet: bool) -> DataList:
-    """Return the data list; entries that cannot be used are errors, or left out and put into `lost` where that is given."""
+def _read_list(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, quiet: bool) -> DataList:
+    """Return the data list. Unusable entries are errors, or, if `lost` is a list, are left out and added to it."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
         data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
-        data = with_affine(arranged(data, as_listed=config.dpsgd is not None), own.nifti_affine)
-        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
+        data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
+        return with_job_labels(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
@@ -123,24 +127,24 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: li
     return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
 
 
-def _quiet(data: DataList, classes: Collection[str] | None) -> DataList:
-    """Return a list whose masks answer no question about what they hold or show: the job's `classes`, and background.
+def _accept_all_masks(data: DataList, classes: Collection[str] | None) -> DataList:
+    """Return a list whose masks raise no error that depends on a job's `classes`: other values count as background.
 
-    Of values the site's own `labels` map decides alone, so it may refuse.
+    A mask with a `labels` map of the site may still refuse values, because that depends on the site's map only.
     """
-    splits = {split: tuple(_unasked(item, classes) for item in items) for split, items in data.splits.items()}
+    splits = {split: tuple(_accept_mask(item, classes) for item in items) for split, items in data.splits.items()}
     return replace(data, splits=splits)
 
 
-def _unasked(item: Any, classes: Collection[str] | None) -> Any:
+def _accept_mask(item: Any, classes: Collection[str] | None) -> Any:
     if not isinstance(item, Item) or not isinstance(item.label, Path):
         return item
     shown = item.annotated and tuple(name for name in item.annotated if name in (classes or ()))
     return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
 
 
-def _alone(config: JobConfig, data: DataList) -> DataList:
-    """Return a list whose planes and tiles are records of their own: nothing else of their file may move them."""
+def _mark_alone(config: JobConfig, data: DataList) -> DataList:
+    """Return a list in which, at record level, a plane or tile must not depend on other parts of its file (`alone`)."""
     if config.privacy is None or config.privacy.unit != "record":
         return data
     several = Counter(item.image for item in data.splits["training"] if isinstance(item, Item))
@@ -151,15 +155,18 @@ def _alone(config: JobConfig, data: DataList) -> DataList:
     return replace(data, splits=data.splits | {"training": tuple(map(apart, data.splits["training"]))})
 
 
-def units_of(config: JobConfig, data: DataList) -> int:
-    """Return how many records, or patients where they are the unit, a site trains on."""
+def count_units(config: JobConfig, data: DataList) -> int:
+    """Return the number of units on which a site trains: patients if they are the unit, otherwise records."""
     return len(by_patient(data)) if per_patient(config.privacy) else len(data.splits["training"])
 
 
-def of_patients(config: JobConfig, data: DataList) -> str | None:
-    """Return a warning where patients are hidden and the list does not know all, or records and it knows of several of one."""
+def warn_about_patients(config: JobConfig, data: DataList) -> str | None:
+    """Return a warning, or None.
+
+    It warns if patients are the unit and samples name no patient, or if records are the unit and a patient has several.
+    """
     samples = data.splits["training"]
-    patients, most = most_of_one(samples)
+    patients, most = patients_and_most_samples(samples)
     nameless = sum(not item_patient(item) for item in samples)
     if per_patient(config.privacy) and nameless:
         what = f"{nameless} of {len(samples)} training samples name no patient, and are left out"
@@ -172,13 +179,16 @@ def of_patients(config: JobConfig, data: DataList) -> str | None:
     )
 
 
-def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:
-    """Return the name of a site's patients in its ledger: the policy's, else the data set's, else the path of its list."""
+def ledger_name_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:
+    """Return the name of a site's patients in its ledger.
+
+    It is privacy.dataset of site.yaml, else the data set's `patients`, else the data set's name, else the path of its list.
+    """
     chosen, own = site.dataset(config.data.dataset, name)
     return site.privacy.dataset or (own and own.patients) or chosen or str(data.path)
 
 
-def watched(config: JobConfig, data: DataList) -> FileWatch:
-    """Return the files that a round cannot do without, as they are now: a task that looks skips bad ones."""
+def watch_files(config: JobConfig, data: DataList) -> FileWatch:
+    """Return a watch on the files that a round needs. Bad ones are skipped if site.yaml says so and the task checks samples."""
     splits = ("training", "validation") if config.training.validation.stages else ("training",)
     return FileWatch(data, splits, data.loading.skip and TASKS[config.task.name].look is not None)

@@ -30,11 +30,11 @@ from consilium.training.loop import Progress, train
 
 @dataclass
 class FitReport:
-    """Results of a phase's fits for the client. The algorithm does not see them: no noise covers a loss.
+    """The results of a phase's fits, for the client. The algorithm does not see them, because no noise covers a loss.
 
-    `numbers`: the steps of all fits, the loss and the rest of the last. `fitted`: names of all tensors that trained. `begin`:
-    the values when the first fit began, where they are not those received. `failure`: the first error; an algorithm that
-    catches it must not go on, because it may depend on single records.
+    `numbers`: the steps of all fits, and the loss and other numbers of the last fit. `fitted`: names of all tensors that
+    trained. `begin`: the values at the start of the first fit, None if they are the received ones. `failure`: the first error.
+    An algorithm that catches it must not continue, because the error may depend on single records.
     """
 
     numbers: dict[str, float] = field(default_factory=lambda: {"steps": 0.0})
@@ -44,10 +44,10 @@ class FitReport:
 
 
 class Trainer:
-    """Trains the client's model for one phase. Whatever reads records is counted, and refused where no charge covers it.
+    """Trains the client's model for one phase. Every method that reads records is refused if no privacy charge covers it.
 
-    `own` to `closing`: see strategies/trainer.py. `optimizer`: what the local optimizer remembers of the last phase, brought
-    up to date where the job keeps it.
+    `own` to `closing`: see strategies/trainer.py. `optimizer`: the local optimizer's state after the last phase; it is updated
+    if the job has `optimizer_state: kept`.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Trainer:
         feature_penalty: FeaturePenalty | None = None,
         correction: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """See strategies/trainer.py.
+        """Train the tensors `names`, see strategies/trainer.py.
 
-        Raises ConfigError for a fit that the strategy's traits do not declare or that privacy does not charge, CheckpointError
-        for a correction that fits no tensor, ConsiliumError for training that fails.
+        Raises ConfigError for a fit that the strategy's traits do not declare or that no privacy charge covers, CheckpointError
+        for a correction that fits no tensor, and ConsiliumError if training fails.
         """
         with self._noting_failure():
-            private = self._charged(feature_penalty is not None)
+            private = self._check_charge(feature_penalty is not None)
             self._fits += 1
             round, phase = self._payload.round, self._payload.phase
             trained = set(trained_names(self._context.strategy, self.start, round, phase) if names is None else names)
@@ -99,18 +99,18 @@ class Trainer:
             self._report.fitted |= trained
             self._report.numbers = found | {"steps": self._report.numbers["steps"] + found["steps"]}
 
-    def _charged(self, features: bool) -> DpSgd | None:
-        """Return how the next fit trains privately. Raises ConfigError where traits or privacy do not allow the fit."""
+    def _check_charge(self, features: bool) -> DpSgd | None:
+        """Return the DP-SGD settings of the next fit, None without DP-SGD. Raises ConfigError if the fit is not allowed."""
         context, number = self._context, self._fits
         traits, plan, dp = context.strategy.traits, context.plan, context.config.dpsgd
         if number >= (1 if self.closing else traits.fits):
             remedy = "set traits.fits to the number of its calls"
-            raise self._refusal(f"calls fit() more than {number} times in a phase", remedy)
+            raise self._strategy_error(f"calls fit() more than {number} times in a phase", remedy)
         if features and FEATURE_SHIFT not in traits.parts:
-            raise self._refusal("gives a feature_penalty without the part", "add FEATURE_SHIFT to traits.parts")
+            raise self._strategy_error("gives a feature_penalty without the part", "add FEATURE_SHIFT to traits.parts")
         private = dpsgd_of(context, self._payload, number)
         if dp is not None and (plan is None or plan.by_step or private is None or self.closing or features):
-            raise self._uncharged("this fit()", dp.unit)
+            raise self._no_charge_error("this fit()", dp.unit)
         return private
 
     def _train(
@@ -122,7 +122,7 @@ class Trainer:
         correction: Mapping[str, Tensor],
         private: DpSgd | None,
     ) -> dict[str, float]:
-        """Run the training loop, on all devices of the client; return its numbers, with the peak memory of a GPU."""
+        """Run the training loop on all devices of the client; return its numbers, with the peak memory on a GPU."""
         context, payload, number = self._context, self._payload, self._fits - 1
         if context.ranks:
             scaling = scaling_of(context.strategy, payload)
@@ -146,28 +146,31 @@ class Trainer:
                 context.model, task, params, trained, config, seed, penalty, payload.scalars, on_progress, private, memory,
                 correction, context.backward,
             )  # fmt: skip
-        if peak and not before + number:  # a run's first
+        if peak and not before + number:  # the first fit of a run
             spread = (context.ranks.site.device_count, context.ranks.sharded) if context.ranks else ()
             compare_peak(context.config, context.name, peak["peak_bytes"], *spread)
         return found | peak
 
     def probe(self) -> GradientProbe:
-        """See strategies/trainer.py. Raises ConfigError where traits declare no probe, or under record-level privacy."""
+        """Return gradients on a part of the data, see strategies/trainer.py.
+
+        Raises ConfigError if the traits declare no probe, or under DP-SGD.
+        """
         context, share = self._context, self._context.strategy.traits.probe_fraction
         with self._noting_failure():
             if not share:
-                raise self._refusal("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
+                raise self._strategy_error("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
             if context.config.dpsgd is not None:
-                raise self._uncharged("probe()", context.config.dpsgd.unit)
+                raise self._no_charge_error("probe()", context.config.dpsgd.unit)
             seed = context.seed("look", self._payload)
             return BatchGradients(context.model, context.task, context.config.training, seed, share)
 
     def values(self) -> Tensors:
-        """See strategies/trainer.py."""
+        """Return the current adapter values, see strategies/trainer.py."""
         return self._context.values(self.start)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """See strategies/trainer.py. Raises CheckpointError for a tensor that the model does not have so."""
+        """Load `values` into the model, see strategies/trainer.py. Raises CheckpointError for unknown names or other shapes."""
         live = layers.tensors(self._context.model)
         if wrong := sorted(n for n, one in values.items() if n not in self.start or one.shape != live[n].shape):
             raise CheckpointError(f"{self._context.name}: {wrong[0]!r}: load() gives a tensor that the model does not have so")
@@ -176,7 +179,7 @@ class Trainer:
             self._report.begin = {**(self._report.begin or self.start), **values}
 
     def update(self, since: Mapping[str, Tensor] | None = None) -> Payload:
-        """See strategies/trainer.py."""
+        """Return the update since `since`, by default since the start of the phase, see strategies/trainer.py."""
         since, end = self.start if since is None else since, self.values()
         round, phase = self._payload.round, self._payload.phase
         shared = self._context.strategy.names(end, Role.SHARED, round, phase)
@@ -190,15 +193,15 @@ class Trainer:
             self._report.failure = self._report.failure or error
             raise
 
-    def _refusal(self, does: str, remedy: str) -> ConfigError:
+    def _strategy_error(self, does: str, remedy: str) -> ConfigError:
         return ConfigError(f"strategy {self._context.strategy.name!r}: local_update() {does}; {remedy}")
 
-    def _uncharged(self, what: str, unit: str) -> ConfigError:
-        return self._refusal(f"reads records in {what}, for which privacy.unit {unit} has no charge", "use fedit")
+    def _no_charge_error(self, what: str, unit: str) -> ConfigError:
+        return self._strategy_error(f"reads records in {what}, for which privacy.unit {unit} has no charge", "use fedit")
 
 
 def dpsgd_of(context: ClientContext, payload: Payload, number: int = 0) -> DpSgd | None:
-    """Return how fit `number` of a phase trains privately, None where training itself is not private."""
+    """Return the DP-SGD settings for fit `number` of a phase, None if training does not use DP-SGD."""
     patients = by_patient(context.data) if context.data and per_patient(context.config.privacy) else ()
     seed = context.noise_seed
     if seed is not None:
@@ -207,7 +210,7 @@ def dpsgd_of(context: ClientContext, payload: Payload, number: int = 0) -> DpSgd
 
 
 def step_of_all(context: ClientContext, payload: Payload, names: Collection[str]) -> Tensors:
-    """Return this client's part of a step of DP-SGD over all sites, on the grid; {} where sites train by themselves."""
+    """Return this client's part of one DP-SGD step over all sites (integers on the grid), {} for any other training."""
     if context.plan is None or not context.plan.by_step or (dp := dpsgd_of(context, payload)) is None:
         return {}
     params = {name: tensor for name, tensor in layers.tensors(context.model).items() if name in names}
@@ -216,7 +219,7 @@ def step_of_all(context: ClientContext, payload: Payload, names: Collection[str]
 
 
 def rehearse_step(context: ClientContext) -> None:
-    """Refuse a private step that would fail on any data, before it is charged. Raises ConsiliumError."""
+    """Try a DP-SGD step on zeros before the step is charged. Raises ConsiliumError if it would fail on any data."""
     config, device = context.config, next(context.model.parameters()).device
     trained = {n: p for n, p in layers.tensors(context.model).items() if isinstance(p, nn.Parameter)}
     if config.dpsgd is None or (made := TASKS[config.task.name].rehearse) is None:

@@ -1,1 +1,1 @@
-"""Messages, schemas, registries, storage and numerics that every other room uses."""
+"""Messages, schemas, registries, storage and numerics that all other packages use."""

@@ -1,4 +1,4 @@
-"""Processes that this one starts and ends: deaf to Ctrl-C, with so many threads, and gone when this one is, however it ends."""
+"""Child processes: they ignore Ctrl-C (SIGINT), use a fixed number of threads, and exit with their parent."""
 
 import multiprocessing
 import os
@@ -17,24 +17,24 @@ from consilium.core.errors import ConsiliumError
 Context = SpawnContext | ForkServerContext
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE = 10.0
-"""Seconds that a process has to end by itself."""
+"""Seconds to wait for a terminated process before it is killed."""
 
 
 class ChildProcess:
-    """A process of its own that runs `work(pipe)`, started at once with so many `threads`.
+    """A child process that runs `work(pipe)` with `threads` threads. It starts when the object is created.
 
-    `context`: how; by default anew, where a fork would take CUDA and threads along.
+    `context`: the start method. The default is spawn, because a forked process would inherit CUDA and threads.
     """
 
     def __init__(self, work: Callable[[connection.Connection], None], threads: int, context: Context = SPAWN) -> None:
         self.pipe, theirs = context.Pipe()
-        with ignore_sigint(), _threads(threads):
+        with ignore_sigint(), _limit_threads(threads):
             self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
             self.process.start()
         theirs.close()
 
     def end(self) -> str:
-        """End the process; return how it ended."""
+        """Terminate the process; return its exit reason in words."""
         if self.process.is_alive():
             self.process.terminate()
         self.process.join(PATIENCE)
@@ -46,19 +46,19 @@ class ChildProcess:
 
 
 def exit_reason(code: int | None) -> str:
-    """Return in words how a process ended."""
-    killed = code is None or code < 0 or code == 255  # the last is how a fork server tells of one that it lost
+    """Return in words why a process ended, from its exit code."""
+    killed = code is None or code < 0 or code == 255  # 255: a fork server lost the process
     return f"its process ended (exit code {code})" + ("; was there memory enough?" if killed else "")
 
 
 def run_in_subprocess(context: Context, work: Callable[..., Any], *given: Any) -> Any:
-    """Return `work(*given)` of a process of its own, with all that it loads: memory that this one then need not have.
+    """Run `work(*given)` in a child process and return the result, so that this process does not load what `work` needs.
 
-    Raises the ConsiliumError or OSError that it raises, and ConsiliumError where the process ends without an answer.
+    Raises the ConsiliumError or OSError that `work` raises, and ConsiliumError if the process ends without an answer.
     """
-    child = ChildProcess(_answer, os.cpu_count() or 1, context)
+    child = ChildProcess(_answer_parent, os.cpu_count() or 1, context)
     try:
-        send(child.pipe, (work, given))
+        send_by_value(child.pipe, (work, given))
         found = receive(child.pipe)
     except (EOFError, OSError):
         found = None
@@ -71,19 +71,19 @@ def run_in_subprocess(context: Context, work: Callable[..., Any], *given: Any) -
     return found
 
 
-def _answer(pipe: connection.Connection) -> None:
+def _answer_parent(pipe: connection.Connection) -> None:
     exit_with_parent()
     work, given = receive(pipe)
     try:
         found = work(*given)
     except (ConsiliumError, OSError) as error:
         found = error
-    send(pipe, found)
+    send_by_value(pipe, found)
 
 
 @contextmanager
 def ignore_sigint() -> Iterator[None]:
-    """Let a process that is started in the block hear no Ctrl-C: who started it ends it."""
+    """Make processes that are started in the block ignore Ctrl-C; their parent ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,8 +95,8 @@ def ignore_sigint() -> Iterator[None]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let a process that is started in the block use so many threads, unless OMP_NUM_THREADS says it already."""
+def _limit_threads(count: int) -> Iterator[None]:
+    """Make processes that are started in the block use `count` threads, unless OMP_NUM_THREADS is already set."""
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return
@@ -108,22 +108,22 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def exit_with_parent() -> None:
-    """End this process when the one that started it is gone, which a thread waits for."""
-    threading.Thread(target=_follow, daemon=True).start()
+    """Start a thread that ends this process when its parent has ended."""
+    threading.Thread(target=_exit_when_parent_ends, daemon=True).start()
 
 
-def _follow() -> None:
+def _exit_when_parent_ends() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
         os._exit(1)
 
 
-def send(pipe: connection.Connection, item: Any) -> None:
-    """Send anything through a pipe; tensors by value, where torch's own way would keep a file open for each."""
+def send_by_value(pipe: connection.Connection, item: Any) -> None:
+    """Send a pickled object through a pipe. Tensors are sent by value: torch's own way keeps an open file per tensor."""
     pipe.send_bytes(pickle.dumps(item))
 
 
 def receive(pipe: connection.Connection) -> Any:
-    """Return what `send` has sent. Raises EOFError or OSError where the other end is gone."""
+    """Return the object that `send_by_value` sent. Raises EOFError or OSError if the other end is closed."""
     return pickle.loads(pipe.recv_bytes())

@@ -1,15 +1,18 @@
-"""The errors a user meets, one line each: what is wrong (file, field, value), what to do, and what of it may leave a site."""
+"""Errors that a user sees as one line: what is wrong (file, field, value), and the remedy.
+
+Each error has a reason, the only part of it that may leave a site.
+"""
 
 from enum import IntEnum, StrEnum
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""What ends a process or a generator. All else is a failure, also what is not an Exception: a panic of a library in Rust."""
+"""Exceptions that end a process or generator. All others are failures, even those that are no Exception (a panic in Rust)."""
 
 
 class Reason(StrEnum):
-    """All that a site ever tells the server of why there is no result: one of these words. Its own log has the whole text.
+    """The reason why a site sends no result. The server gets only this word; the site's own log has the whole text.
 
-    A site's text may name files, and so patients, or numbers that no noise protects; so none of it leaves.
+    An error's text may name files, and so patients, or contain numbers that no noise protects. So it never leaves.
     """
 
     JOB = "job"
@@ -31,7 +34,7 @@ class Reason(StrEnum):
 
     @property
     def text(self) -> str:
-        """What the word means, for people at the server."""
+        """The meaning of the reason, for people at the server."""
         return f"{_TEXTS[self]}; the site's log says which"
 
 
@@ -56,7 +59,7 @@ _TEXTS = {
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands; provisioning/engineer.md says what they mean."""
+    """Exit codes of all commands; provisioning/engineer.md explains them."""
 
     DONE, FAILED, USAGE, RUNNING, LOST, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
@@ -64,8 +67,8 @@ class ExitCode(IntEnum):
 class ConsiliumError(Exception):
     """Base of every error that is shown to a user as one line instead of a traceback.
 
-    `reason`: what may leave a site of it; `told`: what FLARE's logs there say in the place of a text that may name data, "" of
-    others; `exit_code`: of the command that it ends.
+    `reason`: the only part that may leave a site. `told`: the text for FLARE's logs at the site if the message may name data,
+    "" if FLARE may log the message itself. `exit_code`: of a command that ends with this error.
     """
 
     reason = Reason.ERROR
@@ -78,20 +81,20 @@ class ConsiliumError(Exception):
 
 
 class ConfigError(ConsiliumError):
-    """job.yaml or site.yaml holds something that cannot run."""
+    """job.yaml or site.yaml has a setting that cannot run."""
 
     reason = Reason.JOB
     exit_code = ExitCode.USAGE
 
 
 class UnreachableError(ConsiliumError):
-    """The server does not answer, or does not let this kit in."""
+    """The server does not answer, or does not accept this kit."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class JobError(ConsiliumError):
-    """A job has failed or is lost; `exit_code` says which."""
+    """A job has failed or is lost; `exit_code` tells these apart."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
@@ -99,7 +102,7 @@ class JobError(ConsiliumError):
 
 
 class DataError(ConsiliumError):
-    """A data list, an image or a mask cannot be used. `kind`: what is wrong, as a report counts it."""
+    """A data list, an image or a mask cannot be used. `kind`: the kind of problem, by which a report counts samples."""
 
     reason = Reason.DATA
     exit_code = ExitCode.USAGE
@@ -111,9 +114,10 @@ class DataError(ConsiliumError):
 
 
 class UnfitError(DataError):
-    """A sample that can be read, and that is not what the job asks for: its class, its size, its mask.
+    """A sample can be read but does not fit the job: its class, its size or its mask.
 
-    In a job with privacy or statistics it is an empty sample and no error, or jobs could ask for what samples hold.
+    In a job with privacy or statistics it counts as an empty sample instead of an error. Otherwise jobs could find out what
+    samples contain.
     """
 
 

@@ -1,7 +1,7 @@
-"""What is imported when it is first used: functions by name, and PyTorch. Most commands read a job and need none of it.
+"""Imports on first use: functions by name, and PyTorch. Most commands only read a job and need neither.
 
-Kinds of models and tasks name code so whose torch no job.yaml needs, and the command line names its commands so.
-A module that a job.yaml names takes `Tensor`, `nn` and `torch` from here, and uses the latter two in bodies of functions alone.
+Model and task kinds use `lazy` for code that needs torch, and the command line uses it for its commands. A module that is
+imported to read a job.yaml imports `Tensor`, `nn` and `torch` from here. It may use `nn` and `torch` only inside functions.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 
 def resolve(place: str) -> Any:
-    """Return what `place`, "module:name", names; its module is imported now."""
+    """Import the module in `place`, "module:name", and return the object with that name."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def call(place: str, /, *arguments: Any, **options: Any) -> Any:
-    """Call the function that `place` names; another process can be asked for it."""
+    """Call the function that `place` names. `call` can be pickled for another process."""
     return resolve(place)(*arguments, **options)
 
 
 def lazy(place: str, *bound: Any) -> Callable[..., Any]:
-    """Return a function that resolves `place` when it is called, with `bound` before its own arguments."""
+    """Return a function that, when called, resolves `place` and calls it with `bound` before its own arguments."""
     return partial(call, place, *bound)
 
 

@@ -1,4 +1,4 @@
-"""All that crosses from one process to another, in plain terms: hellos, payloads, observer events, names of metrics."""
+"""The messages between server and sites (hello, payload), observer events, and names of metrics."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,26 +10,26 @@ from typing import Any, Self
 from consilium.core.lazy import Tensor
 
 PROTOCOL = 3
-"""Raised by one whenever a message changes, so that server and sites of two numbers do not talk. 1 is version 0.2.0, which
-did not say it."""
+"""The protocol number, increased by one whenever a message changes. Server and sites with different numbers refuse each other.
+Number 1 is version 0.2.0, whose hello has no number."""
 LIBRARIES = ("monai", "nvflare", "opacus", "peft", "torch", "transformers")
-"""Other packages whose version a site tells, because they decide what it computes."""
+"""Other packages whose version a site reports, because its results depend on them."""
 Tensors = dict[str, Tensor]
 Observer = Callable[[Mapping[str, Any]], None]
-"""Receives progress events; see Site and Coordinator for their keys."""
+"""A function that receives progress events; Client and Coordinator define their keys."""
 
 
 def loading(what: str, site: str = "") -> dict[str, str]:
-    """Return the event that a site, or a whole simulation, begins to load something, which may take minutes."""
+    """Return the event that a site, or a whole simulation ("" for `site`), begins to load `what`, which may take minutes."""
     return {"event": "loading", "site": site, "what": what}
 
 
 HELD_OUT = -1
-"""The phase of an evaluation before a round's first phase, by a site that is not asked to train in it."""
+"""The phase number of an evaluation before a round's first phase, by a site that does not train in the round."""
 
 
 class Kind(StrEnum):
-    """What a server may ask of a site."""
+    """The kind of a task that a server sends to a site."""
 
     HELLO = "hello"
     TRAIN = "train"
@@ -41,10 +41,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Hello:
-    """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them;
-    `ledger`: the last seal of its privacy ledger, which the guard fills in; `plugins`: other packages that the job's kinds
-    come from at this site, with their versions; `test_only`: it never trains, and so has no training samples; `libraries`: the
-    installed versions of LIBRARIES; `seeded`: its noise in this private job comes from a seed of its site.yaml.
+    """A site's registration with the server, before round 0.
+
+    `joined`: the site already has tensors of this run; `checkpoint`: SHA-256 of its base weights, "" if they come with the
+    package; `capacity`: see CAPACITY; `ledger`: the last seal of its privacy ledger, set by the guard; `plugins`: the packages,
+    with versions, that define the job's kinds at this site; `test_only`: it never trains, and so has no training samples;
+    `libraries`: the installed versions of LIBRARIES; `seeded`: its noise in this private job comes from a seed in site.yaml.
     """
 
     name: str
@@ -71,7 +73,7 @@ CAPACITY = frozenset({"download", "time", "memory"})
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """The server's record of a site. `joined`: the site already keeps its own adapter tensors.
+    """The server's record of a site. `joined`: the site already has its own adapter tensors of this run.
 
     `capacity`: see strategies/heterogeneous_ranks/ranks.py. `num_samples` is 0 for a site that only tests.
     """
@@ -84,10 +86,11 @@ class SiteInfo:
 
 @dataclass(frozen=True)
 class Payload:
-    """All that crosses the wire, both ways. Down: `tensors` are values. Up: updates (end - start of the local training).
+    """The content of a training or evaluation message, in both directions.
 
-    `ledger`, up: the last seal of the site's privacy ledger, so that somebody else can tell should rows of it go missing.
-    `masking`, down: what secure aggregation asks, see privacy/secagg; {} in jobs without it.
+    `tensors`: values in a message to a site; updates (end minus start of the local training) in a message to the server.
+    `ledger`: to the server, the last seal of the site's privacy ledger, so that missing rows can be detected from outside.
+    `masking`: to a site, the question of secure aggregation, see privacy/secagg; {} in jobs without it.
     """
 
     round: int
@@ -108,36 +111,36 @@ class Stage(StrEnum):
 
 
 SPLITS = ("validation", "test")
-"""Splits that are evaluated."""
+"""The splits on which models are evaluated."""
 TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS = "train/loss", "train/steps", "train/seconds"
-"""What the training loop itself reports; the loss is the task's alone."""
+"""The metrics that the training loop reports. The loss is the task's alone, without penalties."""
 TRAIN_PENALTY = "train/penalty"
-"""Mean of what the strategy adds to the loss, such as SOR; not there where it adds nothing."""
+"""The mean of the strategy's penalty (such as SOR) on the loss; absent if the strategy adds none."""
 TRAIN_MEMORY = "train/peak_bytes"
-"""The most memory of its GPU that a training took; not there on a CPU, which does not say."""
+"""The peak GPU memory of a training; absent on a CPU, which does not report it."""
 SKIPPED = "data/skipped"
-"""How many samples a site has left out because they cannot be read, where its site.yaml says so; not there for none."""
+"""The number of samples that a site skipped because they cannot be read, if its site.yaml allows that; absent for 0."""
 NOT_PRIVATE = "privacy/not_private"
-"""1 in the results of a private job's site whose noise came from a seed; not there else."""
+"""1 in the results of a site whose noise in a private job came from a seed; absent otherwise."""
 BYTES_UP, BYTES_DOWN = "comm/bytes_up", "comm/bytes_down"
-"""What the server adds to a site's result: bytes of tensors."""
+"""The bytes of tensors sent and received, which the server adds to a site's result."""
 
 
 @dataclass(frozen=True)
 class MetricKey:
-    """A score: of which split and which model, and what it measures, such as "dice" or "dice/disc"."""
+    """The name of a score: its split, the stage of the model, and the metric, such as "dice" or "dice/disc"."""
 
     split: str
     stage: Stage
     metric: str
 
     def __str__(self) -> str:
-        """Return its name in messages and records: "test/global/dice"."""
+        """Return the score's name in messages and records, such as "test/global/dice"."""
         return f"{self.split}/{self.stage}/{self.metric}"
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the key of a name; None for any other name, such as the training loop's."""
+        """Return the key with this name; None if it is not the name of a score, such as those of the training loop."""
         split, _, rest = text.partition("/")
         stage, _, metric = rest.partition("/")
         if split not in SPLITS or stage not in set(Stage) or not metric:
@@ -146,7 +149,7 @@ class MetricKey:
 
 
 def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
-    """Return the names a site may report: of every split and model the task's metrics; the loop's own; what was skipped."""
+    """Return the metrics that a site may report: the task's for every split and stage, the training loop's, SKIPPED."""
     return _allowed(frozenset(task_metrics))
 
 
@@ -157,5 +160,5 @@ def _allowed(metrics: frozenset[str]) -> frozenset[str]:
 
 
 def is_hash(value: Any) -> bool:
-    """Tell whether a value is a SHA-256 in hex, or "" in the place of one."""
+    """Tell whether a value is a SHA-256 in hex digits, or ""."""
     return isinstance(value, str) and re.fullmatch(r"|[0-9a-f]{64}", value) is not None

@@ -1,6 +1,7 @@
-"""What other parties wrote, made fit to be shown: names and reasons may hold escape codes, new lines or markup.
+"""Makes texts from other parties safe to show. Names and reasons may contain escape codes, line breaks or markup.
 
-Records (metrics.jsonl, audit.jsonl) keep texts as they came, JSON escapes them. Whoever shows one calls a function of these.
+Records (metrics.jsonl, audit.jsonl) hold such texts unchanged, escaped as JSON. Code that shows one calls a function of this
+module.
 """
 
 import re
@@ -10,16 +11,16 @@ from functools import lru_cache
 from rich.text import Text
 
 LIMIT = 300
-"""Characters of one text that are shown, unless the caller wants another number."""
+"""The largest number of characters of a text that are shown by default."""
 LONGEST_LINE = 4000
-"""The most characters of a printed line."""
+"""The largest number of characters of a printed line."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories without a shape of their own: controls, format (text direction), surrogates, private, line ends."""
+"""Unicode categories without a visible shape: control, format (text direction), surrogate, private, unassigned, line ends."""
 _MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 
 
 def shown(text: object, limit: int = LIMIT) -> str:
-    """Return a text as one line of visible characters, the others as escapes such as \\x1b; at most `limit` of its own."""
+    """Return a text as one line of visible characters, cut to `limit`. Hidden characters become escapes such as \\x1b."""
     whole = str(text) if not isinstance(text, int) or abs(text) < 10**20 else "a number of over 20 digits"
     escaped = (c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in whole[:limit])
     visible = "".join(e if unicodedata.category(c) in _HIDDEN else c for c, e in zip(whole, escaped, strict=False))
@@ -27,30 +28,30 @@ def shown(text: object, limit: int = LIMIT) -> str:
 
 
 def cell(text: object, limit: int = LIMIT) -> str:
-    """Return a text as one cell or heading of a Markdown page: as `shown`, and nothing in it is markup."""
+    """Return a text for a table cell or heading of a Markdown page: `shown`, with markup escaped."""
     plain = "".join(_MARKDOWN.get(c, c) for c in shown(text, limit))
-    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", plain)  # one amid a word is none
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", plain)  # an underscore inside a word is not markup
 
 
 def harmless(value: object) -> object:
-    """Return a value for a cell of CSV, "" for None; a text that a spreadsheet would take for a formula gets an apostrophe."""
+    """Return a value for a CSV cell, "" for None. A text that a spreadsheet would read as a formula gets an apostrophe."""
     if not isinstance(value, str):
         return "" if value is None else value
     return f"'{value}" if re.match(r"[=+\-@\t\r\n]", value) else value
 
 
 def line(text: object, style: str = "", limit: int = LIMIT) -> Text:
-    """Return a text for a rich console or table: as `shown`, and neither [markup] nor :emoji: in it counts."""
+    """Return a text for a rich console or table: `shown`, without interpreting [markup] or :emoji:."""
     return Text(shown(text, limit), style)
 
 
 def number_of(count: int, what: str) -> str:
-    """Return a number with its noun."""
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def tag(text: object) -> str:
-    """Return a text as a name in TensorBoard, which makes folders of it: as `shown`, and no part of it leads elsewhere."""
+    """Return a text as a tag for TensorBoard: `shown`, without path parts that lead out of its folder."""
     return _known_tag(text) if type(text) is str and len(text) <= LIMIT else _tag(text)
 
 

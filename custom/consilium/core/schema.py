@@ -1,6 +1,6 @@
-"""The base of every section of job.yaml, site.yaml and sites.yml: bounded values, YAML that others wrote, errors in one line.
+"""The base of every section of job.yaml, site.yaml and sites.yml: bounded values, safe reading of YAML, one-line errors.
 
-It knows no kind of model, task, adapter or strategy.
+It does not depend on any kind of model, task, adapter or strategy.
 """
 
 import base64
@@ -28,10 +28,10 @@ _SEPARATORS = re.compile(r"[\s:-]+")
 
 
 def read_fingerprint(text: str) -> str:
-    """Return a SHA-256 fingerprint as 64 lower-case hex digits, from any of the forms in which tools print one.
+    """Return a SHA-256 fingerprint as 64 lower-case hex digits, from any form in which tools print it.
 
-    `AA:BB:..` and `aa bb ..` in either case, `SHA256:AA:BB:..` of `nvflare`, `sha256 Fingerprint=AA:BB:..` of openssl, and
-    `SHA256:` with 43 characters of base64 of OpenSSH. Raises ValueError for everything else.
+    The forms are `AA:BB:..` and `aa bb ..` in either case, `SHA256:AA:BB:..` (nvflare), `sha256 Fingerprint=AA:BB:..`
+    (openssl), and `SHA256:` with 43 base64 characters (OpenSSH). Raises ValueError for anything else.
     """
     rest = _PREFIX.sub("", text, count=1) if _PREFIX.match(text) else text
     groups = [group for group in _SEPARATORS.split(rest) if group]
@@ -41,7 +41,7 @@ def read_fingerprint(text: str) -> str:
     coded = rest.strip().removesuffix("=")
     if re.fullmatch(r"[A-Za-z0-9+/]{43}", coded):
         raw = base64.b64decode(f"{coded}=")
-        if base64.b64encode(raw).decode() == f"{coded}=":  # its last character has two bits that must be 0
+        if base64.b64encode(raw).decode() == f"{coded}=":  # the last character has two bits that must be 0
             return raw.hex()
     what = f"{ascii(text)[:100]} is not a SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`"
     raise ValueError(f"{what}; copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it")
@@ -51,28 +51,28 @@ def read_fingerprint(text: str) -> str:
 
 LONGEST_TEXT = 1024
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=LONGEST_TEXT)
-"""What sections and strategies have in common: unknown keys, infinities and endless texts are errors."""
+"""The settings shared by sections and strategies: unknown keys, infinite numbers and very long texts are errors."""
 
 MOST_CLASSES = 256
 SMALLEST_NOISE = 0.05
-"""Noise multipliers under this protect nothing, and accountants of sampled releases do not come to an end below."""
+"""Noise multipliers under this protect nothing, and accountants of sampled releases do not finish for them."""
 
 SHA256 = r"^[0-9a-f]{64}$"
 Sha256 = Annotated[str, Field(pattern=SHA256, description="64 hex digits; `consilium doctor` prints a checkpoint's")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-"""A job's or a run's; it becomes a folder's."""
+"""The name of a job or a run, and of its folder."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(ge=0, le=1e6)]
-"""A weight of a loss, a strength, a scale that may be 0."""
+"""A factor that may be 0, such as the weight of a loss."""
 Positive = Annotated[float, Field(gt=0, le=1e6)]
 Seconds = Annotated[float, Field(ge=0, le=30 * 86400)]
 ClassName = Annotated[
     str, Field(min_length=1, max_length=64, pattern=r"^[^/\p{C}\p{Zl}\p{Zp}]+$", description="printable, without /")
 ]
-"""It becomes part of metrics' names."""
+"""The name of a class. It becomes part of the names of metrics."""
 
 
 class Section(BaseModel):
@@ -82,7 +82,7 @@ class Section(BaseModel):
 
 
 def each_once(names: list[str], what: str = "class") -> list[str]:
-    """Return `names`. Raises ValueError if one is there twice."""
+    """Return `names`. Raises ValueError if a name occurs twice."""
     if twice := sorted(name for name in set(names) if names.count(name) > 1):
         raise ValueError(f"every {what} once; {twice[0]!r} is there twice")
     return names
@@ -95,16 +95,16 @@ LONGEST_VALUE = 4096
 DEEPEST = 32
 if TYPE_CHECKING or not yaml.__with_libyaml__:
     from yaml import SafeLoader as Fast
-else:  # libyaml reads a file of the largest size in seconds, Python in a minute
+else:  # libyaml reads the largest file in seconds, pure Python in a minute
     from yaml import CSafeLoader as Fast
 
 
 class Loader(Fast):
-    """YAML 1.1 as PyYAML reads it, and numbers as JSON writes them: a pasted config.json has 1e-05, which would be text."""
+    """Reads YAML 1.1 as PyYAML does, and also numbers such as 1e-05 of a pasted config.json, which YAML 1.1 takes for text."""
 
 
-def _map(loader: Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    """Return a map. Raises YAMLError for a key that is there twice: which one was meant, nobody knows."""
+def _construct_map(loader: Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    """Return a map. Raises YAMLError for a key that occurs twice, because it is not clear which one was meant."""
     found = yaml.SafeLoader.construct_mapping(loader, node, deep)
     if len(found) < len(node.value):
         keys = Counter(loader.construct_object(key, deep=True) for key, _ in node.value)  # type: ignore[no-untyped-call]
@@ -113,28 +113,28 @@ def _map(loader: Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any
     return found
 
 
-Loader.add_constructor("tag:yaml.org,2002:map", _map)
+Loader.add_constructor("tag:yaml.org,2002:map", _construct_map)
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def read_yaml(path: Path | zipfile.Path) -> Any:
-    """Return what a YAML file holds. Raises ConfigError."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    """Return the content of a YAML file. Raises ConfigError if it cannot be read or is not valid."""
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
         raise ConfigError(f"{path}: not a file; give an existing file")
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
         text = data.decode("utf-8")
-        _check(text, len(data))
+        _check_size(text, len(data))
         return yaml.load(text, Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing file") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a day of month 13, a number of 5,000 digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, a date in month 13, a number of 5,000 digits
         raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())[:300]}); fix the line named") from None
 
 
-def _check(text: str, size: int) -> None:
-    """Raise YAMLError for what would take a small file long to read, before any of it is built."""
+def _check_size(text: str, size: int) -> None:
+    """Raise YAMLError, before any value is built, for content with which even a small file could take very long to read."""
     if size > LARGEST_FILE:
         raise yaml.YAMLError(f"over {LARGEST_FILE} bytes, which no configuration needs")
     depth = 0
@@ -152,7 +152,7 @@ def _check(text: str, size: int) -> None:
 # errors ---------------------------------------------------------------------------------------------------------------
 
 UNIONS = {"privacy": ("site", "patient", "record")}
-"""Sections of several kinds; pydantic puts the kind into the location of a problem, a reader of the file wants none."""
+"""Sections that are unions, with their kinds. pydantic puts the kind into a problem's location, where the file has none."""
 
 SYNONYMS = {
     "learning_rate": "lr",
@@ -192,7 +192,7 @@ SYNONYMS = {
     "local": "local_only",
     "central": "centralized",
 }
-"""What other programs, papers and former versions call it, where no spelling leads to our name."""
+"""Names in other programs, papers and former versions, with our names, if they are too different for a spelling match."""
 SECTION = ("dict_type", "model_type", "model_attributes_type", "dataclass_type", "mapping_type")
 EXPECTED = dict.fromkeys(SECTION, "a map, such as {name: value}") | {
     "list_type": "a list, such as [a, b]", "tuple_type": "a list, such as [a, b]", "string_type": "a text",
@@ -200,25 +200,25 @@ EXPECTED = dict.fromkeys(SECTION, "a map, such as {name: value}") | {
     "float_type": "a number", "float_parsing": "a number", "bool_type": "true or false", "bool_parsing": "true or false",
     "none_required": "null",
 }  # fmt: skip
-"""What pydantic's kinds of errors expect, in the words of job.yaml."""
+"""By pydantic's type of error, the expected value in the words of job.yaml."""
 HINTS = {
     "task.classes": "or a list of names, such as [nucleus]",
     "data": "the folder of the sites' data is not a part of the job: give it with --data",
 }
-"""What else to say where a section has another value."""
+"""By field, a hint for the message if the value is not a section."""
 MOST_LINES = 20
 LONGEST_SHOWN = 120
 
 
 def describe(error: ValidationError, path: Path | str, fields: list[str], rename: Callable[[list[str]], str]) -> str:
-    """Return one line per problem: file: field: value: what is expected.
+    """Return one line per problem: file, field, value, and the expected value.
 
-    `fields`: all dotted fields there are; `rename`: returns the field that an unknown one is meant for, "" for none.
+    `fields`: the dotted names of all fields; `rename`: returns the field that was probably meant by an unknown one, or "".
     """
     lines = []
-    items = [item for item in error.errors() if item["type"] != "default_factory_not_called"]  # what it needs is named itself
+    items = [item for item in error.errors() if item["type"] != "default_factory_not_called"]  # its cause has its own line
     for item in items[:MOST_LINES]:
-        field = ".".join(_place(item["loc"]))
+        field = ".".join(_location(item["loc"]))
         if item["type"] in ("union_tag_invalid", "union_tag_not_found"):  # only privacy.unit has no default
             key, known = (
                 item["ctx"]["discriminator"].strip("'"),
@@ -228,7 +228,7 @@ def describe(error: ValidationError, path: Path | str, fields: list[str], rename
         elif item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            meant = rename(_place(item["loc"]))
+            meant = rename(_location(item["loc"]))
             lines.append(f"{path}: {field}: unknown field; {f'write {meant} instead' if meant else 'remove it'}")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
@@ -238,37 +238,37 @@ def describe(error: ValidationError, path: Path | str, fields: list[str], rename
             if own := [one.rpartition(".")[2] for one in fields if one.rpartition(".")[0] == field][:3]:
                 message = message if item["type"] not in SECTION else f"a section with fields such as {', '.join(own)}"
             message += f"; {HINTS[field]}" if field in HINTS and item["type"] in SECTION else ""
-            lines.append(f"{path}: {_where(item, field, message)}{message}")
+            lines.append(f"{path}: {_field_and_value(item, field, message)}{message}")
     if len(items) > MOST_LINES:
         lines.append(f"{path}: and {len(items) - MOST_LINES} more; fix these first")
     return "\n".join(lines)
 
 
-def _where(item: Any, field: str, message: str) -> str:
-    """Return the place and value before a message: of a section as a whole, its message names field and value itself."""
+def _field_and_value(item: Any, field: str, message: str) -> str:
+    """Return the field and value that go before a message; "" or the section's name if the message names field and value."""
     if not item["loc"]:
         return ""
     section = item["type"] == "value_error" and isinstance(item["input"], dict)
-    if section and (told := re.match(r"(?!none:)[a-z_.]+(?=: )", message)):  # "none" is a value
+    if section and (told := re.match(r"(?!none:)[a-z_.]+(?=: )", message)):  # "none" is a value, not a field
         return "" if told[0].startswith(f"{field}.") else f"{field}."
     return f"{field}: {_quoted(item['input'])}: expected "
 
 
 def _quoted(value: Any) -> str:
-    """Return a value as it goes into one line: without control characters, and cut."""
+    """Return a value for one line of a message: without control characters, and cut to LONGEST_SHOWN."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
-def _place(loc: tuple[int | str, ...]) -> list[str]:
-    """Return pydantic's location without what it adds: the kind of a section, the type of a value, a mark for keys."""
+def _location(loc: tuple[int | str, ...]) -> list[str]:
+    """Return pydantic's location without the parts that it adds: the kind of a section, the type of a value, "[key]"."""
     kinds = UNIONS.get(str(loc[0]), ()) if loc else ()
-    parts = [str(part) for i, part in enumerate(loc) if not _added(str(part)) and not (i == 1 and part in kinds)]
+    parts = [str(part) for i, part in enumerate(loc) if not _is_added(str(part)) and not (i == 1 and part in kinds)]
     return [part if part.isprintable() and len(part) <= LONGEST_SHOWN else _quoted(part) for part in parts]
 
 
-def _added(part: str) -> bool:
-    """Tell whether pydantic put this into a location for itself."""
+def _is_added(part: str) -> bool:
+    """Tell whether pydantic added this part to a location."""
     return part == "[key]" or part.startswith(("list[", "dict[", "literal[", "constrained-"))
 
 
@@ -276,14 +276,14 @@ def nearest(word: str | None, known: Any) -> str:
     """Return " (did you mean ...?)" for the closest known word, or an empty string."""
     short, known = str(word)[:64], list(known)
     meant = [name for name in SYNONYMS.get(short.lower(), "").split() if name in known]
-    if short in known:  # known elsewhere: a field of another kind
+    if short in known:  # a field of another kind
         return ""
     match = meant or difflib.get_close_matches(short, known, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def all_fields(model: type[BaseModel], before: str = "") -> list[str]:
-    """Return the dotted names of a section's fields and of all sections below it."""
+    """Return the dotted names of all fields of a section and of the sections below it."""
     names = []
     for name, info in model.model_fields.items():
         place = f"{before}{info.alias or name}"
@@ -295,8 +295,11 @@ def all_fields(model: type[BaseModel], before: str = "") -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _renamed(model: type[BaseModel], raw: Any, plugins: Any, fields: list[str], place: list[str]) -> str:
-    """Return the field that an unknown one at `place` is meant for: one that is known there, "" for none."""
+def _meant_field(model: type[BaseModel], raw: Any, plugins: Any, fields: list[str], place: list[str]) -> str:
+    """Return the known field that was probably meant by the unknown one at `place`, or "".
+
+    A candidate is accepted if `raw` validates with the value moved there.
+    """
     *section, word = place
     own = {one.rpartition(".")[2] for one in fields if one.rpartition(".")[0] == ".".join(section)}
     last = [one.rpartition(".")[2] for one in fields]
@@ -308,12 +311,12 @@ def _renamed(model: type[BaseModel], raw: Any, plugins: Any, fields: list[str], 
         tried = copy.deepcopy(raw)
         *above, name = candidate.split(".")
         try:
-            value = _down(tried, section).pop(word)
-            _down(tried, above).setdefault(name, value)
+            value = _subsection(tried, section).pop(word)
+            _subsection(tried, above).setdefault(name, value)
             model.model_validate(tried, context={"plugins": plugins})
         except ValidationError as error:
             unknown = ("extra_forbidden", "unexpected_keyword_argument")
-            if any(item["type"] in unknown and _place(item["loc"]) == candidate.split(".") for item in error.errors()):
+            if any(item["type"] in unknown and _location(item["loc"]) == candidate.split(".") for item in error.errors()):
                 continue  # a field of another kind
         except (ConfigError, KeyError, TypeError, AttributeError):
             continue
@@ -321,14 +324,14 @@ def _renamed(model: type[BaseModel], raw: Any, plugins: Any, fields: list[str], 
     return ""
 
 
-def _down(raw: Any, section: list[str]) -> Any:
+def _subsection(raw: Any, section: list[str]) -> Any:
     for name in section:
         raw = raw.setdefault(name, {})
     return raw
 
 
 def dotted(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted field; an empty map is a value."""
+    """Return nested settings as one map by dotted field. An empty map counts as a value."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         nested = isinstance(value, Mapping) and value
@@ -337,14 +340,14 @@ def dotted(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | None = frozenset()) -> T:
-    """Return `raw`, what the file `path` holds, as a section. Raises ConfigError with one line per problem."""
+    """Return `raw`, the content of the file `path`, as a section. Raises ConfigError with one line per problem."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: is not a map of sections; start with `name:`, `strategy:`, `model:` ...")
     try:
         return model.model_validate(raw, context={"plugins": plugins})
     except ValidationError as error:
         fields = all_fields(model)
-        rename = partial(_renamed, model, raw, plugins, fields)
+        rename = partial(_meant_field, model, raw, plugins, fields)
         raise ConfigError(describe(error, path, fields, rename)) from None
     except ConfigError as error:  # a strategy's own check of its values
         raise ConfigError(f"{path}: {error}") from None

@@ -1,4 +1,4 @@
-"""One rule for every random choice: a seed, a round, a site and a purpose fix it, on any machine and in any process."""
+"""Seeds for reproducible random choices: derived from the job's seed, round, site and purpose, on every machine alike."""
 
 import hashlib
 

@@ -1,4 +1,7 @@
-"""Atomic, checksummed files of tensors with a JSON header: the server's checkpoint and a site's private state. No pickle."""
+"""Files that survive a crash: tensors with a checksum and JSON values (no pickle), JSON objects, private folders, locks.
+
+The server's checkpoint, a site's private state and the guard's records are written with these functions.
+"""
 
 import hashlib
 import io
@@ -23,31 +26,31 @@ if TYPE_CHECKING:  # every command reads this file, and most draw nothing
     from matplotlib.figure import Figure
 
 PATIENCE = 600.0
-"""Seconds to wait for another process' lock: longer than anything that is done under one."""
+"""Seconds to wait for another process' lock: longer than any block that holds one."""
 PRIVATE, PUBLIC = 0o600, 0o666
-"""Modes of new files: for this user alone, which is what all state is; and what the umask leaves, for what a user exports."""
+"""Modes of new files. State is private to its owner; files that a user exports follow the umask."""
 MOST_NOTES = 2**26
-"""Bytes of a JSON file of keys and values: the largest, of every round's drift, has about 10,000 a round."""
+"""The largest size in bytes of a JSON file that `note` writes. The largest, drift.json, grows by about 10,000 per round."""
 _TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
 
 
 def save_state(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Write `tensors` and the JSON-able `meta` so that a crash leaves either the old file or the new one."""
+    """Write `tensors` and `meta` (JSON values) to a file. A crash leaves either the old file or the new one."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {"meta": json.dumps(dict(meta)), "sha256": digest(ready)}
-    write_atomic(path, serialize({name: _described(tensor) for name, tensor in ready.items()}, metadata=header))
+    write_atomic(path, serialize({name: _tensor_spec(tensor) for name, tensor in ready.items()}, metadata=header))
 
 
-def _described(tensor: Tensor) -> TensorSpec:
-    """Return where a tensor's bytes are: safetensors' own `save` takes 20 times as long to find it out for small ones."""
+def _tensor_spec(tensor: Tensor) -> TensorSpec:
+    """Return the location of a tensor's bytes. safetensors' own `save` takes 20 times as long for this on small tensors."""
     kind = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(dtype=kind, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, meta) of a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
+    """Return (tensors, meta) from a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
     try:
-        tensors, header = _read(path)
+        tensors, header = _read_safetensors(path)
         meta, expected = json.loads(header["meta"]), header["sha256"]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
@@ -56,39 +59,39 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, meta
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and header of a file: by way of numpy, which takes a third of torch's time for small tensors."""
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the header of a safetensors file, read by NumPy in a third of torch's time."""
     try:
         with safe_open(path, framework="np") as file:
             return {name: torch.from_numpy(file.get_tensor(name)) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (TypeError, AttributeError):  # numpy has no bfloat16, and no type of 8 bits
+    except (TypeError, AttributeError):  # NumPy has no bfloat16 and no 8-bit floats
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
-    """Write bytes through a temporary file beside `path`, flushed to disk before it takes the name.
+    """Write bytes to a temporary file beside `path`, flush it to disk, and rename it to `path`.
 
-    The file, and what folders it needs, are the user's alone; with PUBLIC they are as the umask says.
+    The file, and folders that are created for it, are private to the user. With PUBLIC they follow the umask.
     """
     private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of an earlier process of the same number, with whatever mode
+    temporary.unlink(missing_ok=True)  # left by an earlier process with the same id
     try:
         with named(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # a full disk would otherwise keep half a file
+    except BaseException:  # a full disk would otherwise leave half a file
         temporary.unlink(missing_ok=True)
         raise
 
 
 def write_figure(path: Path, figure: "Figure", dpi: int, mode: int = PRIVATE, **settings: Any) -> None:
-    """Write a figure in the format of the path's ending, as `write_atomic` does: matplotlib writes through a link.
+    """Write a figure with `write_atomic`, in the format of the path's suffix. matplotlib itself would write through a link.
 
-    `settings` as for `savefig`.
+    `settings`: for `savefig`.
     """
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix[1:], dpi=dpi, **settings)
@@ -97,7 +100,7 @@ def write_figure(path: Path, figure: "Figure", dpi: int, mode: int = PRIVATE, **
 
 @contextmanager
 def room_for(what: Path) -> Iterator[None]:
-    """Make a disk on which `what` cannot be written a refusal with the word `ledger`, as where nothing can be put on record."""
+    """Turn an OSError in the block into a RefusedError with the reason `ledger`: the file `what` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -107,9 +110,9 @@ def room_for(what: Path) -> Iterator[None]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Have an OSError of the block name a file or folder: one that an open file raises, such as of a full disk, names none.
+    """Add `path` to an OSError of the block that names no file, as after a write to a full disk.
 
-    What the system refuses safetensors, which says so in words alone, is one too.
+    A SafetensorError whose text contains an error number of the system becomes an OSError with that number.
     """
     try:
         yield
@@ -124,8 +127,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def undone(folder: Path) -> Iterator[None]:
-    """Leave nothing new in a folder where the block fails, so that it can be done again; see also `named`."""
+def nothing_left_on_failure(folder: Path) -> Iterator[None]:
+    """Delete everything new in a folder if the block fails, so that the block can be repeated; see also `named`."""
     before = set(folder.iterdir()) if folder.is_dir() else set()
     try:
         with named(folder):
@@ -137,18 +140,18 @@ def undone(folder: Path) -> Iterator[None]:
 
 
 def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
-    """Put JSON-able values under a key into a JSON file of the user's alone; again under the same key, they replace those.
+    """Store `values` (JSON values) under `key` in a private JSON file, and replace earlier values of the key.
 
-    Raises ValueError for a file that holds something else.
+    Raises ValueError if the file does not hold a JSON object.
     """
     kept = _read_json_object(path)
     write_atomic(path, json.dumps({**kept, key: dict(values)}).encode())
 
 
 def noted(path: Path, remedy: str) -> dict[str, Any]:
-    """Return what a JSON file of keys and values holds, {} where there is none.
+    """Return the content of a JSON file that `note` wrote, {} if there is no file.
 
-    Raises RefusedError, which names the file and the `remedy`, where nobody can read it.
+    Raises RefusedError with the reason `ledger`, the file and the `remedy` if the file cannot be read.
     """
     try:
         return _read_json_object(path)
@@ -157,7 +160,7 @@ def noted(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} where there is no file. Raises ValueError for others, or over MOST_NOTES bytes."""
+    """Return the object in a JSON file, {} without a file. Raises ValueError for other content, or over MOST_NOTES bytes."""
     if not path.is_file():
         return {}
     with path.open("rb") as file:
@@ -174,14 +177,14 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path, remedy: str) -> RefusedError:
-    """Return the refusal of what depends on a file that nobody can read."""
+    """Return the refusal, with the reason `ledger`, because a file of a site's records cannot be read."""
     return RefusedError(f"{path}: cannot be read; nothing was sent; {remedy}", Reason.LEDGER)
 
 
 def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
-    """Open a text file as `open` does; a new one is the user's alone.
+    """Open a text file like `open`. A new file is private to the user.
 
-    "w" makes a new file in the place of a link or of a file with other names. A link is never appended to.
+    "w" replaces a symbolic or hard link by a new file. "a" and "a+" raise OSError for a symbolic link.
     """
     if mode == "w":
         path.unlink(missing_ok=True)
@@ -190,7 +193,7 @@ def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder, and those above it that are missing, for this user alone; one that exists stays as it is. Return it."""
+    """Create a folder and its missing parents, private to the user, and return it. Existing folders are not changed."""
     for folder in [] if path.is_dir() else reversed([path, *path.parents]):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -198,15 +201,19 @@ def private_folder(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove what `write_atomic` left half-written anywhere under `folder` when its process ended; return the files."""
-    found = [path for path in folder.rglob(".*") if (match := _TEMPORARY.fullmatch(path.name)) and _left(path, int(match[1]))]
+    """Remove temporary files under `folder` that `write_atomic` left when its process ended; return their paths."""
+    found = [
+        path
+        for path in folder.rglob(".*")
+        if (match := _TEMPORARY.fullmatch(path.name)) and _writer_is_gone(path, int(match[1]))
+    ]
     for path in found:
         path.unlink(missing_ok=True)
     return found
 
 
-def _left(path: Path, pid: int) -> bool:
-    """Tell whether the process that wrote a temporary file is gone: none has its number, or one that began later."""
+def _writer_is_gone(path: Path, pid: int) -> bool:
+    """Tell whether the process that wrote a temporary file has ended: no process has its id, or one that started later."""
     try:
         return not path.is_symlink() and path.is_file() and path.stat().st_mtime < psutil.Process(pid).create_time()
     except psutil.NoSuchProcess:
@@ -217,24 +224,25 @@ def _left(path: Path, pid: int) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time into the block; the lock ends with its process, however that ends."""
+    """Let one process at a time into the block. The lock is released if its process ends in any way."""
     private_folder(folder)
     with file_lock(folder / ".lock"):
         yield
 
 
 def file_lock(path: Path, wait: bool = True) -> FileLock:
-    """Return a lock between processes, held from `acquire` on (or in a `with` block) and free when its process ends.
+    """Return a lock between processes. Hold it by `acquire` or a `with` block; it is released when its process ends.
 
-    Acquiring one that stays held raises filelock.Timeout; without `wait` at once. A file system without locks is an OSError.
+    Acquiring raises filelock.Timeout if another process holds it for PATIENCE seconds (at once without `wait`), and OSError on
+    a file system without locks.
     """
     return FileLock(path, PATIENCE if wait else 0, PRIVATE, thread_local=False, fallback_to_soft=False)
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, or of a folder: over its files' names and contents, wherever the folder lies.
+    """Return the SHA-256 of a file, or of the names and contents of all files in a folder.
 
-    Raises CheckpointError if there is nothing readable at `path`.
+    The folder's own path does not matter. Raises CheckpointError if there is nothing readable at `path`.
     """
     try:
         if path.is_file():
@@ -251,23 +259,23 @@ def file_hash(path: Path) -> str:
 
 @cache
 def checkpoint_hash(path: Path) -> str:
-    """Return a checkpoint's `file_hash`, taken once per process: the sites of a simulation share it."""
+    """Return a checkpoint's `file_hash`, computed once per process, because the sites of a simulation share it."""
     return file_hash(path)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of tensors: names, types, shapes, bytes."""
+    """Return the SHA-256 of tensors: of their names, types, shapes and bytes."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(_bytes(tensor.contiguous()))
+        found.update(_byte_view(tensor.contiguous()))
     return found.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, where they are."""
+def _byte_view(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor without copying them."""
     try:
         return tensor.numpy().reshape(-1).data
-    except TypeError:  # numpy has no bfloat16
+    except TypeError:  # NumPy has no bfloat16
         return tensor.reshape(-1).view(torch.uint8).numpy().data

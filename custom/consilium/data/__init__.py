@@ -1,1 +1,1 @@
-"""Data lists, readers, generated phantoms and checks."""
+"""Data: lists of samples, readers of pictures, volumes and texts, importers, generated phantoms, checks, the sample cache."""

@@ -1,4 +1,4 @@
-"""Samples as a task reads them: decoded once, kept on disk or in memory as bytes, several at a time, ahead of their use."""
+"""The cache of a site's samples as a task reads them: decoded once, stored as bytes on disk or in memory, and prefetched."""
 
 import logging
 import threading
@@ -17,30 +17,34 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
-from consilium.data.loading import NOTHING_LEFT, ahead
+from consilium.data.loading import NOTHING_LEFT, prefetch
 from consilium.data.sample_check import NAMED, Check, Place, find_errors
 from consilium.data.store import CachedSample, Store, open_store
 
 CACHE_BYTES = 2 * 1024**3
-"""Samples for which the disk has no room are kept in memory up to here; beyond it they are read again."""
+"""Bytes in memory for samples that find no room on disk. Further samples are read again."""
 T = TypeVar("T")
 Transform = Callable[[int, CachedSample], T]
-"""Turns a sample's bytes, which it must not change, into what a batch needs; called with the index, in any thread."""
+"""A function of (index, sample) that makes a sample's part of a batch. It may run in any thread and must not change the
+sample."""
 _log = logging.getLogger(__name__)
 
 
 def to_float(index: int, raw: CachedSample) -> Sample:
-    """Return a sample's bytes as tensors of float32."""
+    """Return a sample's uint8 arrays as float32 tensors."""
     return {key: torch.from_numpy(array.astype(np.float32)) for key, array in raw.items()}
 
 
 class SampleCache:
-    """A site's samples: call it with a split and an index, or ask for a `map` or `parts` of a split.
+    """A site's samples, by split and index: call it for one sample, or use `map` or `parts` for many.
 
-    `read` must return values that are whole numbers of 0..255 up to rounding. `check` raises DataError for a sample whose
-    headers or labels are bad. All samples are checked here, and without `check`, or with `decode_all`, decoded; but not where
-    the list is `prechecked`, or `skip` says that its maker has checked them. `settings`: all that `read` does with an item, as
-    text; without it nothing is kept on disk. Raises what `read` and `check` raise.
+    `read`: returns a sample's tensors, with whole numbers in 0..255 up to rounding. `check`: raises DataError for a sample with
+    bad headers or labels. `settings`: a text of everything that determines what `read` returns for an item; without it, no
+    cache on disk is used.
+
+    The constructor checks all samples. It also decodes them if the list says `decode_all`, or if there is no `check` and no
+    `skip`: a list with `skip` was checked when it was made. For a `prechecked` list without `decode_all`, it does neither.
+    Raises the exceptions of `read` and `check`.
     """
 
     def __init__(self, data: DataList, read: Callable[[Item], Sample], check: Check | None = None, settings: str = "") -> None:
@@ -76,17 +80,17 @@ class SampleCache:
 
     @property
     def small(self) -> Counter[tuple[str, str]]:
-        """In how many samples of a split resizing alone leaves nothing of a class, by (split, class)."""
+        """By (split, class), the number of samples in which resizing would leave no pixel of the class."""
         return Counter(self._small)
 
     @property
     def skipped(self) -> int:
-        """The number of unreadable samples that were skipped so far."""
+        """The number of unreadable samples skipped so far."""
         return self._data.skipped + len(self._lost)
 
     @property
     def all_lost(self) -> bool:
-        """Whether there are training samples, and none that can be read."""
+        """Whether there are training samples, but none can be read."""
         lost = sum(split == "training" for split, _ in self._lost)
         return 0 < lost == len(self._data.splits["training"])
 
@@ -95,23 +99,23 @@ class SampleCache:
         return to_float(index, self.raw(split, index))
 
     def map(self, split: str, indices: Sequence[int], transform: Transform[T]) -> list[tuple[int, T]]:
-        """Return (index, transformed sample), in order, without samples that are left out. Raises DataError."""
-        one = partial(self._one, split, transform=transform)
+        """Return (index, transformed sample) pairs, in order, without the samples that are left out. Raises DataError."""
+        one = partial(self._transform_sample, split, transform=transform)
         found = self._pool.map(one, indices) if self._pool and len(indices) > 1 else map(one, indices)
         return [made for made in found if made is not None]
 
     def parts(self, split: str, size: int, order: Sequence[int] | None = None) -> Iterator[list[tuple[int, Sample]]]:
-        """Yield the split, in this order of its indices, in parts of `size` samples, as (index, sample).
+        """Yield a split in parts of `size` samples, as (index, sample) pairs. The next parts are prefetched.
 
-        The next parts are read meanwhile.
+        `order`: the indices to yield; without it, all in the list's order.
         """
         wanted = range(len(self._data.splits[split])) if order is None else order
         starts = range(0, len(wanted), size)
         calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in starts)
-        yield from ahead(calls, self._data.loading.ahead)
+        yield from prefetch(calls, self._data.loading.ahead)
 
-    def _one(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
-        """Return a transformed sample, None where it is left out; the log names the first ones that are."""
+    def _transform_sample(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
+        """Return (index, transformed sample), or None if the sample is left out. The log names the first such samples."""
         place = (split, index)
         if place in self._unfit:
             return None
@@ -122,33 +126,35 @@ class SampleCache:
             if not (unfit or self._data.loading.skip):
                 raise
             with self._lock:
-                known = self._unfit if unfit else self._lost  # unfit samples are not counted: their number would be an answer
+                known = self._unfit if unfit else self._lost  # unfit samples are not counted: their number would reveal data
                 if place not in known and len(known) < NAMED:
                     _log.warning(f"left out of {split}: {error}")
                 known.add(place)
             return None
 
     def read_again(self, split: str, index: int) -> None:
-        """Read a sample from its files, even if it is kept. Raises DataError."""
+        """Read a sample from its files, even if it is cached. Raises DataError."""
         self._read(self._data.splits[split][index])
 
     def raw(self, split: str, index: int) -> CachedSample:
-        """Return a sample's bytes. Raises DataError."""
+        """Return a sample's uint8 arrays, from the cache or from its files. Raises DataError."""
         found, image = self._look_up(split, index), self._data.splits[split][index].image
         lock = self._locks.get(image)
         if found is not None or lock is None:
-            return found or self._make(split, index)[0]
+            return found or self._read_and_keep(split, index)[0]
         with lock:
             if (found := self._look_up(split, index)) is not None:
                 return found
-            with volumes.held():  # all planes in the list are kept while their volume is unpacked, as long as there is room
-                found, room = self._make(split, index)
+            with (
+                volumes.hold_volumes()
+            ):  # all planes in the list are kept while their volume is unpacked, as long as there is room
+                found, room = self._read_and_keep(split, index)
                 for place in self._planes[image]:
                     if not room:
                         break
                     if place != (split, index):
-                        with suppress(DataError):  # reported when this plane is asked for
-                            room = self._look_up(*place) is not None or self._make(*place)[1]
+                        with suppress(DataError):  # raised again when this plane is asked for
+                            room = self._look_up(*place) is not None or self._read_and_keep(*place)[1]
             return found
 
     def _look_up(self, split: str, index: int) -> CachedSample | None:
@@ -156,11 +162,11 @@ class SampleCache:
             return found
         return self.store.get(self.store.name(self._data.splits[split][index], self._settings)) if self.store else None
 
-    def _make(self, split: str, index: int) -> tuple[CachedSample, bool]:
-        """Return a sample read from its files, and whether there was room to keep it, on disk or in memory."""
+    def _read_and_keep(self, split: str, index: int) -> tuple[CachedSample, bool]:
+        """Return a sample read from its files, and whether there was room to cache it, on disk or in memory."""
         item = self._data.splits[split][index]
         name = self.store.name(item, self._settings) if self.store else ""
-        raw = {key: _bytes(tensor) for key, tensor in self._read(item).items()}
+        raw = {key: _to_bytes(tensor) for key, tensor in self._read(item).items()}
         if self.store and name == self.store.name(item, self._settings) and self.store.put(name, raw):  # no file has changed
             return raw, True
         size = sum(array.nbytes for array in raw.values())
@@ -172,6 +178,6 @@ class SampleCache:
         return raw, fits
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
+def _to_bytes(tensor: torch.Tensor) -> np.ndarray:
     found: np.ndarray = (tensor if tensor.dtype == torch.uint8 else tensor.round().to(torch.uint8)).contiguous().numpy()
     return found

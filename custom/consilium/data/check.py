@@ -9,17 +9,17 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
-from consilium.data.class_names import doubts
-from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, remedy, shown, undeclared
-from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
-from consilium.data.identifiers import ALIKE, alike
+from consilium.data.class_names import doubtful_names
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, undeclared, undeclared_remedy
+from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
+from consilium.data.identifiers import ALIKE, alike_pseudonyms
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
 
 NEAR = 12
-"""Bits of 256 by which the hashes of two pictures that look alike differ at most."""
+"""Two pictures look alike if their 256-bit hashes differ in at most this many bits."""
 _BLOCK, _FAR = 512, 999
 
 
@@ -30,24 +30,23 @@ def check_datalist(
     change: Callable[[DataList], DataList] | None = None,
     size: int = 0,
 ) -> Findings:
-    """Open each image and mask once and report; with `classes`, labels that belong to none are problems.
+    """Open each image and mask of a list once and return the findings.
 
-    With a model's `size` in pixels, structures that it is too small for are warnings. `change` returns the list as a job uses
-    it, by default see `arranged`.
-
-    Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
-    cannot be read.
+    `classes`: the job's classes; a label that belongs to none of them is then a problem. They also say whether labels are masks
+    or class names. Without them, each label is taken as it looks. `change`: turns the list into the one that the job uses; the
+    default is `with_challenge_splits`. `size`: pixels of the model's side; structures that are too small for it are warnings.
+    Raises DataError if the list itself cannot be read.
     """
     bad: list[tuple[str, int, DataError]] = []
     named = None if classes is None else not isinstance(classes, dict)
     data = read_datalist(path, named, lambda *found: bad.append(found))
-    data = change(data) if change else arranged(data)
+    data = change(data) if change else with_challenge_splits(data)
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split, _, error in bad:
         report.samples[split] += 1
         report.bad[split] += 1
         report.problem(error.kind, str(error).removeprefix(f"{path}: "))
-    report.check_splits()
+    report.check_empty_splits()
     for kind, line in data.notes:
         report.warn(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
@@ -55,7 +54,7 @@ def check_datalist(
     reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
     for (split, item), found in zip(entries, reports, strict=True):
         image = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
-        _add(report, split, item, f"{image}{item.part}", found, classes)
+        _add_sample(report, split, item, f"{image}{item.part}", found, classes)
         for one, count in found.small.items():
             what = f"{split}: nothing of {one} is left at the model's {size} pixels; raise model.image_size, or set task.tiles"
             parts = f": {count} of {found.planes} planes or tiles" if found.planes > 1 else ""
@@ -70,20 +69,20 @@ def check_datalist(
         for split in SPLITS:
             if report.samples[split] and not counts[split]:
                 report.warn("class of the job that a split lacks", f"{split}: {name}")
-    for kind, line in doubts(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
+    for kind, line in doubtful_names(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
         report.warn(kind, line)
     find_copies(report)
     find_alike(report)
     return report
 
 
-def _add(report: Findings, split: str, item: Item, called: str, found: SampleReport, classes: Classes) -> None:
-    """Add one sample to the report of its list."""
+def _add_sample(report: Findings, split: str, item: Item, called: str, found: SampleReport, classes: Classes) -> None:
+    """Add the report of one sample to the findings of its list."""
     name = f"{split}: {called}"
     if found.stop is not None:
         report.bad[split] += 1
         said = str(found.stop)
-        if found.stop.kind == UNDECLARED and item.label_map is None:  # one proposal for all masks of all sites comes at the end
+        if found.stop.kind == UNDECLARED and item.label_map is None:  # one proposal for all masks of all sites follows
             said = said.partition(OF_NO_CLASS)[0] + OF_NO_CLASS
         report.problem(found.stop.kind, f"{name}: {said}", item if found.size else None)
     elif item.label is None:
@@ -108,12 +107,11 @@ def check_texts(
     max_length: int = 0,
     class_of: Callable[[Text], int] | None = None,
 ) -> Findings:
-    """Read every record and report; with `length_of` also lengths in a job's tokens, and which exceed `max_length`.
+    """Read every record of a text data set and return the findings.
 
-    `class_of`: raises DataError for a record without a class of the job's.
-
-    Equal prompts, or one patient, in two splits leak the test into training and are problems. Raises DataError where a file
-    cannot be read.
+    `length_of`: returns a record's length in the job's tokens; lengths over `max_length` are then reported. `class_of`: raises
+    DataError for a record whose class the job does not have. A prompt or a patient in two splits is a problem, because it leaks
+    the test split into training. Raises DataError if a file cannot be read.
     """
     data = read_texts(path)
     report = Findings.of(path, data)
@@ -149,62 +147,74 @@ def check_texts(
 
 
 def find_copies(report: Findings) -> None:
-    """Report what two splits share as problems; what looks alike in two splits, and copies in one split, as warnings."""
+    """Report samples that two splits share as problems.
+
+    Pictures that look alike in two splits, and copies within one split, are warnings.
+    """
     left = []
-    for trace, shared, first in _compared(report.traces):
+    for trace, shared, first in _compare_traces(report.traces):
         if shared:
-            report.problem(shared[0].format("splits"), _line(trace, shared[1]))
+            report.problem(shared[0].format("splits"), _format_pair(trace, shared[1]))
             continue
         left.append(trace)
         if first is not None:
-            report.warn("duplicate", _line(trace, first))
-    for trace, like in _alike(left):
-        report.warn("looks alike in two splits", _line(trace, like))
+            report.warn("duplicate", _format_pair(trace, first))
+    for trace, like in _find_look_alikes(left):
+        report.warn("looks alike in two splits", _format_pair(trace, like))
 
 
 def find_alike(report: Findings) -> None:
-    """Warn of patients whose identifiers are nearly equal, by a sample of each: they may be one person."""
+    """Warn of patients whose identifiers are nearly equal, because they may be one person. Each is shown by one sample."""
     first: dict[str, str] = {}
     for trace in report.traces:
         for kind, key in trace.marks:
             if kind == PATIENT:
                 first.setdefault(key, f"{trace.place}: {trace.name}")
-    for group in alike(first):
+    for group in alike_pseudonyms(first):
         report.warn(ALIKE, " ~ ".join(first[key] for key in group))
 
 
 def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:
-    """Return what two sites share, by kind: samples that one of them trains on, patients, studies, pictures alike."""
+    """Return a line for each sample, patient or study that two sites share, and for pictures that look alike, by kind.
+
+    Samples that neither site trains on are left out.
+    """
     traces = [Trace(name, f"{t.place}: {t.name}", t.marks, t.hash, t.training) for name, one in reports for t in one.traces]
     found: dict[str, list[str]] = {}
     left = []
-    # samples that no site trains on may be a common test set
-    for trace, shared, _ in _compared(sorted(traces, key=lambda t: not t.training), training=True):
+    # training samples come first: samples that no site trains on may be a common test set
+    for trace, shared, _ in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
         if shared:
-            found.setdefault(shared[0].format("sites"), []).append(_line(trace, shared[1]))
+            found.setdefault(shared[0].format("sites"), []).append(_format_pair(trace, shared[1]))
         else:
             left.append(trace)
-    for trace, like in _alike(left):
-        found.setdefault("looks alike at two sites", []).append(_line(trace, like))
+    for trace, like in _find_look_alikes(left):
+        found.setdefault("looks alike at two sites", []).append(_format_pair(trace, like))
     return found
 
 
 def suggested_settings(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
-    """Return what to write into a job for the data of all sites: values of its classes, and the length of its texts.
+    """Return lines that say what to write into a job for the data of all sites: values of its classes, and its text length.
 
-    `reports`: by site, without those whose site.yaml maps labels; `classes`: the job's, None without a job.
+    `reports`: the findings by site, without sites whose site.yaml maps labels. `classes`: the job's, None without a job.
     """
     found = []
     values = {name: {value for value in one.label_values if isinstance(value, int) and value} for name, one in reports.items()}
     many = {name: values.pop(name) for name in [name for name, some in values.items() if len(some) >= MOST_VALUES]}
     if isinstance(classes, Mapping):
-        found += [f"{name}: {remedy([some], classes)}" for name, some in many.items() if UNDECLARED in reports[name].problems]
+        found += [
+            f"{name}: {undeclared_remedy([some], classes)}"
+            for name, some in many.items()
+            if UNDECLARED in reports[name].problems
+        ]
     every = list(values.values())
     if isinstance(classes, Mapping) and undeclared(set().union(*every), classes):
-        found.append(f"for all masks: {remedy(every, classes)}")
+        found.append(f"for all masks: {undeclared_remedy(every, classes)}")
     elif classes is None and len({frozenset(one) for one in every if one}) > 1:
         told = "; ".join(f"{name}: {', '.join(map(str, sorted(one)))}" for name, one in values.items() if one)
-        found.append(f"values of the masks differ by site ({told}); all are in task.classes: {shown(classes_for(every))}")
+        found.append(
+            f"values of the masks differ by site ({told}); all are in task.classes: {one_line_yaml(classes_for(every))}"
+        )
     lengths = sum((one.lengths for one in reports.values()), Counter[int]())
     if lengths and max_length:
         found.append(length_summary(lengths, max_length))
@@ -224,12 +234,12 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
     return f"tokens: {told}; {what}; write model.max_length: {enough}{all_of_them} to keep all whole"
 
 
-def _compared(
+def _compare_traces(
     traces: Iterable[Trace], training: bool = False
 ) -> Iterator[tuple[Trace, tuple[str, Trace] | None, Trace | None]]:
-    """Yield each trace with the strongest mark that a sample of another place has too, and that sample; and its first copy.
+    """Yield each trace, (kind of mark, earlier trace) if a trace of another split or site shares a mark, and its first copy.
 
-    `training`: it is compared with samples alone that are trained on.
+    If several marks are shared, the strongest is returned. `training`: compare with training samples only.
     """
     seen: dict[tuple[str, str], Trace] = {}
     for trace in traces:
@@ -239,12 +249,15 @@ def _compared(
             seen |= {mark: trace for mark in trace.marks if mark not in seen}
 
 
-def _line(trace: Trace, other: Trace) -> str:
+def _format_pair(trace: Trace, other: Trace) -> str:
     return f"{trace.place}: {trace.name} = {other.place}: {other.name}"
 
 
-def _alike(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
-    """Yield pictures, each with the earlier one of another place that looks most like it, if one of the two is trained on."""
+def _find_look_alikes(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
+    """Yield (picture, earlier picture) pairs that look alike, come from two places, and of which one is trained on.
+
+    A place is a split or a site. Each picture is paired with the earlier one that looks most like it.
+    """
     known = [trace for trace in traces if trace.hash is not None]
     hashes = np.frombuffer(b"".join(trace.hash or b"" for trace in known), np.uint64).reshape(len(known), 4)
     groups = {name: number for number, name in enumerate(dict.fromkeys(trace.place for trace in known))}

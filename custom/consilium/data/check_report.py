@@ -1,4 +1,4 @@
-"""Findings of a check of a data list: counts, problems, warnings, and a verdict on training."""
+"""The findings of a check of a data list: counts, problems, warnings, and a verdict on training."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.settings import Value
 
 NAMED = 10
-"""Samples of a kind that are named in a terminal; a report names all."""
+"""The most samples per kind that a terminal shows. The written report names all."""
 LEAKS = ("duplicate between splits", "volume in two splits", "study in two splits", "patient in two splits")
 PATIENT = "patient in two {}"
-"""The mark of a patient, see Trace."""
+"""The kind of the mark that holds the patient, see Trace."""
 WORTHLESS = frozenset({*LEAKS, "mask is the image itself", "empty answer"})
 """Problems that let training run but make its scores worthless. All others stop it."""
 NO_TRAINING = "no training samples"
@@ -21,10 +21,11 @@ TEST_ALONE = "no training samples: with test_only: true in its site.yaml such a 
 
 @dataclass(frozen=True)
 class Trace:
-    """Marks by which a sample is recognised in another split or at another site.
+    """Marks by which a sample is recognised in another place: another split, or another site.
 
-    `place`: its split, or its site; `marks`: (kind, key) pairs that no other place may share, the strongest first; `hash`:
-    an appearance hash of 256 bits, None for a constant picture.
+    `place`: the sample's split, or its site. `marks`: (kind, key) pairs that no other place may share, the strongest first.
+    `hash`: an appearance hash of 256 bits, None if it would say nothing, as for a constant picture. `training`: whether the
+    sample is trained on.
     """
 
     place: str
@@ -36,10 +37,11 @@ class Trace:
 
 @dataclass
 class Findings:
-    """All findings of one list. `problems` stop training or make its scores worthless, `warnings` may be fine.
+    """All findings about one list. `problems` stop training or make its scores worthless; `warnings` may be harmless.
 
-    Both map a kind to a line for each sample it concerns; `shown`: samples by such a line. `bad`: entries that training cannot
-    read, by split; `planes`: planes of volumes and tiles of slides; `lengths`: records of texts by their tokens.
+    `problems` and `warnings` map a kind to one line per sample. `shown`: the sample of such a line, for pictures in the report.
+    `bad`: by split, the number of entries that training cannot read. `planes`: by split, the number of planes of volumes and
+    tiles of slides. `lengths`: the number of text records by their length in tokens.
     """
 
     path: str
@@ -57,16 +59,13 @@ class Findings:
 
     @classmethod
     def of(cls, path: Path, data: DataList) -> Self:
-        """Return the findings before any sample is opened: counts of samples, and empty splits.
-
-        No training samples is a problem where there are none to test on either, an empty split otherwise a warning.
-        """
+        """Return the findings before any sample is opened: the number of samples, and empty splits."""
         found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
-        found.check_splits()
+        found.check_empty_splits()
         return found
 
-    def check_splits(self) -> None:
-        """Report splits without any sample."""
+    def check_empty_splits(self) -> None:
+        """Report empty splits: a problem if there are neither training nor test samples, otherwise warnings."""
         if not self.samples["training"] and self.samples["test"]:
             self.warn(TEST_ALONE, self.path)
         elif not self.samples["training"]:
@@ -76,11 +75,11 @@ class Findings:
                 self.warn("empty split", split)
 
     def problem(self, kind: str, line: str, item: Item | None = None) -> None:
-        """Add a problem."""
+        """Add a problem of this kind. `item`: the sample, to show its picture in the report."""
         self._add(self.problems, kind, line, item)
 
     def warn(self, kind: str, line: str, item: Item | None = None) -> None:
-        """Add a warning."""
+        """Add a warning of this kind. `item`: the sample, to show its picture in the report."""
         self._add(self.warnings, kind, line, item)
 
     def _add(self, where: dict[str, list[str]], kind: str, line: str, item: Item | None) -> None:
@@ -90,7 +89,7 @@ class Findings:
 
     @property
     def verdict(self) -> list[str]:
-        """Sentences that say what training would do with this list."""
+        """Lines that say what training would do with this list."""
         stops = [kind for kind in self.problems if kind not in WORTHLESS]
         said = []
         if stops:
@@ -106,7 +105,7 @@ class Findings:
         return said or [f"no problems{warned}"]
 
     def to_dict(self, named: int | None = NAMED) -> dict[str, Any]:
-        """Return plain JSON values: counts of every kind, the first samples named, or all."""
+        """Return the findings as plain JSON values, with the first `named` lines per kind, or all lines for None."""
         values = sorted(self.label_values.items(), key=lambda pair: (isinstance(pair[0], str), pair[0]))
         return {
             "path": self.path,

@@ -1,4 +1,4 @@
-"""Names of classes that look like a mistake: two spellings of one, an empty cell, one for every sample."""
+"""Names of classes that look like a mistake: two spellings of one class, a missing value, a class per sample."""
 
 import re
 import unicodedata
@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 MISSING = frozenset({"nan", "na", "n/a", "#n/a", "<na>", "null", "none", "nil", "-", "?", ".", "unknown", "missing"})
 """What programs and people write for an empty cell, in lower case."""
 FEW = 10
-"""Below so many samples, a class for each may be meant."""
+"""Below this number of samples, a class per sample may be intended."""
 SPELLINGS = "class in two spellings"
 NO_NAME = "class that looks like a missing value"
 EACH_ITS_OWN = "as many classes as samples"
 
 
 def class_name(label: object, names: Sequence[str]) -> str | None:
-    """Return the class that a label is, by its name or its number from 0; None for another one."""
+    """Return the name of a label's class, which the label gives by name or by number from 0; None for any other label."""
     if isinstance(label, int):
         return names[label] if 0 <= label < len(names) else None
     return label if isinstance(label, str) and label in names else None
 
 
-def doubts(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, line) for doubtful names of classes, of which `counts` says how many samples each has."""
+def doubtful_names(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield (kind, line) for each doubtful name of a class. `counts`: the number of samples per class."""
     alike: dict[str, list[str]] = {}
     for name in sorted(counts):
         alike.setdefault(_normalized(name), []).append(name)
@@ -37,5 +37,8 @@ def doubts(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _normalized(name: str) -> str:
-    """Return a name without case, and without blanks, hyphens and underscores between letters or digits: not of HER2-."""
+    """Return a name in one case, without blanks, hyphens and underscores between letters and digits.
+
+    A sign at the end stays, because HER2 and HER2- differ.
+    """
     return re.sub(r"(?<=\w)[-_\s]+(?=[^\W_])", "", unicodedata.normalize("NFKC", name).casefold().strip())

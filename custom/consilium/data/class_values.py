@@ -1,6 +1,6 @@
-"""One rule for values of masks that a job's classes do not declare, in imports, checks and jobs: what to write for all sites.
+"""The remedy for mask values that a job's classes do not declare. Imports, checks and jobs propose it by the same rule.
 
-Values that never occur together at a site, such as 1 at one hospital and 255 at the others, are one class if the job has one.
+If no site has several values, such as 1 at one hospital and 255 at the others, all values are one class.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,51 +12,51 @@ from consilium.data.pairs import MOST_VALUES
 from consilium.data.settings import Value
 
 UNDECLARED = "undeclared label value"
-"""The kind of error of a mask with a value of no class."""
+"""The kind of the error for a mask with a value of no class."""
 OF_NO_CLASS = "belongs to no class"
-"""How the error of such a value goes on, before what to write."""
+"""The words in that error between the value and the remedy."""
 ONE_CLASS = "object"
-"""The name of the class of masks that have one."""
+"""The name of the class if masks have a single one."""
 LARGEST = 2**16
-"""Values of `task.classes` are below it; a site's `labels` take any."""
+"""Values of `task.classes` must be lower. A site's `labels` take any value."""
 Classes = Mapping[str, Sequence[Value]]
 
 
 def one_class(by_site: Iterable[Collection[Value]]) -> bool:
-    """Tell whether no site has two values beside 0."""
+    """Tell whether every site has at most one value other than 0."""
     return all(len(set(values) - {0}) <= 1 for values in by_site)
 
 
 def classes_for(by_site: Iterable[Collection[Value]]) -> dict[str, list[int]]:
-    """Return the classes of masks by what values the sites have: one of all of them, or one for each."""
+    """Return classes for the values of masks at all sites: a single class if `one_class`, else one per value."""
     sets = [set(values) for values in by_site]
     values = sorted(value for value in set().union(*sets) - {0} if isinstance(value, int))
     return {ONE_CLASS: values} if one_class(sets) else {f"value-{value}": [value] for value in values}
 
 
 def undeclared(values: Collection[Value], classes: Classes) -> list[int]:
-    """Return the values that no class declares, without 0 and names."""
+    """Return the values that no class declares, sorted, without 0 and without names of regions."""
     declared = {0, *(value for wanted in classes.values() for value in wanted)}
     return sorted(value for value in set(values) - declared if isinstance(value, int))
 
 
-def remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:
-    """Return what to write so that all values of all sites belong to a class."""
+def undeclared_remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:
+    """Return the text that says what to write so that all values of all sites belong to a class."""
     own = {name: [value for value in wanted if isinstance(value, int)] for name, wanted in classes.items()}
     lost = undeclared(set().union(*by_site), own)
     if len(lost) >= MOST_VALUES - 1:
         return f"{len(lost):,} values are single objects or grey levels, no classes; save masks with one value for each class"
     if any(not 0 <= value < LARGEST for value in lost):
         known = {value for wanted in own.values() for value in wanted}
-        labels = shown({value: [name for name in own if value in own[name]] for value in sorted({*known, *lost})})
+        labels = one_line_yaml({value: [name for name in own if value in own[name]] for value in sorted({*known, *lost})})
         return f"write labels: {labels} for the data set under `datasets:` of site.yaml, where [] is background"
     name = next(iter(own))
     if len(own) == 1 and one_class(by_site):
-        return f"write task.classes: {shown({name: sorted({*own[name], *lost})})} in job.yaml"
-    more = shown(own | {f"value-{value}": [value] for value in lost})
+        return f"write task.classes: {one_line_yaml({name: sorted({*own[name], *lost})})} in job.yaml"
+    more = one_line_yaml(own | {f"value-{value}": [value] for value in lost})
     return f"write task.classes: {more} in job.yaml, or put {', '.join(map(str, lost))} to the class that it is"
 
 
-def shown(classes: Mapping[Any, Sequence[Any]]) -> str:
+def one_line_yaml(classes: Mapping[Any, Sequence[Any]]) -> str:
     """Return a map as one line of YAML."""
     return yaml.safe_dump(dict(classes), default_flow_style=True, sort_keys=False, width=10**6).strip()

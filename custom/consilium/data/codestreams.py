@@ -1,4 +1,4 @@
-"""Sizes in the headers of compressed pictures (JPEG, JPEG-LS, JPEG 2000), read before a decoder allocates memory."""
+"""Sizes and costs of compressed pictures (JPEG, JPEG-LS, JPEG 2000), read from headers before a decoder allocates memory."""
 
 import struct
 
@@ -6,7 +6,7 @@ from consilium.core.errors import DataError
 from consilium.data.safe_open import MOST_SCANS
 
 MOST_PARTS = 2**20
-"""Most code blocks, precincts and tiles of a JPEG 2000. Each takes hundreds of bytes; a code block is usually 64 x 64."""
+"""The most code blocks, precincts and tiles of a JPEG 2000. Each takes hundreds of bytes; a code block is usually 64 x 64."""
 _NO_FRAME = {0xC4, 0xC8, 0xCC}
 """JPEG markers from C0 to CF that do not begin a frame."""
 _J2K = b"\xff\x4f\xff\x51"
@@ -15,8 +15,8 @@ _STYLE, _STYLE_OF_COMPONENT, _TILE_PART, _DATA = 0xFF52, 0xFF53, 0xFF90, 0xFF93
 
 
 def codestream_shape(code: bytes) -> tuple[int, int] | None:
-    """Return (rows, columns) by the header of a JPEG, JPEG-LS or JPEG 2000 codestream; None for others."""
-    if (at := _j2k(code)) >= 0:
+    """Return (rows, columns) from the header of a JPEG, JPEG-LS or JPEG 2000 codestream; None for other codes."""
+    if (at := _codestream_start(code)) >= 0:
         columns, rows, left, above = (int.from_bytes(code[at + n : at + n + 4], "big") for n in (8, 12, 16, 20))
         return rows - above, columns - left
     at = 2 if code[:2] == b"\xff\xd8" else len(code)
@@ -31,19 +31,19 @@ def check_decoding_cost(where: str, code: bytes) -> None:
     """Raise DataError for a codestream whose decoding takes far more time or memory than its pixels need."""
     if code[:2] == b"\xff\xd8" and (scans := code.count(b"\xff\xda")) > MOST_SCANS:
         raise DataError(f"{where}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
-    if (at := _j2k(code)) >= 0 and (parts := _parts(code, at)) > MOST_PARTS:
+    if (at := _codestream_start(code)) >= 0 and (parts := _count_parts(code, at)) > MOST_PARTS:
         raise DataError(f"{where}: is a JPEG 2000 of {parts:,} parts, at most {MOST_PARTS:,} are read; save it anew")
 
 
-def _j2k(code: bytes) -> int:
-    """Return where the code stream of a JPEG 2000 begins, which may be within a file's boxes; -1 for none."""
+def _codestream_start(code: bytes) -> int:
+    """Return the offset of the codestream of a JPEG 2000, which may follow the boxes of a file; -1 if there is none."""
     if code[:4] == _J2K:
         return 0
     return code.find(_J2K, 0, 2**16) if code[4:8] == b"jP  " else -1
 
 
-def _parts(code: bytes, start: int) -> int:
-    """Return how many parts the decoder of a JPEG 2000 makes room for: an upper bound (ISO/IEC 15444-1, A.5 and A.6)."""
+def _count_parts(code: bytes, start: int) -> int:
+    """Return an upper bound on the parts for which a JPEG 2000 decoder allocates memory (ISO/IEC 15444-1, A.5 and A.6)."""
     size, _, width, height, _, _, tile, tall, left, above, components = struct.unpack_from(">HHIIIIIIIIH", code, start + 4)
     across, down = -(-(width - left) // max(1, tile)), -(-(height - above) // max(1, tall))
     found, at, ends = 0, start + 4 + size, 0
@@ -52,10 +52,10 @@ def _parts(code: bytes, start: int) -> int:
         if marker == _TILE_PART:
             ends = at + struct.unpack_from(">I", code, at + 6)[0]
         elif marker == _STYLE:
-            found = max(found, _of_style(code[at + 4 : at + 2 + length], 5, width, height, components))
+            found = max(found, _count_parts_of_style(code[at + 4 : at + 2 + length], 5, width, height, components))
         elif marker == _STYLE_OF_COMPONENT:
             first = at + (5 if components < 257 else 6)
-            found = max(found, _of_style(code[first : at + 2 + length], 1, width, height, components))
+            found = max(found, _count_parts_of_style(code[first : at + 2 + length], 1, width, height, components))
         elif marker == _DATA:
             if ends <= at:
                 break
@@ -65,8 +65,11 @@ def _parts(code: bytes, start: int) -> int:
     return found + _TILE * across * down
 
 
-def _of_style(style: bytes, skipped: int, width: int, height: int, components: int) -> int:
-    """Return how many code blocks and precincts a picture is cut into by a style: flags, `skipped` - 1 bytes, and numbers."""
+def _count_parts_of_style(style: bytes, skipped: int, width: int, height: int, components: int) -> int:
+    """Return the number of code blocks and precincts into which a coding style cuts a picture.
+
+    `style`: the bytes of the style: flags, `skipped` - 1 bytes that are ignored, then the numbers of levels and sizes.
+    """
     levels, across, down = style[skipped : skipped + 3]
     precincts = style[skipped + 5 :] if style[0] & 1 else b"\xff" * (levels + 1)
     found = -(-width >> (across & 15) + 2) * -(-height >> (down & 15) + 2) * 4 // 3

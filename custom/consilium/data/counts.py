@@ -1,6 +1,7 @@
-"""A site's samples by cell (class, size, spacing, grey level), for statistics that its guard protects before they leave.
+"""A site's samples by class, size, spacing and grey level, from which its guard makes the statistics that leave the site.
 
-Cells hold samples instead of counts, because the guard bounds the number of people in a cell. Nothing of this leaves.
+A cell is one class or one bin of a table. Cells hold samples instead of counts, because the guard counts the people in a cell.
+The cells themselves never leave the site.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,32 +22,32 @@ from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text
 
 Cells = dict[str, list[int]]
-"""Indices of samples by cell. All cells are present, in their order."""
+"""The indices of samples in each cell. All cells are present, in the table's order."""
 
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 _STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LENGTHS = (64, 256, 1024, 4096, 16384)
 
 
-def bins(edges: Sequence[float]) -> tuple[str, ...]:
-    """Return the names of the bins between these edges."""
+def bin_names(edges: Sequence[float]) -> tuple[str, ...]:
+    """Return the names of the bins that these edges separate."""
     inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
     return f"under {edges[0]:g}", *inner, f"{edges[-1]:g} and over"
 
 
-SIZES, LENGTHS = bins(_SIDES), bins(_LENGTHS)
-SPACING = (*bins(_STEPS), "not known")
+SIZES, LENGTHS = bin_names(_SIDES), bin_names(_LENGTHS)
+SPACING = (*bin_names(_STEPS), "not known")
 OTHERS = "none/others"
-"""The last cell of classes, for samples with none of a job's classes; no class can have this name."""
+"""The last cell of the classes, for samples of no class of the job. No class can have this name."""
 
 
-def greys(count: int) -> tuple[str, ...]:
+def grey_bin_names(count: int) -> tuple[str, ...]:
     """Return the names of `count` equal parts of the 256 grey levels."""
     return tuple(f"{n * 256 // count} to {(n + 1) * 256 // count - 1}" for n in range(count))
 
 
 def class_names(task: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the cells of a task's classes, and whether each sample is in exactly one; none for a task without classes."""
+    """Return the cells of a task's classes, () without classes, and whether each sample is in exactly one of them."""
     found = getattr(task, "classes", None)
     single = not isinstance(found, Mapping)
     return (*(found or ()), *([OTHERS] if found and single else [])), single
@@ -54,11 +55,12 @@ def class_names(task: Any) -> tuple[tuple[str, ...], bool]:
 
 @dataclass
 class Tally:
-    """A site's counts. By split `people`, whom every sample is of, and `classes`; the rest is of the training split.
+    """The cells of a site's samples. `people`, `patients`, `classes` and `absent` are by split, the rest is training only.
 
-    `absent`: the samples whose mask shows nothing of a class; classes that exclude one another have none there. `areas`: the
-    share of its picture that a class takes in every sample that shows it. `light`: every sample's share of each grey level's
-    bin. `patients`: by split, whether every sample names its patient.
+    `people`: the person of every sample, see `person`. `patients`: whether every sample names its patient. `classes`: the
+    samples that show each class. `absent`: for masks, the samples that show nothing of a class. `areas`: by class, the share of
+    the picture that it covers in each sample that shows it. `light`: per sample, the share of pixels in each bin of grey
+    levels.
     """
 
     people: dict[str, list[str]] = field(default_factory=dict)
@@ -73,10 +75,10 @@ class Tally:
 
 
 def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lambda: None) -> Tally:
-    """Return the counts of a data list for a job's `task` section, with `count` bins of grey levels; `stop` may raise.
+    """Return the cells of a data list for a job's `task` section, with `count` bins of grey levels.
 
-    Every label and every training picture is read. A sample that does not fit the job is one of OTHERS, or shows no class; a
-    picture that is too large for it is of the last size. Raises DataError.
+    Every label and every training picture is read. A sample that does not fit the job counts under OTHERS, or shows no class. A
+    picture that is too large for the job has the last size. `stop`: called before each sample, may raise. Raises DataError.
     """
     names, single = class_names(task)
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
@@ -84,26 +86,28 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
     found.areas = {name: [] for name in names}
     for split in SPLITS:
         items = data.splits[split]
-        found.people[split] = [person(item) for item in items]
+        found.people[split] = [person_of(item) for item in items]
         found.patients[split] = bool(items) and all(item.patient for item in items)
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
             stop()
-            _count(found, split, number, item, task, single, settings)
+            _count_classes(found, split, number, item, task, single, settings)
             if split == "training":
-                _look(found, number, item, settings, count)
+                _count_values(found, number, item, settings, count)
     return found
 
 
-def person(item: Any) -> str:
-    """Return a sample's patient, else its study, else the sample itself."""
+def person_of(item: Any) -> str:
+    """Return who counts as the person of a sample: its patient, else its study, else the sample itself."""
     if isinstance(item, Item):
         return item.patient or item.study or str(item.image)
     return str(item.patient or item.name)
 
 
-def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings) -> None:
-    """Count the classes of a sample."""
+def _count_classes(
+    found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings
+) -> None:
+    """Add a sample to the cells of its classes."""
     if not isinstance(item, Item) or not found.classes[split]:
         return
     if single:
@@ -121,10 +125,10 @@ def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: 
             found.areas[name].append(share)
 
 
-def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
-    """Count size, spacing and grey levels of a training picture, or the length of a text."""
+def _count_values(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
+    """Add a training picture to the cells of size, spacing and grey levels, or a text to the cells of length."""
     if isinstance(item, Text):
-        found.lengths[_bin(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
+        found.lengths[_bin_name(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
     if not isinstance(item, Item):
         return
     try:
@@ -135,9 +139,9 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
         if isinstance(item.label, Path) and not volumes.is_volume(item.label):
             with suppress(UnfitError):
                 check_pair(item, image.shape[:2], read_labels(item, settings))
-        size = _bin(max(image.shape[:2]), _SIDES, SIZES)
+        size = _bin_name(max(image.shape[:2]), _SIDES, SIZES)
         pixel = volumes.header(item.image, item.affine).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
-        spacing = SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)  # of the larger side, in millimetres
+        spacing = SPACING[-1] if pixel is None else _bin_name(max(pixel), _STEPS, SPACING)  # the larger side, in mm
         levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
         light = levels / levels.sum()
     found.sizes[size].append(number)
@@ -145,5 +149,5 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
     found.light.append(light)
 
 
-def _bin(value: float, edges: Sequence[float], names: Sequence[str]) -> str:
+def _bin_name(value: float, edges: Sequence[float], names: Sequence[str]) -> str:
     return names[int(np.searchsorted(edges, value, side="right"))]

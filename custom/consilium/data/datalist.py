@@ -1,7 +1,7 @@
-"""MONAI / Decathlon data lists: JSON with `training`, `validation`, `test`, each a list of {"image": ..., "label": ...}.
+"""MONAI / Decathlon data lists: JSON with `training`, `validation` and `test`, each a list of {"image": ..., "label": ...}.
 
-A label is a mask's path for segmentation, a class (name, or number from 0) for classification. Instead of a list a folder per
-class will do, see folders.py.
+A label is the path of a mask for segmentation, or a class (name, or number from 0) for classification. Folders of pictures per
+class can replace a list, see folders.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,9 +24,9 @@ _UNIT = 2**32
 
 @dataclass(frozen=True)
 class Crop:
-    """A square crop of `side` pixels, for a picture of any size.
+    """A square crop of `side` pixels, for a picture of any size. A side of the picture that is shorter stays whole.
 
-    `down`, `across`: where it lies, as shares (0 to 1, 1 left out) of the places that there are. A shorter side stays whole.
+    `down` and `across`: the position, as a share in [0, 1) of all possible positions in that direction.
     """
 
     side: int
@@ -34,48 +34,49 @@ class Crop:
     across: float
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the (rows, columns) that are left of a picture."""
+        """Return the (rows, columns) of the crop of a picture."""
         return min(rows, self.side), min(columns, self.side)
 
     def cut(self, array: Any) -> Any:
-        """Return its part of a picture or a mask (H, W, ...), as a view."""
+        """Return the crop of a picture or a mask (H, W, ...), as a view."""
         rows, columns = self.shape(*array.shape[:2])
         top = int(self.down * (array.shape[0] - rows + 1))
         left = int(self.across * (array.shape[1] - columns + 1))
         return array[top : top + rows, left : left + columns]
 
 
-def drawn(side: int, seed: int, name: str) -> Crop:
-    """Return the crop that a seed and a picture's name fix."""
+def draw_crop(side: int, seed: int, name: str) -> Crop:
+    """Return the random crop of `side` pixels that a seed and a picture's name determine."""
     down, across = (seed_for(seed, "crop", way, name) % _UNIT / _UNIT for way in ("down", "across"))
     return Crop(side, down, across)
 
 
 SCORED = -1
-"""In the place of a seed, for crops that every seed is scored on."""
+"""The seed of crops for scores: runs of all training seeds are scored on the same crops."""
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
-"""Keys of other tools' lists: left unread they would lose samples in silence."""
+"""Split keys in other tools' lists. They are refused, because ignoring them would silently lose samples."""
 ENTRY_KEYS = {"image", "label", "slice", "axis", "patient", "study", "annotated", "fold", "tile"}
 MOST_BYTES = 256 * 1024**2
-"""A data list of over a million entries is smaller."""
+"""Bytes of a data list. A list of over a million entries is smaller."""
 Tile = tuple[int, int, int, int]
 """Left, top, width and height in pixels."""
 Bad = Callable[[str, int, DataError], None]
-"""Takes split and index of an entry that cannot be used, and why."""
+"""Called with the split and index of an unusable entry, and the error."""
 Lost = tuple[str, DataError]
-"""The split of a sample that cannot be read, and why."""
+"""The split of a sample that cannot be read, and the error."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One sample. `image`: a picture, a volume or a folder of DICOM files; `label`: a mask's path or a class.
+    """One sample. `image`: a picture, a volume or a folder of DICOM files. `label`: a mask's path or a class.
 
-    `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
-    linked samples, "" where unknown. `annotated`: the classes that the mask shows, all of the task's without it.
-    `label_map`: classes by the site's own label values, where they differ from the job's. `others`: how values of no
-    class count. `alone`: a part that no other part of its file may influence. `crop`: the part of the picture that a job uses.
-    `affine`: the place of NIfTI files' voxels where their two disagree. `fold`: of MONAI's lists, see `arranged`.
+    `slice`: a plane of a volume, counted along `axis`. `tile`: a part of a large picture. `patient` and `study`: pseudonyms,
+    "" if unknown. `annotated`: the classes that the mask shows, None for all of the task's. `label_map`: the job's classes by
+    the site's own label values, if these differ. `others`: how label values of no class are treated. `alone`: the sample is a
+    privacy record of its own, so no other part of its file may influence it. `crop`: the part of the picture that a job uses.
+    `affine`: which transform positions the voxels of NIfTI files whose two transforms disagree. `fold`: the fold in a list of
+    MONAI's, see `with_challenge_splits`.
     """
 
     image: Path
@@ -95,32 +96,32 @@ class Item:
 
     @property
     def name(self) -> str:
-        """The image's file name, with the slice or the tile's corner if there is one."""
+        """The image's file name, followed by the slice or the tile's corner if there is one."""
         return self.image.name + self.part
 
     @property
     def part(self) -> str:
-        """The slice or the tile in a sample's name, "" for a whole picture."""
+        """The suffix of a sample's name: its slice or its tile's corner; "" for a whole picture."""
         if self.tile is not None:
             return f"[{self.tile[0]},{self.tile[1]}]"
         return "" if self.slice is None else f"[{self.slice}]"
 
     def across(self, axis: Axis) -> Axis:
-        """Return which way a volume's planes are cut: the entry's own way comes before the job's `axis`."""
+        """Return the orientation of this volume's planes: the entry's own if it names one or a slice, else the job's `axis`."""
         return self.axis if self.axis != "stored" or self.slice is not None else axis
 
 
 def cropped_item(item: Item, side: int, seed: int) -> Item:
-    """Return an item with the crop that a seed fixes: by its file's name, so that planes of a volume are cut alike."""
-    return replace(item, crop=drawn(side, seed, item.image.name if item.slice is not None else item.name))
+    """Return an item with the crop that a seed and its file's name determine. All planes of a volume get the same crop."""
+    return replace(item, crop=draw_crop(side, seed, item.image.name if item.slice is not None else item.name))
 
 
 @dataclass(frozen=True)
 class DataList:
-    """A site's samples by split, Items or the Texts of text.py; every split of SPLITS is present, possibly empty.
+    """A site's samples by split: Items, or the Texts of text.py. Every split of SPLITS is present, possibly empty.
 
-    `loading`: how the site reads them. `skipped`: samples that were left out because they cannot be read. `notes`: a kind and a
-    line for each thing that the site should know about its list.
+    `loading`: how the site reads its samples. `skipped`: the number of samples left out because they cannot be read. `notes`:
+    (kind, line) pairs that tell the site how its list is used.
     """
 
     path: Path
@@ -131,11 +132,11 @@ class DataList:
 
 
 def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = None) -> DataList:
-    """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see safe_open.py.
+    """Read a data list or a folder per class. Relative paths start at its folder and may lead out of it, see safe_open.py.
 
-    `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
-    `bad`: called for every unusable entry, which is then left out; without it the first one is an error.
-    Raises DataError, naming file, entry and remedy.
+    `classes`: whether text labels are class names instead of paths of masks; None decides per label: a text without a suffix is
+    a name. `bad`: called for every unusable entry, which is then left out; without it, the first such entry is an error.
+    Raises DataError with the file, the entry and the remedy.
     """
     if path.is_dir():
         pictures = list(read_folders(path))
@@ -152,7 +153,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
         for index, entry in enumerate(entries):
             entry = {"image": entry} if isinstance(entry, str) else entry
             try:
-                found.append(_item(path, f"{path}: {split}[{index}]", entry, classes, raw.get("annotated")))
+                found.append(_read_entry(path, f"{path}: {split}[{index}]", entry, classes, raw.get("annotated")))
             except DataError as error:
                 if bad is None:
                     raise
@@ -161,12 +162,12 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     return DataList(path, splits)
 
 
-def arranged(data: DataList, as_listed: bool = False) -> DataList:
-    """Return a list of MONAI's or the Decathlon's as they use it, with a note for each change.
+def with_challenge_splits(data: DataList, as_listed: bool = False) -> DataList:
+    """Return a list with splits as MONAI and challenges such as the Decathlon use them, with a note for each change.
 
-    Where training samples have several folds and no sample is for validation, the lowest fold is. A test split without any
-    label is left out where training samples have labels: the challenge keeps them. `as_listed` changes nothing: under DP-SGD
-    no sample may decide where others go.
+    If training samples have several folds and the validation split is empty, the lowest fold becomes the validation split. A
+    test split without any label is dropped if training samples have labels, because the challenge keeps the test labels.
+    `as_listed`: change nothing, as under DP-SGD no sample may decide the split of others.
     """
     splits, notes = dict(data.splits), []
     training, test = splits["training"], splits["test"]
@@ -200,7 +201,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_list(path: Path) -> dict[str, Any]:
-    """Return a data list's JSON, with Auto3DSeg's `testing` as `test`. Raises DataError."""
+    """Return a data list's JSON, with Auto3DSeg's key `testing` renamed `test`. Raises DataError."""
     raw = read_json(path)
     if not isinstance(raw, dict) or "training" not in raw:
         raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
@@ -208,7 +209,10 @@ def read_list(path: Path) -> dict[str, Any]:
 
 
 def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
-    """Return a list whose NIfTI files lie where their sform or qform says; None refuses those in which the two disagree."""
+    """Return a list whose NIfTI files are positioned by `affine`: their sform or their qform.
+
+    None refuses files in which the two disagree.
+    """
     if affine is None:
         return data
     splits = {
@@ -219,14 +223,17 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
 
 
 def listed_patients(path: Path) -> dict[str, str]:
-    """Return the patients that a data list itself names, by pseudonym: to copy them into another list. Raises DataError."""
+    """Return the identifiers of patients in a data list, by pseudonym, to write them into another list. Raises DataError."""
     raw = {} if path.is_dir() else read_list(path)
     entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]
     return {pseudonym(str(entry["patient"])): str(entry["patient"]) for entry in entries}
 
 
 def pool(lists: Iterable[DataList]) -> DataList:
-    """Return all samples of several sites as one list, for a centralized reference run. Patients of two sites are two."""
+    """Return all samples of several sites as one list, for a centralized reference run.
+
+    An identifier that occurs at two sites stands for two patients.
+    """
     lists = list(lists)
     splits: dict[str, tuple[Any, ...]] = {}
     for split in SPLITS:
@@ -249,20 +256,20 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "fold": (lambda v: type(v) is int, 'is not a whole number; write "fold": 0, or leave it out'),
 }
-"""By an entry's key, what its value must be, and how the error for any other goes on. A value that is null is not there."""
+"""By an entry's key: a test of its value, and the end of the error for any other value. A null value counts as absent."""
 
 
 def _check_fields(where: str, entry: dict[str, Any]) -> None:
-    """Raise DataError for a value of a key that is none of its kind."""
+    """Raise DataError for a value that its key does not allow."""
     for key, (fits, what) in _FIELDS.items():
         if (value := entry.get(key)) is not None and not fits(value):
             nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict | list) for one in value))
-            shown = type(value).__name__ if nested else repr(value)[:80]  # a nested one may be of any size and depth
+            shown = type(value).__name__ if nested else repr(value)[:80]  # a nested value may have any size and depth
             raise DataError(f"{where}: {key} {shown} {what}")
 
 
-def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: Sequence[str] | None) -> Item:
-    """Return an entry's sample; `annotated`: of the list. Raises DataError."""
+def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annotated: Sequence[str] | None) -> Item:
+    """Return the sample of an entry. `annotated`: the list's own, which the entry may replace. Raises DataError."""
     if isinstance(entry, dict) and isinstance(files := entry.get("image"), list):
         what = f'"image" is a list of {len(files)} files, and several images of one sample are not read'
         raise DataError(f'{where}: {what}; name the one to use, as in "image": "a.nii.gz"', "several images")
@@ -296,10 +303,10 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: S
             raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
         try:
             if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
-                check_file(file, most=_most(file))
+                check_file(file, most=_max_bytes(file))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-    # a plane of a file that is not a volume, or a tile of a volume, would not be read
+    # readers would ignore a plane of a picture, or a tile of a volume
     key = "slice" if found.slice is not None else "axis" if found.axis != "stored" else ""
     if key and not any(map(is_volume, files)):
         raise DataError(f'{where}: {found.image}: is one picture, without planes; take "{key}" off its entry', "wrong slice")
@@ -309,12 +316,12 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: S
 
 
 def files_of(item: Any) -> list[Path]:
-    """Return the picture and the mask that a sample is read from."""
+    """Return the files that a sample is read from: its picture, and its mask if it has one."""
     return [file for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]
 
 
-def _most(file: Path) -> int:
-    """Return how many bytes a file of its kind may have."""
+def _max_bytes(file: Path) -> int:
+    """Return the most bytes that a file of this kind may have."""
     if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")):
         return MOST_SLIDE
     return MOST_VOLUME_FILE if is_volume(file) else MOST_FILE

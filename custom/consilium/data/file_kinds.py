@@ -1,4 +1,4 @@
-"""Which kind of file a path is, by its name or its first bytes: picture, slide, volume. Loads neither numpy nor torch."""
+"""The kind of a file (picture, slide, volume), by its name or its first bytes. Loads neither numpy nor torch."""
 
 import unicodedata
 from functools import lru_cache
@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Literal
 
 SLIDES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
-"""Endings of whole slides that no picture reader takes."""
+"""Endings of whole slides, which no picture reader opens."""
 NIFTI = (".nii", ".nii.gz")
 RAW_VOLUMES = (".mha", ".mhd", ".nrrd", ".nhdr")
 """MetaImage and NRRD."""
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".gif", ".npy", *NIFTI, *RAW_VOLUMES, *SLIDES)
 DICOM = (".dcm", ".dicom")
-"""Endings of DICOM files without the usual first bytes."""
+"""Endings of DICOM files, which may lack the usual first bytes."""
 MOST_FILES = 20_000
 """Files of a folder, and frames of a series."""
 VolumeFormat = Literal["nifti", "dicom", "raw_volumes"]
-"""The module of this room that reads it."""
+"""The module of this package that reads a volume."""
 
 
 def place_of(folder: Path, name: str) -> Path:
-    """Return the file of that name from `folder` on, also where it is written as on Windows, or in Unicode's other form.
+    """Return the path of `name` below `folder`. Without such a file, the path is returned as written.
 
-    A name may be in either form on the disks of a Mac. Without such a file the path as it is written.
+    The name may have Windows' backslashes, and its letters and accents may be composed or decomposed (NFC or NFD): a Mac's disk
+    may have either form.
     """
     spellings = (unicodedata.normalize(form, one) for one in (name, name.replace("\\", "/")) for form in ("NFC", "NFD"))
     path = folder / name
@@ -46,7 +47,7 @@ def is_volume(path: Path) -> bool:
 def volume_format(path: Path) -> VolumeFormat | None:
     """Return the format of a volume, None for any other path.
 
-    A folder is examined again when its time changes: where a network share is away, the folder is an empty one.
+    A folder is examined again when its modification time changes: while a network share is not mounted, it looks empty.
     """
     try:
         return _format_at(path, path.stat().st_mtime_ns if path.is_dir() else 0)
@@ -64,7 +65,7 @@ def _format_at(path: Path, time: int) -> VolumeFormat | None:
 
 
 def is_dicom(path: Path) -> bool:
-    """Tell whether a path is a DICOM file, by its first bytes or its name, or a folder with such a file in it."""
+    """Tell whether a path is a DICOM file, by its first bytes or its name, or a folder that holds one."""
     try:
         for one in islice(path.iterdir(), MOST_FILES) if path.is_dir() else [path]:
             if one.is_file():  # a pipe would never end
@@ -77,5 +78,5 @@ def is_dicom(path: Path) -> bool:
 
 
 def forget_formats() -> None:
-    """Examine every path again."""
+    """Forget the formats found so far, so that every path is examined again."""
     _format_at.cache_clear()

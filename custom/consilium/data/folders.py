@@ -1,4 +1,7 @@
-"""Pictures in a folder per class: `<class>/*.png`, or `{train,val,test}/<class>/*.png`; and what is none, to be imported."""
+"""Pictures in a folder per class: `<class>/*.png`, or `{train,val,test}/<class>/*.png`.
+
+Folders of another layout are recognised, so that messages can name the import that reads them.
+"""
 
 import os
 import re
@@ -14,20 +17,20 @@ from consilium.data.pairs import holds_pairs, kind_of, words
 _SPLIT = re.compile(r"(train(?:ings?)?|val(?:id(?:ation)?)?|test(?:ings?)?)[\W_]*(?:sets?|data|daten)?", re.IGNORECASE)
 """Names that a split's folder may have: train, Training, Testing, valid, test_set, Trainingsdaten."""
 _SPLITS = {"tr": "training", "va": "validation", "te": "test"}
-"""By the first two letters of such a name."""
+"""Splits by the first two letters of such a name."""
 
 
 _PATIENT = re.compile(
     r"p|pt|pat|pati?en[tn]e?n?s?|pa[cz]ient[ei]|cases?|subj?|subjects?|proband|volunteer|tcga|brats|lidc", re.IGNORECASE
 )
-"""Words that the folders of patients are called by, beside a number."""
+"""Words that stand beside a number in the folder names of patients."""
 
 
 UNREAD = "name DICOM files with their masks or classes in a table for `consilium data import csv`, and save others as PNG"
 
 
 def are_patients(names: Iterable[str]) -> bool:
-    """Tell whether folders are called after patients, most of them: a word for a patient with a number, such as patient001."""
+    """Tell whether over 80 % of these folder names are patients': a word for a patient with a number, such as patient001."""
     every = list(names)
     parts = {one: (*words(one), *re.split(r"[\W_\d]+", one)) for one in every if re.search(r"\d", one)}
     own = [one for one in every if any(map(_PATIENT.fullmatch, parts.get(one, ())))]
@@ -35,19 +38,20 @@ def are_patients(names: Iterable[str]) -> bool:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that a folder is called after, None for any other name."""
+    """Return the split that a folder's name stands for, None for any other name."""
     return _SPLITS[name[:2].lower()] if _SPLIT.fullmatch(name) else None
 
 
 def has_classes(folder: Path) -> bool:
-    """Tell whether the folder holds classes, with or without splits: some subfolder, or a split's, has pictures in it, which
-    are not pairs of images and masks.
+    """Tell whether a folder holds a folder per class, with or without folders of splits.
+
+    Some subfolder, or some subfolder of a split, then has pictures, and these are not pairs of images and masks.
     """
     return has_folders(folder) and not has_masks(folder)
 
 
 def has_folders(folder: Path) -> bool:
-    """Tell whether some subfolder, or a split's, has pictures in it; one folder of images alone is not a class."""
+    """Tell whether some subfolder, or some subfolder of a split, has pictures. A lone folder of images is not a class."""
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
     kinds = [kind_of(one.name) for one in found]
     is_one_role = set(kinds) == {"image"} or kinds == ["mask"]
@@ -55,7 +59,10 @@ def has_folders(folder: Path) -> bool:
 
 
 def lone_masks(folder: Path) -> str:
-    """Return what is wrong with masks or images that lie beside a folder of the others in no format that is read; else ""."""
+    """Return why one of the folders of images and of masks holds no file that can be read, although the other one does.
+
+    "" if both can be read, or if there are no such folders.
+    """
     below = _class_folders(folder) if folder.is_dir() else []
     by_kind = {kind: [one for _, one in below if kind_of(one.name) == kind] for kind in ("mask", "image")}
     for kind, other in (("mask", "image"), ("image", "mask")):
@@ -75,13 +82,13 @@ def has_masks(folder: Path) -> bool:
     return holds_pairs(folder, [Path(name) for name in pictures])
 
 
-def importing(folder: Path) -> str:
-    """Return the command that makes a data list of a folder of sites, or of one."""
+def import_command(folder: Path) -> str:
+    """Return the command that makes data lists from a folder of sites, or from the folder of one site."""
     return f"`consilium data import own {shlex.quote(str(folder))} DEST`"
 
 
-def unlisted(folder: Path) -> str:
-    """Return what a folder without classes holds that an import reads, "" for nothing that is known by its names."""
+def importable_content(folder: Path) -> str:
+    """Return a description of the data in a folder without classes that an import can read; "" if none are recognised."""
     if has_masks(folder):
         return "pictures beside their masks"
     table = None if has_folders(folder) else next(iter(sorted(folder.glob("[!.]*.[cC][sS][vV]"))), None)
@@ -89,20 +96,25 @@ def unlisted(folder: Path) -> str:
 
 
 def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
-    """Yield (split, picture, class) by sorted class and file; without split folders all is training. Raises DataError."""
+    """Yield (split, picture, class), sorted by class and file. Without folders of splits, all pictures are for training.
+
+    Raises DataError for another layout.
+    """
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
-    if what := unlisted(folder):
-        raise DataError(f"{folder}: holds {what}, and no folders of classes; {importing(folder)} makes a list of it")
+    if what := importable_content(folder):
+        raise DataError(f"{folder}: holds {what}, and no folders of classes; {import_command(folder)} makes a list of it")
     if are_patients(one.name for _, one in _class_folders(folder)):
-        raise DataError(f"{folder}: holds a folder for each patient, and no folders of classes; {importing(folder)} reads them")
+        raise DataError(
+            f"{folder}: holds a folder for each patient, and no folders of classes; {import_command(folder)} reads them"
+        )
     if not has_folders(folder):
         raise DataError(f"{folder}: no pictures in folders of classes there; lay it out as CLASS/a.png or train/CLASS/a.png")
     yield from ((split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one))
 
 
 def _class_folders(folder: Path) -> list[tuple[str, Path]]:
-    """Return (split, class folder); beside split folders anything else is not a class."""
+    """Return (split, class folder) pairs. If there are folders of splits, other folders beside them are no classes."""
     splits = [(split, one) for one in subfolders(folder) if (split := split_of(one.name))]
     if splits:
         return [(split, one) for split, parent in splits for one in subfolders(parent)]
@@ -110,7 +122,7 @@ def _class_folders(folder: Path) -> list[tuple[str, Path]]:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """Return the folders in a folder by name, without hidden ones."""
+    """Return the folders in a folder, sorted by name, without hidden ones."""
     return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 

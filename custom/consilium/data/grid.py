@@ -1,7 +1,7 @@
-"""Where voxels lie, and the planes one sees: cut out of a volume and put back.
+"""The positions of a volume's voxels, and its planes as pictures: cut out of a volume and put back.
 
-A plane is shown in radiological orientation, however the file stores it: rows run from the front backwards or from the head
-downwards, columns from the patient's right to the left or from the front backwards.
+A plane is in radiological orientation, however the file stores it: rows run from front to back or from head to feet, columns
+from the patient's right to left or from front to back.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from consilium.data.settings import Axis
 
 CANONICAL: dict[Axis, int] = {"sagittal": 0, "coronal": 1, "axial": 2}
 TOLERANCE = 0.1
-"""Share of the smallest voxel side by which the corners of two equal grids may lie apart."""
+"""Two grids are equal if their corners are at most this share of the smallest voxel side apart."""
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """A volume's voxels (i, j, k), `shape` of each axis. `affine` (4, 4) takes indices to millimetres (right, front, up).
+    """The grid of a volume's voxels (i, j, k). `affine` (4, 4) maps indices to millimetres (right, front, up).
 
-    Without an affine the position of the voxels is unknown: frames of a video, or a plain picture, of which `plane` may still
-    say the millimetres between rows and between columns.
+    Without an affine, the position of the voxels is unknown, as for frames of a video or a plain picture. `plane` may then
+    still have the millimetres between rows and between columns.
     """
 
     shape: tuple[int, int, int]
@@ -41,84 +41,87 @@ class Grid:
 
     @property
     def tilt(self) -> float:
-        """Degrees between the stored axes and the patient's closest ones, at most."""
+        """The largest angle in degrees between a stored axis and the patient's axis closest to it."""
         if self.affine is None:
             return 0.0
         steps = np.abs(self.affine[:3, :3]) / np.linalg.norm(self.affine[:3, :3], axis=0)
         return float(np.degrees(np.arccos(np.clip(steps.max(0), 0, 1))).max())
 
     def across(self, axis: Axis) -> int:
-        """Return the stored axis, 0 to 2, that `axis` counts along: the one closest to it where the volume lies obliquely."""
+        """Return the stored axis, 0 to 2, along which planes of orientation `axis` are counted.
+
+        For an oblique volume it is the closest one.
+        """
         if axis == "stored" or self.affine is None:
             return 2
         return next(stored for stored in range(3) if self._orientation[stored][0] == CANONICAL[axis])
 
     def planes(self, axis: Axis) -> int:
-        """Return how many planes there are."""
+        """Return the number of planes of an orientation."""
         return self.shape[self.across(axis)]
 
     def index(self, axis: Axis, number: int) -> int:
-        """Return the stored index of a plane: axial ones count upwards, coronal to the front, sagittal to the right."""
+        """Return the stored index of plane `number`. Axial planes count upwards, coronal forwards, sagittal to the right."""
         across = self.across(axis)
         backwards = axis != "stored" and self.affine is not None and self._orientation[across][1] < 0
         return self.shape[across] - 1 - number if backwards else number
 
     def cut(self, voxels: np.ndarray, axis: Axis, number: int) -> np.ndarray:
         """Return plane `number` of `voxels` (i, j, k, ...) as a picture (rows, columns, ...)."""
-        return self._turned(np.take(voxels, self.index(axis, number), self.across(axis)), axis)
+        return self._oriented(np.take(voxels, self.index(axis, number), self.across(axis)), axis)
 
     def put(self, voxels: np.ndarray, axis: Axis, number: int, picture: np.ndarray) -> None:
         """Write a picture (rows, columns) back into its plane of `voxels` (i, j, k): the inverse of `cut`."""
         place: list[slice | int] = [slice(None)] * 3
         place[self.across(axis)] = self.index(axis, number)
-        self._turned(voxels[tuple(place)], axis)[...] = picture
+        self._oriented(voxels[tuple(place)], axis)[...] = picture
 
     def pixel(self, axis: Axis) -> tuple[float, float] | None:
-        """Return millimetres between rows and between columns of a plane."""
+        """Return the millimetres between rows and between columns of a plane, None if unknown."""
         if self.voxel is None:
             return self.plane
-        first, second = self._rest(axis)
-        rows, columns = (second, first) if self._upright(axis) else (first, second)
+        first, second = self._plane_axes(axis)
+        rows, columns = (second, first) if self._has_rows_second(axis) else (first, second)
         return self.voxel[rows], self.voxel[columns]
 
-    def _rest(self, axis: Axis) -> tuple[int, int]:
+    def _plane_axes(self, axis: Axis) -> tuple[int, int]:
         first, second = (stored for stored in range(3) if stored != self.across(axis))
         return first, second
 
-    def _upright(self, axis: Axis) -> bool:
-        """Tell whether the second stored axis of a plane is its rows."""
-        first, second = self._rest(axis)
+    def _has_rows_second(self, axis: Axis) -> bool:
+        """Tell whether the picture's rows are counted along the second of a plane's two stored axes."""
+        first, second = self._plane_axes(axis)
         return self.affine is None or self._orientation[second][0] > self._orientation[first][0]
 
-    def _turned(self, plane: np.ndarray, axis: Axis) -> np.ndarray:
-        """Return a view of a stored plane (first, second, ...) as one sees it."""
+    def _oriented(self, plane: np.ndarray, axis: Axis) -> np.ndarray:
+        """Return a view of a stored plane (first, second, ...) in radiological orientation."""
         if self.affine is not None:
-            steps = [-1 if self._orientation[stored][1] > 0 else 1 for stored in self._rest(axis)]
+            steps = [-1 if self._orientation[stored][1] > 0 else 1 for stored in self._plane_axes(axis)]
             plane = plane[:: steps[0], :: steps[1]]
-        return plane.swapaxes(0, 1) if self._upright(axis) else plane
+        return plane.swapaxes(0, 1) if self._has_rows_second(axis) else plane
 
     @cached_property
     def _orientation(self) -> list[tuple[int, int]]:
-        """For each stored axis the patient's axis (0 right, 1 front, 2 up) that is closest, and its direction."""
-        from nibabel.orientations import io_orientation  # a server, which knows grids by name only, does without
+        """For each stored axis, the closest of the patient's axes (0 right, 1 front, 2 up) and the sign of its direction."""
+        from nibabel.orientations import io_orientation  # a server imports this module and needs no nibabel
 
-        return [(int(axis), int(sign)) for axis, sign in io_orientation(self.affine)]  # half a millisecond: once is enough
+        return [(int(axis), int(sign)) for axis, sign in io_orientation(self.affine)]  # cached: it takes half a millisecond
 
 
 def check_spacing(path: Path, field: str, values: Sequence[float], remedy: str) -> None:
-    """Raise DataError for millimetres between voxels, as a header's `field` has them, that are not finite or not over 0.
+    """Raise DataError unless all `values` of a header's `field`, in millimetres between voxels, are finite and over 0.
 
-    Every reader calls it: libraries replace an invalid spacing by 1 without a warning, and all distances would be wrong.
+    Every reader calls it, because libraries silently replace an invalid spacing by 1, and all distances would be wrong.
     """
     if not all(np.isfinite(value) and value > 0 for value in values):
         found = " x ".join(f"{value:g}" for value in values)
         raise DataError(f"{path}: {field} is {found}, and a voxel's sides are over 0 mm; {remedy}", "broken geometry")
 
 
-def disagreement(one: Grid, other: Grid) -> str:
-    """Return how two grids differ, "" where they agree: equal shapes, corners within a tenth of a voxel of each other."""
+def grid_difference(one: Grid, other: Grid) -> str:
+    """Return how two grids differ; "" if they agree: equal shapes, and corners at most a tenth of a voxel apart."""
     if one.shape != other.shape:
-        return f"{_by(other.shape)} voxels, not {_by(one.shape)}"
+        return f"{_format_shape(other.shape)} voxels, not {_format_shape(one.shape)}"
     if one.affine is None or other.affine is None or np.allclose(one.affine, other.affine):
         return ""
     corners = np.stack(np.meshgrid(*([0, n - 1] for n in one.shape), [1], indexing="ij")).reshape(4, -1)
@@ -126,8 +129,11 @@ def disagreement(one: Grid, other: Grid) -> str:
     return f"its corners lie {apart:.1f} mm apart" if apart > TOLERANCE * min(one.voxel or (1.0,)) else ""
 
 
-def resampled(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
-    """Return label values (i, j, k) of grid `own` on grid `wanted`, by the nearest voxel; 0 outside. Both have affines."""
+def resample_to_grid(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
+    """Return label values (i, j, k) of grid `own`, resampled to grid `wanted` by the nearest voxel; 0 outside.
+
+    Raises ValueError for a grid without an affine.
+    """
     if own.affine is None or wanted.affine is None:
         raise ValueError("a grid without an affine lies nowhere")
     step = np.linalg.inv(own.affine) @ wanted.affine
@@ -142,5 +148,5 @@ def resampled(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
     return found
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))

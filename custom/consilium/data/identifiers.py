@@ -1,7 +1,7 @@
-"""Identifiers of patients and studies: one spelling for each, and pseudonyms that stand for them in this process.
+"""Identifiers of patients and studies: one spelling per identifier, and pseudonyms that replace them within this process.
 
-A patient in two spellings would be two to privacy by patients, with twice the bound for the same person. So everything that
-names a patient goes through `pseudonym`: data lists, records, tables, DICOM files.
+Under patient-level privacy, a patient in two spellings would count as two and have twice the bound. So every identifier of a
+patient goes through `pseudonym`, whether it comes from a data list, a record, a table or a DICOM file.
 """
 
 import hashlib
@@ -16,22 +16,22 @@ from typing import Any
 from consilium.core.errors import DataError
 
 ALIKE = "patients whose identifiers differ by case, punctuation or leading zeros alone"
-"""The name of these patients in checks and logs."""
-_UNSEEN = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810)})
-_UNSEEN |= {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
-"""Code points that show nothing, beside Unicode's controls (Cc) and formats (Cf): fillers and selectors of variants."""
+"""How checks and logs describe such patients."""
+_INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810)})
+_INVISIBLE |= {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
+"""Invisible code points other than Unicode's control (Cc) and format (Cf) characters: fillers and variation selectors."""
 _APART = "~"
 _LEADING = re.compile(r"(?<!\d)0+(?=\d)")
 
 
 def canonical(identifier: str) -> str:
-    """Return the one spelling of an identifier, "" for none.
+    """Return the canonical spelling of an identifier, "" for an empty one.
 
-    Characters are those of NFKC, so that é is one code point and a full-width digit is a digit; digits of any script are
-    0 to 9. What nobody sees goes, blanks around it go, and a run of blanks is one. A name in DICOM's form has no empty
-    components at its end: DOE^JOHN^^ is DOE^JOHN.
+    Characters are normalised by NFKC, so that é is one code point and a full-width digit is a digit. Digits of any script
+    become 0 to 9. Invisible characters are removed, blanks at both ends are stripped, and a run of blanks becomes one. A name
+    in DICOM's form loses empty components at its end: DOE^JOHN^^ becomes DOE^JOHN.
     """
-    shown = "".join(" " if c.isspace() else "" if _unseen(c) else c for c in identifier)
+    shown = "".join(" " if c.isspace() else "" if _is_invisible(c) else c for c in identifier)
     plain = "".join(str(unicodedata.decimal(c, c)) for c in unicodedata.normalize("NFKC", shown))
     text = " ".join(plain.split())
     if "^" not in text:
@@ -40,21 +40,24 @@ def canonical(identifier: str) -> str:
     return "=".join(groups).rstrip("=")
 
 
-def loose(identifier: str) -> str:
-    """Return an identifier without case, punctuation, blanks and leading zeros."""
+def loose_spelling(identifier: str) -> str:
+    """Return an identifier with case, punctuation, blanks and leading zeros removed, to compare nearly equal ones."""
     plain = canonical(identifier).casefold()
     kept = "".join(c if unicodedata.category(c)[0] not in "PSZ" else "" for c in plain)
     return _LEADING.sub("", kept) or plain
 
 
-def _unseen(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf") or ord(character) in _UNSEEN
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf") or ord(character) in _INVISIBLE
 
 
 def check_identifier(where: str, key: str, value: str) -> str:
-    """Return an identifier in its normalized spelling. Raises DataError for an invisible character."""
+    """Return the canonical spelling of `value`, the `key` (patient or study) at `where`.
+
+    Raises DataError for an invisible character.
+    """
     for place, character in enumerate(value.strip(), start=1):
-        if _unseen(character):
+        if _is_invisible(character):
             name = f"U+{ord(character):04X} {unicodedata.name(character, 'a control character')}"
             what = f"{key} has {name} as its character {place}, which is invisible"
             raise DataError(f"{where}: {what}; take it out, so that every {key} has one spelling", "hidden character")
@@ -62,9 +65,9 @@ def check_identifier(where: str, key: str, value: str) -> str:
 
 
 def identifier(where: str, entry: dict[str, Any], key: str) -> str:
-    """Return the canonical spelling of an entry's patient or study, "" for none.
+    """Return the canonical spelling of an entry's patient or study, "" if it names none.
 
-    Raises DataError for a value that is not an identifier, and for an invisible character.
+    Raises DataError for a value that is neither text nor a whole number, and for an invisible character.
     """
     value = entry.get(key, "")
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -74,21 +77,21 @@ def identifier(where: str, entry: dict[str, Any], key: str) -> str:
 
 
 def pseudonym(identifier: str) -> str:
-    """Return a pseudonym of a patient or study, valid in this process; "" for "". Equal identifiers have equal pseudonyms.
+    """Return a pseudonym of a patient or study, valid within this process; "" for "".
 
-    Identifiers are equal whose `canonical` spelling is; `alike` finds those that are nearly equal. The key is drawn anew by
-    each process and never written.
+    Identifiers of equal `canonical` spelling have equal pseudonyms; `alike_pseudonyms` finds nearly equal identifiers. Each
+    process draws a key of its own, which is never written.
     """
     text = canonical(identifier)
-    return f"{_hashed(loose(text))}{_APART}{_hashed(text)}" if text else ""
+    return f"{_keyed_hash(loose_spelling(text))}{_APART}{_keyed_hash(text)}" if text else ""
 
 
 def pseudonym_of(path: Path) -> str:
-    """Return the pseudonym of a file or a folder whose study has no identifier."""
-    return _hashed(f"\0{path}")
+    """Return a pseudonym for a file or folder, for a study without an identifier."""
+    return _keyed_hash(f"\0{path}")
 
 
-def alike(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
+def alike_pseudonyms(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
     """Return groups of different pseudonyms whose identifiers differ by case, punctuation, blanks or leading zeros alone."""
     found: dict[str, dict[str, None]] = {}
     for one in pseudonyms:
@@ -97,11 +100,11 @@ def alike(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in found.values() if len(group) > 1]
 
 
-def _hashed(text: str) -> str:
+def _keyed_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), key=_key(), digest_size=12).hexdigest()
 
 
 @cache
 def _key() -> bytes:
-    """Return this process's key, drawn when it is first asked for: a fork has its own."""
+    """Return this process's key. It is drawn at the first call."""
     return secrets.token_bytes(32)

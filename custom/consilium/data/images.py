@@ -1,7 +1,7 @@
-"""From an item of a data list to pixels: pictures, planes of volumes, masks, and samples of a model's size.
+"""Pixels of a data list's items: pictures, planes of volumes, masks, and samples of a model's size.
 
-Own code where MONAI's dictionary transforms are slow: its anti-aliased resize took most of a sample's time. PIL's is done in
-whole numbers, so a sample is the same to the bit on every CPU.
+Own code, because MONAI's dictionary transforms are slow: the anti-aliased resize took most of a sample's time. PIL resizes with
+integers, so a sample is bitwise the same on every CPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from PIL import Image
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.lazy import Tensor, torch
 from consilium.data import pictures, slides, volumes
-from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, undeclared, undeclared_remedy
 from consilium.data.datalist import Item
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
 
 Sample = dict[str, Tensor]
 Classes = Mapping[str, Sequence[Value]]
-"""Label values by class. Classes may share values: a cup lies in its disc."""
+"""Label values per class. Classes may share values, because a cup is part of its disc."""
 Colour = tuple[int, int, int]
 BLACK: Colour = (0, 0, 0)
 
@@ -29,9 +29,9 @@ BLACK: Colour = (0, 0, 0)
 def read_sample(
     item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK
 ) -> Sample:
-    """Return image (3, size, size) in 0..255 and label (C, size, size) in {0, 1}, one channel per class, both 8 bits.
+    """Return "image" (3, size, size) in 0..255 and "label" (C, size, size) in {0, 1}, both uint8; a channel per class.
 
-    Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value no class declares.
+    Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value of no class.
     """
     image, labels, classes = read_image(item, settings), read_labels(item, settings), classes_of(item, classes)
     check_pair(item, image.shape[:2], labels)
@@ -43,7 +43,7 @@ def read_sample(
 
 
 def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> np.ndarray:
-    """Return a label (C, H, W) bool on the picture's own grid, of its crop if it has one.
+    """Return masks (C, H, W) bool at the original resolution of the picture, or of its crop.
 
     Raises DataError. The checks of read_sample are not repeated.
     """
@@ -52,29 +52,33 @@ def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULT
 
 
 def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
-    """Return a sample's image alone, (3, size, size) of 8 bits. Raises DataError."""
+    """Return a sample's image alone, (3, size, size) uint8. Raises DataError."""
     resized = resize(crop(item, read_image(item, settings)), size, settings, padding)
     return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
 
 
 def crop(item: Item, array: np.ndarray) -> np.ndarray:
-    """Return the crop of an item's picture or mask (H, W, ...), or all of it without one."""
+    """Return the item's crop of its picture or mask (H, W, ...), or the whole array if it has no crop."""
     return array if item.crop is None else item.crop.cut(array)
 
 
 def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.ndarray:
-    """Return (H, W, 3) of 8 bits, windowed as `settings` say. Raises DataError."""
+    """Return an item's picture (H, W, 3) uint8, windowed by `settings`. Raises DataError."""
     item = item if isinstance(item, Item) else Item(item, None)
     if volumes.is_volume(item.image):
         header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
-        grey = windowed(plane, settings, header.window, lambda: _window_limits(item, lambda: volumes.spread(item.image)))
+        grey = windowed(
+            plane, settings, header.window, lambda: _window_limits(item, lambda: volumes.window_percentiles(item.image))
+        )
     elif item.tile is not None:
         level = level_of(settings)
         plane = slides.read(item.image, item.tile, level)
-        grey = windowed(plane, settings, None, lambda: _window_limits(item, lambda: slides.spread(item.image, level)))
+        grey = windowed(
+            plane, settings, None, lambda: _window_limits(item, lambda: slides.window_percentiles(item.image, level))
+        )
     else:
-        plane = slides.whole(item.image)
+        plane = slides.read_whole(item.image)
         grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
     return (
         grey[..., :3] if grey.ndim == 3 and grey.shape[2] >= 3 else np.repeat(grey.reshape(*grey.shape[:2], -1)[..., :1], 3, 2)
@@ -82,7 +86,10 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
 
 
 def _window_limits(item: Item, spread: Spread) -> tuple[float, float]:
-    """Return the values of a part's whole file that become black and white. UnfitError if the part is a record itself."""
+    """Return the values that become black and white, from the percentiles of the whole file of a plane or tile.
+
+    Raises UnfitError if the plane or tile is a privacy record of its own.
+    """
     if not item.alone:
         return spread()
     parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
@@ -91,7 +98,7 @@ def _window_limits(item: Item, spread: Spread) -> tuple[float, float]:
 
 
 def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
-    """Return the labels (H, W) of an item on its image's grid. Raises DataError where it has no mask, or an unfit one."""
+    """Return the labels (H, W) of an item on its image's grid. Raises DataError if it has no mask, or one that does not fit."""
     label = item.label
     if label is not None and not isinstance(label, Path):
         raise UnfitError(
@@ -109,12 +116,12 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
 
 
 def level_of(settings: PictureSettings) -> int:
-    """Return the level of a slide at which tiles are counted and read."""
+    """Return the level of a slide at which tiles are positioned and read."""
     return settings.tiles.level if settings.tiles else 0
 
 
 def read_mask(path: Path, plane: int | None = None, axis: Axis = "stored") -> np.ndarray:
-    """Return (H, W) integer label values of a mask's file, without its image. Raises DataError for overlapping regions."""
+    """Return the integer label values (H, W) of a mask's file, read without its image. Raises DataError for regions."""
     values = read_labels(Item(path, path, plane, axis)).values
     if values is None:
         raise DataError(f"{path}: holds regions, not label values; name them in the site's labels")
@@ -122,24 +129,26 @@ def read_mask(path: Path, plane: int | None = None, axis: Axis = "stored") -> np
 
 
 def classes_of(item: Item, classes: Classes) -> Classes:
-    """Return the label values of the job's classes in this item's mask: by the site's own map, if it has one."""
+    """Return the label values of each of the job's classes in this item's mask. The site's label map replaces the job's."""
     if item.label_map is None:
-        return {name: (*values, name) for name, values in classes.items()}  # a region may bear the class's name
+        return {name: (*values, name) for name, values in classes.items()}  # a region may have the class's name
     return {name: [value for value, names in item.label_map if name in names] for name in classes}
 
 
 def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
     """Raise DataError unless a mask has its image's rows and columns."""
     if labels.shape and labels.shape != shape:
-        own, wanted = pictures.pixels(labels.shape), pictures.pixels(shape)
+        own, wanted = pictures.size_text(labels.shape), pictures.size_text(shape)
         what = f"mask is {own} pixels (width x height), its image {item.image} {wanted}"
-        turned = labels.shape == shape[::-1] and not volumes.is_volume(item.image) and pictures.turn(item.image) >= 5
+        turned = (
+            labels.shape == shape[::-1] and not volumes.is_volume(item.image) and pictures.exif_orientation(item.image) >= 5
+        )
         told = "the image's EXIF tag turns it: turn the mask alike, or save the image as the mask lies, without the tag"
         raise DataError(f"{item.label}: {what}; {told if turned else 'make them equal'}", "mask of another size")
 
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
-    """Raise DataError for a label value that no class declares, unless it is background, or a class's region with a fault.
+    """Raise DataError for a label value of no class that is not background, or a class's region that cannot be read.
 
     Regions without a class are background.
     """
@@ -149,25 +158,27 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     values = labels.present() - {value for value, _ in item.label_map or ()}
     if labels.values is None or not (unknown := undeclared(values, classes)):
         return
-    if isinstance(item.label, Path) and (what := pictures.altered(item.label, labels.values, labels.present() - set(unknown))):
+    if isinstance(item.label, Path) and (
+        what := pictures.why_altered(item.label, labels.values, labels.present() - set(unknown))
+    ):
         labels_of = "if they are labels, map each under `labels` of site.yaml, to [] as background"
         raise DataError(f"{item.label}: {what}; {UNSMOOTHED}; {labels_of}", "mask with smoothed edges")
     if item.label_map is None:
-        what = f"{remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
+        what = f"{undeclared_remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
     else:
         what = f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
     raise DataError(f"{item.label}: label value {unknown[0]} {OF_NO_CLASS}; {what}", UNDECLARED)
 
 
 def check_annotated(item: Item, classes: Classes) -> None:
-    """Raise DataError where an item's `annotated` names no class of the task."""
+    """Raise DataError if an item's `annotated` has a name that is no class of the task."""
     if unknown := [name for name in item.annotated or () if name not in classes]:
         what = f"annotated class {unknown[0][:80]!r} is not a class of the task"
         raise DataError(f"{item.image}: {what}; task.classes has {', '.join(classes)}", "undeclared class")
 
 
 def valid_size(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
-    """Return the (rows, columns) that a picture (H, W) takes of a sample's square; what is left of it is padding."""
+    """Return the (rows, columns) that a picture (H, W) fills in a sample's square. The rest of the square is padding."""
     if settings.resize == "stretch":
         return size, size
     longest = max(shape[:2])
@@ -175,30 +186,31 @@ def valid_size(shape: Sequence[int], size: int, settings: PictureSettings = DEFA
 
 
 def resize(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> np.ndarray:
-    """Return (H, W, 3) of 8 bits as (size, size, 3): bilinear, anti-aliased where it gets smaller, padded with a colour."""
+    """Return an image (H, W, 3) uint8 as (size, size, 3): bilinear, anti-aliased when shrunk, padded with a colour."""
     rows, columns = valid_size(image.shape, size, settings)
     found = np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR))
-    return _padded(found, size, padding)
+    return _pad(found, size, padding)
 
 
 def resize_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
-    """Return label values (H, W) as (size, size): of each new pixel's middle, padded with 0."""
+    """Return label values (H, W) as (size, size), sampled at the middle of each new pixel, padded with 0."""
     wanted = valid_size(values.shape, size, settings)
     rows, columns = ((np.arange(n) * 2 + 1) * old // (2 * n) for n, old in zip(wanted, values.shape, strict=True))
-    return _padded(values[rows[:, None], columns], size)
+    return _pad(values[rows[:, None], columns], size)
 
 
 def resize_masks(
     labels: Labels, classes: Classes, size: int, settings: PictureSettings = DEFAULTS
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return masks (C, size, size) bool of labels (H, W), and the classes that the resize alone leaves nothing of.
+    """Return masks (C, size, size) bool of labels (H, W), and the classes of which resizing would leave no pixel.
 
-    Of these the new pixels that hold any of theirs are marked: a lesion of 2 x 2 pixels in 900 is then one pixel of 128. It is
-    too large by area, but an empty mask would teach that there is none, and would leave the picture out of scores and prompts.
+    For these classes, every new pixel that covers any of their pixels is marked: a lesion of 2 x 2 pixels in 900 becomes one
+    pixel in 128. This is too large by area. But an empty mask would teach the model that there is no lesion, and would exclude
+    the picture from scores and prompts.
     """
     small = labels.map(lambda values: resize_labels(values, size, settings))
     masks, lost = np.stack([small.where(wanted) for wanted in classes.values()]), []
-    shrinks = max(labels.shape, default=0) > size  # else every pixel of the file is seen
+    shrinks = max(labels.shape, default=0) > size  # otherwise no pixel of the file is skipped
     empty = [number for number, mask in enumerate(masks) if not mask.any()] if shrinks else []
     present = labels.present() if empty else set()
     for mask, (name, wanted) in ((masks[number], list(classes.items())[number]) for number in empty):
@@ -211,7 +223,7 @@ def resize_masks(
     return masks, tuple(lost)
 
 
-def _padded(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
+def _pad(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
     rows, columns = array.shape[:2]
     if (rows, columns) == (size, size):
         return array
@@ -221,7 +233,7 @@ def _padded(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
 
 
 def plane_of(item: Item, path: Path, header: volumes.Header) -> int:
-    """Return the plane an item names, of a volume of one plane that one. Raises DataError."""
+    """Return the number of the plane that an item names, 0 for a volume of one plane. Raises DataError for a missing plane."""
     count = header.grid.planes(item.axis)
     if item.slice is None and count > 1:
         raise UnfitError(f'{path}: has {count} planes; name one by "slice" in the data list', "wrong slice")

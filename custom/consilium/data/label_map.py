@@ -1,4 +1,4 @@
-"""A site's own labels in the job's terms, by the map in site.yaml."""
+"""The label map in site.yaml: it turns a site's own labels into the job's classes."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -9,22 +9,22 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.settings import Value
 
 Labels = Mapping[Value, tuple[str, ...]]
-"""Classes by the site's label values or names."""
+"""The job's classes by the site's label values or names."""
 
 
-def relabelled(
+def with_job_labels(
     data: DataList,
     labels: Labels | None,
     annotated: tuple[str, ...] | None,
     classes: Collection[str] | None,
     quiet: bool = False,
 ) -> DataList:
-    """Return a data list with every sample's labels as `labels` say, and `annotated` where the list does not say it.
+    """Return a data list whose labels are mapped by `labels`, and whose samples have `annotated` unless the list says it.
 
-    `classes` are the job's, None for a task without any. Masks get the map, pictures with a class their new class; those
-    whose class has an empty list are left out. Raises DataError for a class that is not in the map, and for a class of the job
-    that no label is mapped to although it is annotated, or that a picture has none or two of; `quiet`: such masks do
-    not show it, and such pictures have none.
+    `classes`: the job's, None for a task without classes. Items with a mask get the map. Pictures with a class get the job's
+    class, or are left out if their class is mapped to an empty list. Raises DataError in three cases: a picture's class is not
+    in the map; a picture's class is mapped to none or several of the job's; or an annotated class of the job has no label in
+    the map. `quiet`: in the last two cases, the picture has no class and the mask does not show the class, without an error.
     """
     if labels is None and annotated is None:
         return data

@@ -1,7 +1,7 @@
-"""How a site loads its samples, and work that threads do ahead of its use.
+"""How a site loads its samples, and the prefetching of batches in a thread.
 
-Threads, not processes: decoding, numpy and torch release Python's lock, nothing is copied between processes, and FLARE's own
-processes stay the only ones. A sample depends on its file, its index and a seed, never on the thread that reads it.
+Threads are used instead of processes: decoding, numpy and torch release Python's lock, nothing is copied between processes, and
+FLARE's processes stay the only ones. A sample depends on its file, its index and a seed, never on the thread that reads it.
 """
 
 from collections import deque
@@ -14,18 +14,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 AHEAD = 2
-"""Batches that are made ready ahead of the one in use."""
+"""Batches that are prefetched while one is in use."""
 MOST_WORKERS = 8
-"""Threads that a site starts unless its site.yaml says how many."""
+"""The most threads that a site starts if its site.yaml does not give a number."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """`folder`: below which decoded samples are kept, None for in memory only, at most `most` bytes of them.
+    """A site's settings for loading.
 
-    `workers`: threads that read, 0 for none. `skip`: unreadable samples are left out instead of being an error. `decode_all`:
-    all samples are decoded before training, not only checked by their headers. `prechecked`: another process has checked them.
-    `ignore_unfit`: a sample that does not fit the job (UnfitError) counts as empty: it is neither trained on nor scored.
+    `folder`: holds the cache of decoded samples on disk, None for memory only. `most`: the cache's limit in bytes. `workers`:
+    threads that read, 0 for none. `skip`: unreadable samples are left out instead of raising an error. `decode_all`: all
+    samples are decoded before training, not only checked by their headers. `prechecked`: another process has checked them.
+    `ignore_unfit`: a sample that does not fit the job (UnfitError) is neither trained on nor scored, without an error.
     """
 
     folder: Path | None = None
@@ -38,20 +39,20 @@ class Loading:
 
     @property
     def ahead(self) -> int:
-        """Batches to make ready ahead."""
+        """The number of batches to prefetch."""
         return AHEAD if self.workers else 0
 
 
 NOTHING_LEFT = "no training sample can be read; see the site's log, and repair the data"
 IN_MEMORY = Loading()
-"""Nothing is kept on disk, and the caller's thread reads."""
+"""No cache on disk, and the caller's thread reads."""
 
 
-def ahead(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, None]:
-    """Yield what the calls return, in order; one thread begins `count` of them before they are asked for.
+def prefetch(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, None]:
+    """Yield the results of calls, in order. A thread makes up to `count` calls ahead of the consumer.
 
-    With 0 each call is made when it is asked for. What a call raises is raised in its place. Closing the iterator ends the
-    thread.
+    With a `count` of 0, each call is made when its result is asked for. An exception of a call is raised in place of its
+    result. Closing the iterator ends the thread.
     """
     if not count:
         yield from (call() for call in calls)

@@ -1,4 +1,4 @@
-"""Volumes in NIfTI."""
+"""Reader of volumes in NIfTI."""
 
 import gzip
 import struct
@@ -10,50 +10,51 @@ import numpy as np
 from nibabel.volumeutils import apply_read_scaling
 
 from consilium.core.errors import DataError
-from consilium.data.grid import Grid, check_spacing, disagreement
+from consilium.data.grid import Grid, check_spacing, grid_difference
 from consilium.data.safe_open import MOST_VOLUME_FILE, check_unpacked, reading, volume_shape
 from consilium.data.volumes import Header
 
 MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
-"""Of the units of length that a header may name."""
+"""Millimetres per unit of length that a header may name."""
 MOST_EXTENSIONS = 2**26
-"""Bytes of a header's extensions, which lie before the voxels and are read with the header."""
+"""Bytes of a header's extensions, which precede the voxels and are read with the header."""
 CIFTI = range(3000, 3100)
-"""Intents of files that hold no voxels."""
+"""Intent codes of CIFTI files, which hold no voxels."""
 _HEADERS = {348: (nibabel.Nifti1Image, 108, "f"), 540: (nibabel.Nifti2Image, 168, "q")}
-"""By the header's size: nibabel's class, and offset and format of the field that says where voxels begin."""
+"""By the header's size: nibabel's class, and the offset and format of the field vox_offset, where voxels begin."""
 
 
 def header(path: Path) -> Header:
-    """Return the grid of a volume of two or three dimensions. Raises DataError."""
+    """Return the header of a volume of two or three dimensions. Raises DataError."""
     with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = load(path)
         unit = MILLIMETRES.get(volume.header.get_xyzt_units()[0], 1.0)  # an unnamed unit is millimetres
         to_mm = np.diag([unit, unit, unit, 1.0])
-        own = Grid(_shape(path, volume), to_mm @ np.asarray(volume.affine, np.float64))  # by the sform where there is one
+        own = Grid(_volume_shape(path, volume), to_mm @ np.asarray(volume.affine, np.float64))  # the sform, if there is one
         if min(int(volume.header[f"{kind}form_code"]) for kind in "sq") < 1:
             return Header(own)
         other = Grid(own.shape, to_mm @ np.asarray(volume.header.get_qform(), np.float64))
-        return Header(own, second=other if disagreement(own, other) else None)
+        return Header(own, second=other if grid_difference(own, other) else None)
 
 
 def voxels(path: Path) -> np.ndarray:
-    """Return real numbers (i, j, k): float32 where the header scales them, else the file's own type. Raises DataError."""
+    """Return real numbers (i, j, k): float32 if the header scales them, else of the file's type. Raises DataError."""
     with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = load(path)
         if not _is_scaled(volume):
-            return np.asarray(volume.dataobj).reshape(_shape(path, volume))
+            return np.asarray(volume.dataobj).reshape(_volume_shape(path, volume))
         raw = volume.dataobj.get_unscaled()
         found = np.empty(raw.shape, np.float32, order="F")
-        for k in range(raw.shape[-1]):  # nibabel itself makes all of them float64 first
+        for k in range(raw.shape[-1]):  # nibabel would convert all of them to float64 first
             found[..., k] = apply_read_scaling(raw[..., k], volume.dataobj.slope, volume.dataobj.inter)
-        return found.reshape(_shape(path, volume))
+        return found.reshape(_volume_shape(path, volume))
 
 
 def load(path: Path) -> Any:
-    """Return a NIfTI volume of nibabel's, whose voxels are not yet read. Use within `reading`.
+    """Return nibabel's image of a file, whose voxels are not read yet. Use within `reading`.
 
-    Raises DataError for one without voxels, whose voxels have no size, or that asks for more memory than its size allows.
+    Raises DataError for a file without voxels, with an invalid voxel size, or whose voxels need more memory than a file of its
+    size may take. Raises ValueError if it is no NIfTI.
     """
     with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
         head = file.read(max(_HEADERS))
@@ -63,7 +64,7 @@ def load(path: Path) -> Any:
     kind, at, form = _HEADERS[size := struct.unpack_from(f"{order}i", head)[0]]
     if (before := int(struct.unpack_from(order + form, head, at)[0])) > MOST_EXTENSIONS:
         raise DataError(f"{path}: has {before:,} bytes before its voxels, at most {MOST_EXTENSIONS:,} are read; write it anew")
-    stored = kind.header_class(head[:size], check=False)  # nibabel's checked header has 1 for a zero, 2 for -2
+    stored = kind.header_class(head[:size], check=False)  # nibabel's checked header turns 0 into 1, -2 into 2
     sides = [float(side) for side, count in zip(stored["pixdim"][1:4], stored["dim"][1:4], strict=True) if count > 1]
     check_spacing(path, "pixdim", sides, "write it anew: nibabel.Nifti1Image(image.dataobj, AFFINE).to_filename(NEW)")
     volume = kind.from_filename(path)
@@ -72,11 +73,11 @@ def load(path: Path) -> Any:
 
 
 def _is_scaled(volume: Any) -> bool:
-    return (volume.dataobj.slope, volume.dataobj.inter) != (1.0, 0.0)  # nibabel takes both off the header that it returns
+    return (volume.dataobj.slope, volume.dataobj.inter) != (1.0, 0.0)  # nibabel removes both from its header
 
 
-def _shape(path: Path, volume: Any) -> tuple[int, int, int]:
-    """Return the three dimensions; further ones may only be 1."""
+def _volume_shape(path: Path, volume: Any) -> tuple[int, int, int]:
+    """Return the shape (i, j, k). Raises DataError for CIFTI, and for a further dimension that is not 1."""
     if int(volume.header["intent_code"]) in CIFTI:
         raise DataError(f"{path}: is CIFTI, values on a surface and not of voxels; give a volume", "not three dimensions")
     return volume_shape(path, volume.shape)

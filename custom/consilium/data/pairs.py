@@ -1,6 +1,7 @@
-"""Pictures beside their masks: which files of a folder are masks, and whose, by names and by content.
+"""Pairs of pictures and masks in a folder: which files are masks, and of which pictures, by names and by content.
 
-The importers pair with it; folders.py asks it whether folders are classes at all. Loads neither numpy nor torch.
+The importers pair files with it; folders.py uses it to tell folders of classes from folders of masks. Loads neither numpy nor
+torch.
 """
 
 import re
@@ -18,21 +19,22 @@ from consilium.data.safe_open import open_picture, reading
 
 _MASK = re.compile(r"masks?|segs?|segmentations?|labels?|lbls?|gt|truth|annotations?|rois?", re.IGNORECASE)
 _IMAGE = re.compile(r"images?|imgs?|pictures?|photos?|scans?|raw|originals?", re.IGNORECASE)
-"""Words by which folders and files of masks, and folders of images, are called."""
+"""Words in names of folders and files of masks, and of folders of images."""
 MODES = ("1", "L", "P", "I;16", "I")
-"""Pillow's names of pictures with one channel of whole numbers."""
+"""Pillow's modes of pictures with one channel of whole numbers."""
 MOST_VALUES = 32
-"""A mask with more values than these is a photograph, or was saved as JPEG."""
+"""A picture with more different values is no mask: it is a photograph, or was saved as JPEG."""
 _NUMBER = re.compile(r"(?<=.)([ _.-]+\d{1,2}|[ _.-]*\(\d{1,2}\))$")
 _PROBES, _DRAWN, _BEST = 3, 50, 5
-"""Pictures of a folder that are opened; names on which all patterns are tried; patterns that are tried on all names."""
+"""The number of pictures per folder that are opened, of names on which all patterns are tried, and of the best patterns,
+which are tried on all names."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """How a mask's name follows from its picture's: both hold one `{}`, the part that they share, and no ending.
+    """How the name of a mask follows from its picture's. Both have no ending, and one `{}` for the part that they share.
 
-    A part with a slash is a path from the site's folder, or from where the folders of images and masks part.
+    A name with a slash is a path from the site's folder, or the same path without the folder of images or masks.
     """
 
     image: str = "{}"
@@ -42,7 +44,7 @@ class Pattern:
         return self.mask if self.image == "{}" else f"{self.image}={self.mask}"
 
     def of(self, name: str) -> str | None:
-        """Return the name of the mask that belongs to a picture's name, None for a name that `image` does not fit."""
+        """Return the name of the mask for the name of a picture, None for a name that `image` does not match."""
         before, _, after = self.image.partition("{}")
         fits = len(name) >= len(before) + len(after) and name.startswith(before) and name.endswith(after)
         return self.mask.replace("{}", name[len(before) : len(name) - len(after)], 1) if fits else None
@@ -50,7 +52,9 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Names:
-    """A file with its path from the site's folder, without ending, and the same without the folders of images or masks."""
+    """A file with two names without ending. `full`: its path from the site's folder. `short`: the same path without the
+    folder of images or masks.
+    """
 
     path: Path
     full: str
@@ -59,9 +63,10 @@ class Names:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pictures with their masks. `alone`: pictures without one; `unused`: masks of no picture; `others`: patterns as good.
+    """Pictures with their masks, as found by `pattern`.
 
-    `more`: by mask, those of the same name with a number at its end, which are parts of it, such as a_mask_1 of a_mask.
+    `alone`: pictures without a mask. `unused`: masks of no picture. `others`: patterns by which every picture has another mask.
+    `more`: by mask, further masks with the same name and a number at its end, such as a_mask_1 for a_mask: parts of one label.
     """
 
     pattern: Pattern
@@ -82,51 +87,51 @@ def parse(text: str) -> Pattern:
     return pattern
 
 
-def composed(name: str) -> str:
-    """Return a name with each letter and its marks as one: disks from a Mac may have them apart."""
+def compose_unicode(name: str) -> str:
+    """Return a name in Unicode's composed form (NFC). Disks from a Mac may store letters and accents separately."""
     return unicodedata.normalize("NFC", name)
 
 
 def without_ending(name: str) -> str:
-    """Return a file's name without its picture extension, such as .png."""
+    """Return a file's name without the ending of its picture format, such as .png or .nii.gz."""
     ending = max((one for one in PICTURES if name.lower().endswith(one)), key=len, default="")
     return name[: len(name) - len(ending)]
 
 
 def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] = (), every: bool = True) -> Pairs | None:
-    """Return a folder's pictures with their masks by the pattern that fits most, None where no file is a mask.
+    """Return a folder's pictures with their masks, by the pattern that matches most; None if no file is a mask.
 
-    `patterns`: a user's, which come first; `every`: every file may be opened to see whether it is a mask, not only some.
-    Raises DataError for two files of one name.
+    `patterns`: the user's, which are tried first. `every`: all files may be opened to find masks, not only some per folder.
+    Raises DataError for two files with the same name.
     """
     images, masks, named = _roles(folder, files, every)
     if not images or not masks:
         return None
     known = _masks_by_name(masks)
-    asked = {pattern: len(_paired(pattern, images, known)) for pattern in patterns}
+    asked = {pattern: len(_pair_by(pattern, images, known)) for pattern in patterns}
     if any(asked.values()):
         pattern, others = max(asked, key=asked.__getitem__), list[Pattern]()
     else:
-        pattern, others = _fitting(images, masks, known)
-    found = _paired(pattern, images, known)
+        pattern, others = _best_pattern(images, masks, known)
+    found = _pair_by(pattern, images, known)
     used: dict[Path, Names] = {}
-    for image, mask in found:  # two endings of one name
+    for image, mask in found:  # one name may occur with two endings
         if (first := used.setdefault(mask, image)) is not image:
             raise DataError(f"{image.path}: has the same name as {first.path}; keep one of the two")
     paired = {image.path for image, _ in found}
     alone = [image for image in images if image.path not in paired]
-    if not named and len(found) <= len(alone):  # few grey values make no mask
+    if not named and len(found) <= len(alone):  # few grey values alone make no mask
         return None
     unused = [mask.path for mask in masks if mask.path not in used]
-    more = {} if pattern in patterns else _numbered(pattern, list(used), unused)
+    more = {} if pattern in patterns else _numbered_masks(pattern, list(used), unused)
     taken = {path for paths in more.values() for path in paths}
-    others = [one for one in others if not taken.issuperset(mask for _, mask in _paired(one, images, known))]
+    others = [one for one in others if not taken.issuperset(mask for _, mask in _pair_by(one, images, known))]
     return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
 
 
-def _numbered(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
-    """Return the unused masks that have the name of a used one with a number at its end, or with another number."""
-    unnumbered = partial(_NUMBER.sub, "")  # a sign parts the number from the name
+def _numbered_masks(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
+    """Return, by used mask, the unused masks with the same name and a number at its end, or with another number there."""
+    unnumbered = partial(_NUMBER.sub, "")  # a blank or a sign separates the number from the name
     cut = unnumbered if _NUMBER.search(pattern.mask) else str
     own = {(mask.parent, cut(without_ending(mask.name))): mask for mask in masks}
     found: dict[Path, tuple[Path, ...]] = {}
@@ -137,12 +142,13 @@ def _numbered(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -
 
 
 def holds_pairs(folder: Path, files: Sequence[Path]) -> bool:
-    """Tell whether a folder's pictures are most of them beside masks, and so of no class: by folders of both names, or by what
-    the masks hold.
+    """Tell whether most pictures of a folder have masks, so that its subfolders are no classes.
+
+    Names of folders of both images and masks show it, or else the content of some masks.
     """
     try:
         pairs = find_pairs(folder, files, every=False)
-    except DataError:  # two files of one name: still no classes
+    except DataError:  # two files with the same name: these are still no classes
         return True
     if pairs is None:
         return False
@@ -151,8 +157,8 @@ def holds_pairs(folder: Path, files: Sequence[Path]) -> bool:
     return len(pairs.found) > len(pairs.alone) and all(_is_labels(mask) for _, mask in pairs.found[:_PROBES])
 
 
-def unpaired(pairs: Pairs, folder: Path) -> str:
-    """Return what is wrong with a folder in which pictures lack masks, with names that are there and what to write."""
+def unpaired_message(pairs: Pairs, folder: Path) -> str:
+    """Return the message about a folder in which pictures lack masks: the names found, and what to write."""
     masks = [*(mask for _, mask in pairs.found), *pairs.unused]
     there = ", ".join(str(path.relative_to(folder)) for path in masks[:4])
     there += f" and {len(masks) - 4} more" if len(masks) > 4 else ""
@@ -173,8 +179,10 @@ def unpaired(pairs: Pairs, folder: Path) -> str:
 
 
 def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names], list[Names], bool]:
-    """Return images, masks, and whether words tell: in folders' names, else in their own. Else the contents of some files of
-    every folder do, and if these do not tell and `every`, of all files.
+    """Return the images, the masks, and whether words in names tell them apart.
+
+    Words are searched in the names of folders, then in the names of files. Without any, some files of each folder are opened,
+    and if these show no folder of masks and `every` is set, all files.
     """
     by_parent: dict[Path, list[Path]] = {}
     for path in files:
@@ -196,27 +204,30 @@ def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names
         drop = bool(chosen)
     if not chosen and every:
         chosen = {path for path in files if _is_labels(path)}
-    names = [_names(folder, path, drop, by_words) for path in files if chosen]
+    names = [_names_of(folder, path, drop, by_words) for path in files if chosen]
     return [one for one in names if one.path not in chosen], [one for one in names if one.path in chosen], named
 
 
 def _role(parent: Path, folder: Path) -> str | None:
-    """Return "image" or "mask" for a folder that is called so, or lies in one, the nearest first."""
+    """Return "image" or "mask" by the name of a folder, else by the nearest folder above it within `folder`; else None."""
     return next((kind for part in reversed(parent.relative_to(folder).parts) if (kind := kind_of(part))), None)
 
 
 def kind_of(name: str) -> str | None:
-    """Return "mask" or "image" for a name with such a word, else None."""
+    """Return "mask" or "image" if a word of the name says so, else None."""
     return next((kind for kind, form in (("mask", _MASK), ("image", _IMAGE)) if any(map(form.fullmatch, words(name)))), None)
 
 
 def words(name: str) -> list[str]:
-    """Return the words of a name: letters between signs, digits and capitals; labelsTr has two."""
+    """Return the words of a name. Signs, digits and capitals separate words: labelsTr has two."""
     return re.findall(r"[A-Z]?[^\W\d_A-Z]+|[A-Z]+", name)
 
 
 def _is_labels(path: Path) -> bool:
-    """Tell whether a file looks like a picture of labels: of few values, grey or by numbers. Volumes, slides are not opened."""
+    """Tell whether a file looks like a label picture: few different values, grey or with a palette.
+
+    NIfTI and slides are not opened.
+    """
     if path.name.lower().endswith((*NIFTI, *SLIDES)):
         return False
     try:
@@ -232,20 +243,22 @@ def _is_labels(path: Path) -> bool:
         return False
 
 
-def _names(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
-    """Return a file's names. `drop`: its short one lacks the last folder, `by_words` the last of those that are called so."""
+def _names_of(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
+    """Return a file's names. `drop`: the short name lacks a folder: with `by_words`, the last one named images or masks, else
+    the last one.
+    """
     inside = path.relative_to(folder)
     parts, name = list(inside.parent.parts), without_ending(inside.name)
     places = [i for i, part in enumerate(parts) if not by_words or kind_of(part)] if drop else []
     short = [part for i, part in enumerate(parts) if i not in places[-1:]]
-    return Names(path, composed("/".join([*parts, name])), composed("/".join([*short, name])))
+    return Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name])))
 
 
-# names: whose mask it is ------------------------------------------------------------------------------------------------------
+# names: the picture of each mask --------------------------------------------------------------------------------------------
 
 
 def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:
-    """Return masks by name, and in lower case where one alone has it so. Raises DataError for two of one name."""
+    """Return masks by name, and by the lower-case name if only one mask has it. Raises DataError for two equal names."""
     found: dict[str, Path] = {}
     for mask in masks:
         if (other := found.setdefault(mask.full, mask.path)) != mask.path:
@@ -258,8 +271,8 @@ def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:
     return found | {name: next(iter(paths)) for name, paths in folded.items() if len(paths) == 1 and name not in found}
 
 
-def _paired(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
-    """Return the pictures to which a pattern finds a mask, with it."""
+def _pair_by(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
+    """Return (picture, mask) for the pictures for which a pattern finds a mask in `known`, masks by name."""
     whole = "/" in pattern.image
     found = []
     for image in images:
@@ -270,42 +283,47 @@ def _paired(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]
     return found
 
 
-def _fitting(images: Sequence[Names], masks: Sequence[Names], known: Mapping[str, Path]) -> tuple[Pattern, list[Pattern]]:
-    """Return the pattern that finds most masks, the shortest of these, and others by which every picture has another mask."""
-    if len(_paired(Pattern(), images, known)) == len(images):
+def _best_pattern(images: Sequence[Names], masks: Sequence[Names], known: Mapping[str, Path]) -> tuple[Pattern, list[Pattern]]:
+    """Return the pattern that finds the most masks, the shortest of equal ones, and equally good patterns.
+
+    The latter find a mask for every picture, and none of the masks of the first pattern.
+    """
+    if len(_pair_by(Pattern(), images, known)) == len(images):
         return Pattern(), []
     drawn = images[:: max(1, len(images) // _DRAWN)]
 
     def rank(among: Sequence[Names]) -> dict[Pattern, tuple[int, int]]:
-        return {one: (len(_paired(one, among, known)), -len(one.image + one.mask)) for one in tried}
+        return {one: (len(_pair_by(one, among, known)), -len(one.image + one.mask)) for one in tried}
 
     tried = list(dict.fromkeys(_patterns(drawn, [mask.short for mask in masks])))
     first = rank(drawn)
     tried = sorted(tried, key=first.__getitem__, reverse=True)[:_BEST]
     last = rank(images)
     best = max(tried, key=last.__getitem__)
-    own = {mask for _, mask in _paired(best, images, known)}
+    own = {mask for _, mask in _pair_by(best, images, known)}
     equal = [one for one in tried if one is not best and last[one][0] == last[best][0] == len(images)]
-    return best, [one for one in equal if {mask for _, mask in _paired(one, images, known)}.isdisjoint(own)]
+    return best, [one for one in equal if {mask for _, mask in _pair_by(one, images, known)}.isdisjoint(own)]
 
 
 def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern]:
-    """Yield patterns by which some picture would have some mask: around the parts, and the longest run, that both share."""
+    """Yield patterns that pair some picture with some mask: each replaces a part, or the longest run, that both names share."""
     yield Pattern()
     having: dict[str, list[str]] = {}
     for mask in masks:
-        for part in _parts(mask):
+        for part in _name_parts(mask):
             having.setdefault(part, []).append(mask)
     for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
         own = image.short
-        rare = sorted((having[part] for part in _parts(own) if part in having), key=len)[:2]  # numbers, and not a common word
+        rare = sorted((having[part] for part in _name_parts(own) if part in having), key=len)[
+            :2
+        ]  # numbers rather than common words
         for mask in dict.fromkeys(chain(*(some[:_DRAWN] for some in rare), masks[:_DRAWN])):
             match = SequenceMatcher(None, own, mask, autojunk=False).find_longest_match()
-            shared = _parts(own) & _parts(mask) | {own[match.a : match.a + match.size]}
+            shared = _name_parts(own) & _name_parts(mask) | {own[match.a : match.a + match.size]}
             for part in sorted(shared - {""}):
                 yield Pattern(own.replace(part, "{}", 1), mask.replace(part, "{}", 1))
 
 
-def _parts(name: str) -> set[str]:
-    """Return a name's runs of digits, of letters, and of both."""
+def _name_parts(name: str) -> set[str]:
+    """Return the runs of digits, of letters, and of letters and digits in a name."""
     return {*re.findall(r"[^\W_]+", name), *re.findall(r"\d+|[^\W\d_]+", name)}

@@ -1,16 +1,19 @@
-"""Share a data set out among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079).
+"""Partition a data set among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079).
 
-The rule. For every class, shares over the sites are drawn from Dirichlet(beta, ..., beta); its samples, shuffled, are cut at
-these shares. Training and validation samples are cut at the same shares; so a site's validation looks like its training.
-Then, while a site has fewer than `minimum` training samples, it takes a random one from the site that has most. The test split
-is not cut: every site gets all of it, so that all are judged by one measure. Same set, numbers and seed, same partition.
-Without a beta all shares are equal. Where the list names patients, what is shared out and moved are whole patients, each of the
-class that most of its samples have: a patient at two hospitals would be two to privacy by patients.
+The rule. For every class, the sites' shares are drawn from Dirichlet(beta, ..., beta), and its shuffled samples are cut at
+these shares. Training and validation are cut at the same shares, so a site's validation split resembles its training split.
+Then, while a site has fewer than `minimum` training samples, it takes a random one from the largest site. The test split
+is not cut: every site gets all of it, so that all sites are scored on the same samples. The same data, numbers and seed give
+the same partition. Without a beta, all shares are equal.
 
-Texts are shared out by the same rule, with the values of a key of their records for classes; without a key all records are one
-class, so that sites differ in size alone. Instead of a key, `kinds` may say what each text is (clusters). Records are copied
-unchanged. The test split is one file that all sites have. With `local`, a site's share of training and validation is cut
-0.8 / 0.1 / 0.1 at the site (FedHera, Appendix C.3), and the source's own test split is common_test.jsonl beside the sites.
+If the list names patients, whole patients are assigned and moved, each counted under its most frequent class. Under
+patient-level privacy, a patient at two hospitals would count as two.
+
+Texts are partitioned by the same rule. The value of one key of a record stands for its class; without a key, all records have
+one class, so that sites differ in size alone. Instead of a key, a function `kinds` (clusters of the texts) may give the class
+of each text. Records are copied unchanged. The test split is one file that all sites link to. With `local`, a site's training
+and validation records are pooled and cut 0.8 / 0.1 / 0.1 at the site (FedHera, Appendix C.3), and the source's own test split
+becomes common_test.jsonl beside the sites.
 """
 
 import json
@@ -32,22 +35,22 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
-from consilium.data.patients import item_patient, together
+from consilium.data.patients import item_patient, samples_by_patient
 from consilium.data.safe_open import text_lines
 from consilium.data.text import FILES, read_texts
 
 SHARED_OUT = "test"
-"""The split that every site gets all of."""
+"""The split that every site gets in full."""
 MOST_COLORS = 20
-"""Classes with a colour of their own; further ones are drawn as one."""
+"""Classes that have a colour of their own. Further classes share one colour."""
 
 
 class Labelled(Protocol):
-    """A sample that can be shared out by its class."""
+    """A sample that can be assigned to a site by its class."""
 
     @property
     def label(self) -> Any:
-        """Its class."""
+        """The class of the sample."""
 
 
 S = TypeVar("S", bound=Labelled)
@@ -67,16 +70,17 @@ def partition(
     exclude: Sequence[str] = (),
     test: bool = True,
 ) -> dict[str, Any]:
-    """Write `folder`/site-K/datalist.json (absolute paths, nothing is copied), partition.json and partition.png.
+    """Write `folder`/site-K/datalist.json, partition.json and partition.png, and return the content of partition.json.
 
-    `beta` None: even shares. `test` False: no site gets the test split; all else is the same. Returns partition.json's content:
-    the arguments, the classes, and counts by split, site and class. Raises DataError for a source without classes, an unknown
-    class to leave out, too few samples or patients, or a folder that has sites already.
+    Lists have absolute paths; no picture is copied. The content has the arguments, the classes, and counts by split, site and
+    class. `beta`: None for even shares. `exclude`: classes to leave out. `test`: False gives no site the test split and changes
+    nothing else. Raises DataError for a source without classes, an unknown class in `exclude`, too few samples or patients, or
+    a folder that already holds sites.
     """
-    splits, classes = _read(source, exclude)
+    splits, classes = _read_with_classes(source, exclude)
     splits = splits if test else splits | {SHARED_OUT: []}
-    found = _sites(source, folder, splits, classes, sites, beta, seed, minimum)
-    patients = listed_patients(source)  # the list's own identifiers; those of files are never written
+    found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
+    patients = listed_patients(source)  # identifiers in the list; identifiers in files are never written
     for name, mine in found.items():
         entries = {
             split: [
@@ -98,7 +102,7 @@ def partition(
     return write_summary(source, folder, asked, classes, found)
 
 
-def _sites(
+def _assign_to_sites(
     source: Path,
     folder: Path,
     splits: Mapping[str, Sequence[S]],
@@ -108,7 +112,7 @@ def _sites(
     seed: int,
     minimum: int,
 ) -> Sites[S]:
-    """Return the samples of each site. Raises DataError for too few training samples, or a folder that has sites already."""
+    """Return the samples of each site. Raises DataError for too few training samples, or a folder that already has sites."""
     if (folder / "partition.json").exists() or any(folder.glob("site-*")):
         raise DataError(f"{folder}: holds sites already; give another folder")
     if (training := len(splits["training"])) < sites * minimum:
@@ -117,7 +121,7 @@ def _sites(
 
 
 def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: list[str], found: Sites[S]) -> dict[str, Any]:
-    """Write partition.json and partition.png; returns the content of the first: counts by split, site and class."""
+    """Write partition.json and partition.png. Return the content of partition.json: `asked`, and counts by split and site."""
     summary = {"source": str(source.resolve()), **asked, "classes": classes}
     for split in SPLITS:
         counts = {name: Counter(str(item.label) for item in mine[split]) for name, mine in found.items()}
@@ -135,13 +139,13 @@ def share_out(
     seed: int,
     minimum: int,
 ) -> Sites[S]:
-    """Return the samples of each site by the rule above. Raises DataError where no site can have `minimum` training samples."""
+    """Return the samples of each site by the rule above. Raises DataError if `minimum` training samples cannot be reached."""
     rng = np.random.default_rng(seed_for(seed, "partition"))
     found: dict[str, dict[str, list[Patient[S]]]] = {name: {"training": [], "validation": []} for name in names}
     of_class: dict[str, dict[str, list[Patient[S]]]] = {"training": {}, "validation": {}}
     for split, by_class in of_class.items():
-        for patient in together(splits[split]):
-            often = Counter(str(sample.label) for sample in patient).most_common(1)  # of two as frequent, the first in the list
+        for patient in samples_by_patient(splits[split]):
+            often = Counter(str(sample.label) for sample in patient).most_common(1)  # of ties, the first
             by_class.setdefault(often[0][0], []).append(patient)
     for label in classes:
         shares = np.full(len(names), 1 / len(names)) if beta is None else rng.dirichlet([beta] * len(names))
@@ -151,7 +155,7 @@ def share_out(
             for name, part in zip(names, np.split(rng.permutation(len(mine)), cuts), strict=True):
                 found[name][split] += [mine[i] for i in part]
     _top_up([found[name]["training"] for name in names], minimum, rng)
-    # patients who train at a site are validated there
+    # a patient with training samples at a site has the validation samples there, too
     owner = {who: name for name, own in found.items() for one in own["training"] if (who := item_patient(one[0]))}
     placed = [(owner.get(item_patient(one[0]), name), one) for name, own in found.items() for one in own["validation"]]
     for name, own in found.items():
@@ -161,7 +165,10 @@ def share_out(
 
 
 def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> None:
-    """Move patients, in place, to sites under the minimum, from the largest that stays at it. Raises DataError without one."""
+    """Move patients, in place, to sites below the minimum, from the largest site that does not fall below it.
+
+    Raises DataError if no patient can be moved.
+    """
     sizes = [sum(map(len, patients)) for patients in training]
     while (least := min(sizes)) < minimum:
         for rich in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
@@ -176,7 +183,7 @@ def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> N
 
 
 def plot(summary: dict[str, Any]) -> Figure:
-    """Return the training samples of every site as stacked bars, a colour per class."""
+    """Return a figure of the training samples per site as stacked bars, with one colour per class."""
     training, classes, sites = summary["training"].values(), summary["classes"], list(summary["training"])
     bars = {label: np.array([counts[label] for counts in training]) for label in classes}
     if len(bars) > MOST_COLORS:  # the rarest are drawn as one
@@ -199,20 +206,20 @@ def plot(summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def _read(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], list[str]]:
-    """Return the samples by split and the classes left, sorted (numbers by size)."""
+def _read_with_classes(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], list[str]]:
+    """Return the samples by split and the remaining classes, sorted, numbers by value. Raises DataError."""
     data = read_datalist(source, classes=True)
     labels = {item.label for items in data.splits.values() for item in items}
     if None in labels:
         raise DataError(f"{source}: has samples without a class; give every one a label")
     known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]
-    return _without(source, data.splits, known, exclude)
+    return _exclude_classes(source, data.splits, known, exclude)
 
 
-def _without(
+def _exclude_classes(
     source: Path, splits: Mapping[str, Sequence[S]], known: Sequence[str], exclude: Sequence[str]
 ) -> tuple[dict[str, list[S]], list[str]]:
-    """Return the samples by split without those of the classes to leave out, and the classes left."""
+    """Return the samples by split without the classes in `exclude`, and the remaining classes. Raises DataError."""
     if unknown := [name for name in exclude if name not in known]:
         raise DataError(f"{source}: --exclude: no class {unknown[0]!r}; there are {', '.join(known)[:300]}")
     kept = {split: [item for item in items if str(item.label) not in exclude] for split, items in splits.items()}
@@ -223,17 +230,17 @@ def _without(
 
 
 Kinds = Callable[[Sequence[str]], list[str]]
-"""Returns the kind of each text."""
+"""A function that returns the class of each text, such as its cluster."""
 COMMON = "common_test.jsonl"
 ALL = "records"
-"""The class of every record where no key is named."""
+"""The class of every record if no key is named."""
 MOST_VALUES = 1000
-"""Of a key: more are names rather than kinds, and make no picture."""
+"""Values of a key. A key with more values holds names rather than classes, and cannot be drawn."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A line of a JSONL file, its value of the key that sites differ in, and its patient, "" where unknown."""
+    """A line of a JSONL file, its class (the value of the chosen key), and its patient, "" if unknown."""
 
     line: str
     label: str
@@ -254,42 +261,43 @@ def partition_texts(
 ) -> dict[str, Any]:
     """Write `folder`/site-K/{training,validation,test}.jsonl, partition.json and partition.png.
 
-    `beta` None: even shares. Returns partition.json's content. Raises DataError for records without the key, an unknown value
-    to leave out, too few records, or a folder that has sites already.
+    Return the content of partition.json. `beta`: None for even shares. `by`: the key whose value is the class of a record.
+    `exclude`: values to leave out. `kinds`, `local`: see above. Raises DataError for records without the key, an unknown value
+    in `exclude`, too few records, or a folder that already holds sites.
     """
     splits, values = _read_records(source, by, exclude, kinds)
-    found = _sites(source, folder, splits, values, sites, beta, seed, minimum)
+    found = _assign_to_sites(source, folder, splits, values, sites, beta, seed, minimum)
     if local:
         found = {
             name: _cut_locally([*m["training"], *m["validation"]], seed_for(seed, "local", name)) for name, m in found.items()
         }
         if splits[SHARED_OUT]:
-            write_atomic(folder / COMMON, _text(splits[SHARED_OUT]), PUBLIC)
+            write_atomic(folder / COMMON, _jsonl_bytes(splits[SHARED_OUT]), PUBLIC)
     for name, mine in found.items():
         for split, records in mine.items():
             path, first = folder / name / f"{split}.jsonl", folder / "site-1" / f"{split}.jsonl"
             if split != SHARED_OUT or local or not first.is_file():
                 if records:
-                    write_atomic(path, _text(records), PUBLIC)
+                    write_atomic(path, _jsonl_bytes(records), PUBLIC)
                 continue
             try:
-                os.link(first, path)  # of equal files there is one on the disk
+                os.link(first, path)  # equal files take the disk's space once
             except OSError:  # a file system without links
                 shutil.copyfile(first, path)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "by": by or ("clusters" if kinds else "")}
     return write_summary(source, folder, asked | {"excluded": list(exclude), "local": local}, values, found)
 
 
-def _text(records: Sequence[Record]) -> bytes:
+def _jsonl_bytes(records: Sequence[Record]) -> bytes:
     return "".join(f"{record.line}\n" for record in records).encode()
 
 
 def _cut_locally(records: list[Record], seed: int) -> dict[str, list[Record]]:
-    """Return a site's patients, shuffled, as its splits: a tenth each to validate and to test, at least one of three.
+    """Return a site's records by split, cut by shuffled patients: a tenth each for validation and test.
 
-    A record without a patient is a patient of its own.
+    From three patients on, each of these splits gets at least one. A record without a patient counts as a patient.
     """
-    patients = together(records)
+    patients = samples_by_patient(records)
     order = [patients[i] for i in np.random.default_rng(seed).permutation(len(patients))]
     part = max(round(0.1 * len(order)), 1) if len(order) >= 3 else 0
     cut = {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
@@ -299,7 +307,7 @@ def _cut_locally(records: list[Record], seed: int) -> dict[str, list[Record]]:
 def _read_records(
     source: Path, by: str, exclude: Sequence[str], kinds: Kinds | None
 ) -> tuple[dict[str, list[Record]], list[str]]:
-    """Return the records by split and the values of the key, sorted. Raises DataError."""
+    """Return the records by split, and their classes, sorted. Raises DataError."""
     data = read_texts(source)  # raises for a bad record
     splits: dict[str, list[Record]] = {split: [] for split in SPLITS}
     for split in SPLITS:
@@ -319,4 +327,4 @@ def _read_records(
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:
         raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are kinds; name another key")
-    return _without(source, splits, values, exclude)
+    return _exclude_classes(source, splits, values, exclude)

@@ -1,4 +1,4 @@
-"""The patients of a split, by the data list's identifiers."""
+"""The patients of samples: which samples belong to one patient, and which samples are linked in other ways."""
 
 import logging
 from collections import Counter
@@ -6,16 +6,16 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from consilium.data.datalist import DataList
-from consilium.data.identifiers import ALIKE, alike
+from consilium.data.identifiers import ALIKE, alike_pseudonyms
 
 S = TypeVar("S")
 _log = logging.getLogger(__name__)
 
 
 def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
-    """Return the places of every patient's samples in the training split, in the list's order.
+    """Return the indices of every patient's samples in the training split, in the list's order.
 
-    Samples without a patient are left out: their patient would have no privacy.
+    Samples without a patient are left out, because their patients could not be protected.
     """
     found: dict[str, list[int]] = {}
     for place, item in enumerate(data.splits["training"]):
@@ -24,22 +24,25 @@ def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
-    """Return how many patients a split names, and the most samples that one of them has."""
+def patients_and_most_samples(samples: Sequence[Any]) -> tuple[int, int]:
+    """Return the number of patients that samples name, and the largest number of samples of one patient."""
     counts = Counter(whose for item in samples if (whose := item_patient(item)))
     return len(counts), max(counts.values(), default=0)
 
 
-def together(samples: Sequence[S]) -> list[list[S]]:
-    """Return the samples of each patient, and each sample without one alone, in the order of their first."""
+def samples_by_patient(samples: Sequence[S]) -> list[list[S]]:
+    """Return a group of samples per patient, in the order of first samples. A sample without a patient is a group alone."""
     found: dict[str | int, list[S]] = {}
     for place, item in enumerate(samples):
         found.setdefault(item_patient(item) or place, []).append(item)
     return list(found.values())
 
 
-def linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
-    """Return for each sample, by its keys, the first sample that shares a key with it, directly or through others."""
+def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
+    """Return for each sample the index of the first sample that is linked to it. `keys`: the keys of each sample.
+
+    Samples are linked if they share a key, directly or through other samples.
+    """
     head = list(range(len(keys)))
 
     def root(index: int) -> int:
@@ -57,15 +60,15 @@ def linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
 
 
 def warn_of_alike(data: DataList) -> None:
-    """Warn, in the site's own log, of patients whose identifiers are nearly equal: they may be one person."""
+    """Warn in the site's own log of patients whose identifiers are nearly equal, because they may be one person."""
     first: dict[str, str] = {}
     for split, items in data.splits.items():
         for item in items:
             first.setdefault(item_patient(item), f"{split}: {item.name}")
-    for group in alike(first):
+    for group in alike_pseudonyms(first):
         _log.warning(f"{ALIKE}: {' ~ '.join(first[one] for one in group)}; give one person one identifier")
 
 
 def item_patient(item: Any) -> str:
-    """Return a sample's patient, "" where unknown."""
+    """Return the pseudonym of a sample's patient, "" if unknown."""
     return str(getattr(item, "patient", ""))

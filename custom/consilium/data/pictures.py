@@ -1,4 +1,4 @@
-"""Pictures: PNG, JPEG, TIFF, BMP, GIF and arrays in .npy, by PIL."""
+"""Pictures in PNG, JPEG, TIFF, BMP and GIF, and arrays in .npy, read by PIL."""
 
 import struct
 from collections.abc import Collection, Sequence
@@ -8,40 +8,43 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from consilium.core.errors import DataError
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, is_anti_aliased, whole_numbers
 from consilium.data.safe_open import check_pixels, open_picture, reading
 from consilium.data.settings import Value
 
 ORIENTATION = 0x0112
-"""EXIF's tag: 5 to 8 exchange rows and columns."""
+"""EXIF's orientation tag. Its values 5 to 8 exchange rows and columns."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
-"""PIL's modes that are read unchanged: grey of 1, 8, 16 or 32 bits, and RGB. Other modes become RGB."""
+"""PIL's modes that are read unchanged: grey of 1, 8, 16 or 32 bits, and RGB. Pictures of other modes become RGB."""
 _TAGS = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}
-"""PIL's names of metadata that may say how a picture is turned."""
+"""PIL's keys of metadata that may hold the orientation tag."""
 _TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
-"""Chunks of a PNG that hold such metadata."""
+"""Types of a PNG's chunks that hold such metadata."""
 
 
 def size(path: Path) -> tuple[int, int]:
-    """Return the (rows, columns) that `read` returns, by the header. Raises DataError for a picture that is not read."""
+    """Return the (rows, columns) of what `read` returns, from the header. Raises DataError for a picture that is not read."""
     with reading(path, "image cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
         _check_turn(path, picture)
-        # a TIFF's size is upright already
+        # PIL has exchanged a TIFF's width and height already
         turned = picture.format != "TIFF" and _orientation(path, picture) >= 5
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
 
-def pixels(shape: Sequence[int]) -> str:
-    """Return a picture's size (rows, columns) as messages name it: WIDTHxHEIGHT."""
+def size_text(shape: Sequence[int]) -> str:
+    """Return the text WIDTHxHEIGHT, as in messages, for a picture's (rows, columns)."""
     return f"{shape[1]}x{shape[0]}"
 
 
 def _orientation(path: Path, picture: Image.Image) -> int:
-    """Return the number of EXIF's orientation tag, 1 without one. A PNG's pixels are decoded only where a tag lies behind."""
+    """Return the value of EXIF's orientation tag, 1 without one.
+
+    PIL decodes a PNG to find metadata behind its pixels, so this is done only if the file has such a chunk.
+    """
     if picture.format == "PNG" and not _TAGS & picture.info.keys():
-        behind = False  # metadata behind the pixels PIL finds only by decoding them
+        behind = False
         with path.open("rb") as file:
             file.seek(8)
             while len(head := file.read(8)) == 8:
@@ -56,21 +59,21 @@ def _orientation(path: Path, picture: Image.Image) -> int:
 
 
 def _check_turn(path: Path, picture: Image.Image) -> None:
-    """Raise DataError for a TIFF that PIL decodes wrongly: without compression, rows and columns to be exchanged."""
+    """Raise DataError for an uncompressed TIFF whose tag exchanges rows and columns: PIL decodes it wrongly."""
     if picture.format == "TIFF" and picture.getexif().get(ORIENTATION, 1) >= 5 and picture.info.get("compression") == "raw":
         raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
 
 
-def turn(path: Path) -> int:
-    """Return how a camera's EXIF tag turns or mirrors a picture: 1 for not at all, from 5 on rows become columns."""
+def exif_orientation(path: Path) -> int:
+    """Return the value of a picture's EXIF orientation tag: 1 for upright, 5 to 8 if rows and columns are exchanged."""
     with reading(path, "image cannot be read"), open_picture(path) as picture:
         return _orientation(path, picture)
 
 
 def read(path: Path, what: str = "image") -> np.ndarray:
-    """Return (H, W) or (H, W, 3) real, finite numbers, turned as the camera's EXIF tag says. Raises DataError.
+    """Return a picture as real, finite numbers (H, W) or (H, W, 3), turned upright by its EXIF tag. Raises DataError.
 
-    `what`: of a "mask" its label values (H, W), see `_label_values`.
+    `what`: for a "mask", its label values (H, W) are returned, see `_label_values`.
     """
     with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
@@ -84,10 +87,11 @@ def read(path: Path, what: str = "image") -> np.ndarray:
 
 
 def _label_values(path: Path, picture: Image.Image, is_gif: bool) -> np.ndarray:
-    """Return the label values (H, W) of a mask: its one channel, or the grey that its channels or its palette agree on.
+    """Return the label values (H, W) of a mask: its one channel, or the grey that all its channels or its palette have.
 
-    A palette's numbers are the labels, unless it is of greys and number 0 is not black, or in a GIF, whose writers number
-    colours as they like. Raises DataError for colours, and for what is drawn by transparency alone.
+    In a picture with a palette, the numbers are the labels. The greys are the labels instead if all colours used are grey, and
+    either number 0 is not black or the file is a GIF: GIF writers number colours arbitrarily. Raises DataError for colours, and
+    for a mask that is drawn by its transparency.
     """
     by_number = picture.mode in MODES and picture.mode != "RGB"
     if picture.mode == "P":
@@ -113,8 +117,8 @@ def labels(path: Path) -> Labels:
     return Labels(values=whole_numbers(path, read(path, "mask")))
 
 
-def altered(path: Path, values: np.ndarray, declared: Collection[Value]) -> str:
-    """Return why values of a mask that are not `declared` are not labels: they were smoothed, or saved as JPEG; else ""."""
+def why_altered(path: Path, values: np.ndarray, declared: Collection[Value]) -> str:
+    """Return why the values of a mask that are not `declared` are no labels: it was smoothed, or saved as JPEG. Else ""."""
     every = {int(value) for value in np.unique(values)}
     if not (odd := sorted(every - set(declared))) or not path.is_file():
         return ""

@@ -1,4 +1,4 @@
-"""Values of pictures and masks: real and finite, whole in masks, windowed to the 8 bits of a picture."""
+"""Checks and conversions of pixel values: real and finite numbers, whole numbers in masks, windowing to 8 bits."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -9,19 +9,22 @@ from consilium.core.errors import DataError
 from consilium.data.settings import PictureSettings, Value
 
 MOST = 1e38
-"""The largest value: pictures are made in float32, whose range ends soon after."""
+"""The largest value. Pictures are computed in float32, whose range ends at 3.4e38."""
 WHOLE = 1e-3
-"""Distance from a whole number up to which a label value is that number: a header's scale is a number of 32 bits."""
+"""A label value at most this far from a whole number is that number, because the scale in a header has only 32 bits."""
 UNSMOOTHED = "save label values, by the nearest voxel where it was resized, and not as JPEG"
 _EDGE_VALUES, _FLAT, _ON_EDGES, _WIDTH, _PLANES = 3, 0.2, 0.6, 9, 16
-"""Of smoothed edges: the fewest values; the share that may lie amid equal ones, and that lies between lower and higher ones;
-pixels across which both sides are seen; planes of a volume that are looked at."""
+"""Thresholds of `is_anti_aliased`, in order:
+
+the fewest undeclared values; below this share of pixels amid equal ones, a value has no region of its own; the share of
+pixels with such values that must lie between lower and higher ones; the window in which both sides are sought, in pixels; the
+number of planes of a volume that are examined."""
 Spread = Callable[[], tuple[float, float]]
-"""Returns the values that become black and white."""
+"""A function that returns the values that become black and white."""
 
 
 def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return an array with at least one element, each a real number of at most `MOST`. Raises DataError for any other."""
+    """Return the array. Raises DataError if it is empty, or an element is no real number of a size up to `MOST`."""
     what = "" if array.size else "no value at all"
     if array.dtype.kind not in "uif":
         what = "complex numbers" if array.dtype.kind == "c" else "colours or records, and no single numbers"
@@ -34,7 +37,7 @@ def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
 
 
 def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return label values as integers. Raises DataError for fractions, NaN and Inf."""
+    """Return label values as integers. Raises DataError for fractions, NaN and infinity."""
     if check_numbers(path, array).dtype.kind != "f":
         return array
     whole = np.rint(array)
@@ -46,10 +49,11 @@ def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
 
 
 def is_anti_aliased(values: np.ndarray, declared: Collection[Value]) -> bool:
-    """Tell whether the values of a mask (H, W) or (i, j, k) that are not `declared` are those of smoothed edges.
+    """Tell whether the values of a mask (H, W) or (i, j, k) that are not `declared` come from smoothed edges.
 
-    These are several with gaps between them, have no region of their own, and lie between a lower and a higher neighbour and
-    between two other labels. Labels that are thin lie on their background, and those in a row are numbered without gaps.
+    Such values are several, with gaps in their numbers. They have no region of their own, and lie between a lower and a higher
+    neighbour, and between two other labels. In contrast, thin labels lie on background, and neighbouring labels usually have
+    consecutive numbers.
     """
     known = [value for value in declared if isinstance(value, int)]
     found, last = np.setdiff1d(np.unique(values), known), int(values.max(initial=0))
@@ -74,9 +78,9 @@ def is_anti_aliased(values: np.ndarray, declared: Collection[Value]) -> bool:
 
 
 def windowed(values: np.ndarray, settings: PictureSettings, own: tuple[float, float] | None, spread: Spread) -> np.ndarray:
-    """Return values as 8 bits: by the job's window, else the file's `own` (center, width), else as they are or by percentiles.
+    """Return values as uint8: windowed by the job's window, else by the file's `own` (center, width), else by `spread`.
 
-    Colours stay as they are. `spread` returns the values that become black and white where there is no window.
+    `spread` returns the values that become black and white. Colours, and 8-bit values without a window, stay as they are.
     """
     colours = values.ndim == 3 and values.dtype == np.uint8
     if colours or (values.dtype == np.uint8 and settings.window is None and own is None):

@@ -1,7 +1,7 @@
-"""Volumes in MetaImage (.mha) and NRRD (.nrrd): a header of text, then the voxels, plain or deflated.
+"""Volumes in MetaImage (.mha) and NRRD (.nrrd): a text header, then the voxels, plain or deflated.
 
-Own code, because ITK's readers open what files name, and decode before they say how much that is. Headers whose voxels lie in
-another file are refused: a copy of decoded samples follows the file that a data list names.
+Own code, because ITK's readers open any file that a header names, and decode it before they report its size. A header whose
+voxels are in another file is refused, because the sample cache notices changes only of the file that a data list names.
 """
 
 import re
@@ -19,7 +19,7 @@ from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_unpacked,
 from consilium.data.volumes import Header
 
 MOST_HEADER = 2**16
-"""Bytes."""
+"""Bytes of a header."""
 _META_TYPES = {
     "CHAR": "i1", "UCHAR": "u1", "SHORT": "i2", "USHORT": "u2", "INT": "i4", "UINT": "u4", "LONG_LONG": "i8",
     "ULONG_LONG": "u8", "FLOAT": "f4", "DOUBLE": "f8",
@@ -34,13 +34,16 @@ _NRRD_TYPES = {
     "f4": ("float",), "f8": ("double",),
 }  # fmt: skip
 _SPACES = {"right-anterior-superior": (1, 1, 1), "left-anterior-superior": (-1, 1, 1), "left-posterior-superior": (-1, -1, 1)}
-"""Signs that turn a space's axes to the patient's right, front and up."""
+"""Signs that turn the axes of a NRRD's space to the patient's right, front and up."""
 _SPACES |= {"".join(word[0] for word in name.split("-")): signs for name, signs in _SPACES.items()}
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a file holds its voxels, and of what type. `grid`: without an affine where the file does not say its place."""
+    """The layout of a file's voxels: their type, the grid, the first byte, and whether they are deflated.
+
+    `grid` has no affine if the file does not state a position.
+    """
 
     dtype: np.dtype
     grid: Grid
@@ -49,15 +52,15 @@ class _Layout:
 
 
 def header(path: Path) -> Header:
-    """Return the grid of a volume of two or three dimensions. Raises DataError."""
+    """Return the header of a volume of two or three dimensions. Raises DataError if it cannot be read."""
     with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
-        return Header(_layout(path).grid)
+        return Header(_read_layout(path).grid)
 
 
 def voxels(path: Path) -> np.ndarray:
-    """Return real numbers (i, j, k) of the file's own type. Raises DataError."""
+    """Return real numbers (i, j, k) of the type in the file. Raises DataError if they cannot be read."""
     with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
-        found = _layout(path)
+        found = _read_layout(path)
         needed = prod(found.grid.shape) * found.dtype.itemsize
         with path.open("rb") as file:
             file.seek(found.start)
@@ -70,14 +73,14 @@ def voxels(path: Path) -> np.ndarray:
 _UNREADABLE = "cannot be read as MetaImage or NRRD"
 _SPACED = "write the right numbers into its header, which is text"
 _ANY_HEADER = 47
-"""zlib's bits of a window of any size, of a stream of zlib or gzip."""
+"""zlib's `wbits` for a stream of zlib or gzip with a window of any size."""
 
 
-def _layout(path: Path) -> _Layout:
+def _read_layout(path: Path) -> _Layout:
     with path.open("rb") as file:
         head = file.read(MOST_HEADER)
     try:
-        found = (_nrrd if head[:4] == b"NRRD" else _metaimage)(path, head)
+        found = (_read_nrrd if head[:4] == b"NRRD" else _read_metaimage)(path, head)
     except KeyError as error:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no {error.args[0]}); {TAKE_OFF}") from None
     check_unpacked(path, found.grid.shape, found.dtype.itemsize, _UNREADABLE)
@@ -85,20 +88,23 @@ def _layout(path: Path) -> _Layout:
 
 
 def _refuse(path: Path, *faults: tuple[bool, str]) -> None:
-    """Raise DataError for the first fault that a file has."""
+    """Raise DataError for the first fault of (whether it is there, its description) pairs, with the remedy."""
     remedy = "which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd"
     refuse(path, *((there, f"{what}, {remedy}") for there, what in faults))
 
 
 def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:
-    """Return the affine (4, 4) of steps (D, D), a row for each axis, and an origin (D,), in millimetres of a space."""
+    """Return the affine (4, 4) to mm (right, front, up) from steps (D, D), one row per axis, and an origin (D,).
+
+    Both are in millimetres. `signs` turn their axes to right, front and up.
+    """
     found, count = np.eye(4), min(3, len(steps))  # a fourth axis is of length 1
     found[:count, :count], found[:count, 3] = steps[:count, :count].T, origin[:count]
     return np.diag([*signs, 1.0]) @ found
 
 
-def _metaimage(path: Path, head: bytes) -> _Layout:
-    """Return the layout by a MetaImage's header: its matrix has a row for each axis, in DICOM's directions."""
+def _read_metaimage(path: Path, head: bytes) -> _Layout:
+    """Return the layout from a MetaImage's header. Its matrix has one row per axis, in DICOM's directions."""
     fields: dict[str, str] = {}
     start = 0
     while "ElementDataFile" not in fields:
@@ -134,8 +140,8 @@ def _metaimage(path: Path, head: bytes) -> _Layout:
     return _Layout(np.dtype(order + kind), Grid(shape, _affine(turn * spacing[:, None], origin)), start, says("CompressedData"))
 
 
-def _nrrd(path: Path, head: bytes) -> _Layout:
-    """Return the layout by the header of a NRRD (teem.sourceforge.net/nrrd/format.html)."""
+def _read_nrrd(path: Path, head: bytes) -> _Layout:
+    """Return the layout from the header of a NRRD (teem.sourceforge.net/nrrd/format.html)."""
     end = re.search(rb"\r?\n\r?\n", head)
     lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
     pairs = (line.partition(":") for line in lines if not line.startswith("#"))
@@ -155,7 +161,7 @@ def _nrrd(path: Path, head: bytes) -> _Layout:
 
 
 def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray | None:
-    """Return the affine (4, 4) of a NRRD's axes, None where it does not say it."""
+    """Return the affine (4, 4) of a NRRD, None if the header has neither space directions nor spacings."""
     if "space directions" not in fields:
         if "spacings" not in fields:
             return None
@@ -164,13 +170,13 @@ def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray |
         return _affine(np.diag(spacing), np.zeros(count))
     space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
     _refuse(path, (space not in _SPACES, "lies in a space that is not the patient's"))
-    steps = np.array([_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
+    steps = np.array([_read_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
     check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
-    origin = _vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
-    if steps.shape == (2, 3):  # a plane in space: its third step is across, of 1 mm
+    origin = _read_vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
+    if steps.shape == (2, 3):  # a plane in space: its third step is perpendicular, of 1 mm
         steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
     return _affine(steps, origin, _SPACES[space])
 
 
-def _vector(text: str) -> np.ndarray:
+def _read_vector(text: str) -> np.ndarray:
     return np.array(text.strip("() ").split(","), np.float64)

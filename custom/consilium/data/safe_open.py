@@ -1,7 +1,7 @@
-"""Opening untrusted files: only plain files of bounded size, and one clear line for any error.
+"""Opening of untrusted files: only plain files of bounded size, and one clear line for any error.
 
-A data list may name any file that this user can read: pictures stay in the hospital's own folders. The author of the
-list is trusted that far; a file that is not a picture is refused without quoting its content.
+A data list may name any file that this user can read, because pictures stay in the hospital's own folders. The author of the
+list is trusted with that. A file that is not a picture is refused without quoting its content.
 """
 
 import gzip
@@ -24,32 +24,32 @@ from PIL import Image, UnidentifiedImageError
 from consilium.core.errors import DataError, UnfitError
 
 FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF")
-"""Formats of pictures, whatever their names end in: some of PIL's other readers start other programs."""
+"""PIL's formats that are read, recognised by content. Some of PIL's other readers start other programs."""
 MOST_BYTES = 2 * 1024**3
-"""A file larger than this is not opened."""
+"""Bytes of a file. A larger file is not opened."""
 MOST_SLIDE = 1024**4
-"""The same of a TIFF or a slide, of which only parts are read at once."""
+"""Bytes of a TIFF or a slide, which are read in parts."""
 MOST_PIXELS = 100_000_000
 """Pixels of a picture that is decoded as one: about 400 MB."""
 MOST_VOLUME = 4 * 1024**3
-"""Bytes that a volume may take in memory, and the masks of one."""
+"""Bytes that a volume may take in memory, and that all masks of one file may take."""
 MOST_UNPACKED = 1024**3
-"""Bytes that a file of any size may unpack to: a CT of 512 x 512 x 1000 in float32 takes less."""
+"""Bytes that a file of any size may unpack to. A CT of 512 x 512 x 1000 in float32 takes less."""
 LARGEST_RATIO = 64
-"""Times its own bytes that a larger file may unpack to, up to MOST_VOLUME."""
+"""A larger file may unpack to this multiple of its own bytes, up to MOST_VOLUME."""
 MOST_CHARACTERS = 1024**2
-"""Of one line of records or of a table: more than any model reads; a tokenizer still takes it in a second."""
+"""Characters of one line of records or of a table: more than any model reads. A tokenizer takes a second for them."""
 MOST_VALUES = 2**24
-"""Values of a JSON file: Python takes up to 70 bytes for one of 3 characters."""
+"""Values in a JSON file. Python needs up to 70 bytes for a value of 3 characters."""
 MOST_SCANS = 32
-"""Passes over a picture that a JPEG may ask for; cameras and web sites write 1 to 12."""
+"""Scans, passes over the whole picture, in a JPEG. Cameras and web sites write 1 to 12."""
 MOST_PAGES = 4096
-"""Of a TIFF."""
+"""Pages of a TIFF."""
 MOST_VOLUME_FILE = MOST_VOLUME + 2**20
-"""Bytes of a volume's file that is not compressed, with its header."""
+"""Bytes of a volume's file: an uncompressed volume and its header."""
 T = TypeVar("T")
 Stamp = tuple[tuple[int, ...], ...]
-"""Of every file: inode, size, and when content and inode changed last."""
+"""For every file: its inode, size, and the times of the last change of content and inode."""
 TRACTS, PACKED = "tracts, which are not images", "a packed file"
 FOREIGN = {
     (".mgz", ".mgh"): "FreeSurfer's volumes",
@@ -62,24 +62,24 @@ FOREIGN = {
     (".gz", ".zip", ".tar", ".7z", ".bz2"): PACKED,
     (".npz", ".mat", ".h5", ".hdf5"): "several arrays",
 }
-"""Formats that are not read, by the endings of their files."""
+"""Formats that are not read, by the endings of file names."""
 CONVERT = "convert it to NIfTI: nibabel.save(nibabel.load(FILE), 'NAME.nii.gz') in Python, or 3D Slicer"
 _PROGRAMMERS = re.compile(
     r"Error -?\d|[<>{}\[\]_]|\b(NoneType|object|dtype|attribute|argument|unpack|buffer|tuple|codec|literal|array|reshape)\b"
     r"|\b(Python|int|float|str)\b"
 )
-"""Words that libraries write for programmers."""
+"""Words in libraries' messages that only programmers understand. Such messages are replaced."""
 TAKE_OFF = "replace it or take it off the list"
 
 
 def refuse(where: object, *faults: tuple[object, str]) -> None:
-    """Raise DataError for the first of some faults that is there: (whether it is, what to say of it) each."""
+    """Raise DataError for the first fault that is present. Each fault is (whether it is present, its description)."""
     if what := next((what for there, what in faults if there), ""):
         raise DataError(f"{where}: {what}")
 
 
 def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> None:
-    """Raise DataError unless `path` is a plain file of at most `most` bytes: a pipe or a device would never end."""
+    """Raise DataError unless `path` is a plain file of at most `most` bytes, because a pipe or a device might never end."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -94,7 +94,7 @@ def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> No
 
 @contextmanager
 def opening(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
-    """Turn the operating system's errors in the block, and bytes that are not UTF-8, into a DataError."""
+    """Turn errors of the operating system, and bytes that are not UTF-8, into a DataError within the block."""
     try:
         yield
     except OSError as error:
@@ -104,7 +104,7 @@ def opening(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
 
 
 def check_opens(path: Path) -> None:
-    """Raise DataError unless a file, or every plain file of a folder, can be opened and read from."""
+    """Raise DataError unless a file, or every plain file in a folder, can be opened and read."""
     with opening(path):
         for file in [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]:
             check_file(file, most=MOST_SLIDE)
@@ -113,21 +113,24 @@ def check_opens(path: Path) -> None:
 
 
 class Kept(Generic[T]):
-    """A function of a path, and of other values, whose last `most` results are kept while the path's files do not change."""
+    """A function of a path and further arguments that caches its last `most` results.
+
+    A cached result is used as long as the path's files do not change.
+    """
 
     def __init__(self, read: Callable[..., T], most: int) -> None:
         self._read = lru_cache(most)(lambda state, *args: read(*args))
         self.cache_clear = self._read.cache_clear
 
     def __call__(self, path: Path, *args: Any) -> T:
-        """Return the function's result, which may be a kept one."""
+        """Return the function's result, which may be cached."""
         return self._read(stamp(path), path, *args)
 
 
 def stamp(path: Path) -> Stamp:
-    """Return numbers that change when a file, or any file of a folder, does: overwriting a file keeps its folder's time.
+    """Return numbers that change when a file, or any file in a folder, changes. () for a missing path.
 
-    () for a missing path.
+    The files in a folder are examined, because overwriting a file does not change the time of its folder.
     """
     try:
         if not path.is_dir():
@@ -141,12 +144,12 @@ def stamp(path: Path) -> Stamp:
 
 
 def most_unpacked(packed: int) -> int:
-    """Return how many bytes files of `packed` bytes may take once they are unpacked."""
+    """Return the most bytes that files of `packed` bytes may take when unpacked."""
     return min(MOST_VOLUME, max(MOST_UNPACKED, LARGEST_RATIO * packed))
 
 
 def check_unpacked(path: Path, shape: Sequence[int], each: int, what: str) -> None:
-    """Raise DataError for a volume of no voxels, or of more bytes (`each` a voxel) than a file of its size may take."""
+    """Raise DataError for a volume without voxels, or with more bytes (`each` per voxel) than a file of its size may take."""
     needed, most = prod(shape) * each, most_unpacked(path.stat().st_size)
     if not 0 < needed <= most:
         found = f"{'x'.join(map(str, shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
@@ -154,7 +157,7 @@ def check_unpacked(path: Path, shape: Sequence[int], each: int, what: str) -> No
 
 
 def volume_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
-    """Return three dimensions of two or three, of which further ones are 1. Raises DataError."""
+    """Return the shape (i, j, k) of a volume of two or three dimensions. Raises DataError for a further dimension over 1."""
     if len(sizes) < 2 or any(n != 1 for n in sizes[3:]):
         what = f"has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}"
         raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
@@ -163,10 +166,10 @@ def volume_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
 
 
 def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[str]:
-    """Yield the lines of a text in UTF-8, without a byte order mark; no more than one is in memory.
+    """Yield the lines of a text in UTF-8, without a byte order mark. Only one line is in memory at a time.
 
-    Of a line of over MOST_CHARACTERS so many and a few more are yielded, for `check_line` to refuse. `newline` as for open():
-    None makes every end of a line one of "\\n". Raises DataError.
+    A line of over MOST_CHARACTERS is cut a few characters above this limit, so that `check_line` refuses it. `newline` is as
+    in open(): None turns every end of a line into "\\n". Raises DataError.
     """
     check_file(path, remedy)
     number = 0
@@ -183,13 +186,13 @@ def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[
 
 
 def check_line(where: str, line: str) -> None:
-    """Raise DataError for a line of over MOST_CHARACTERS."""
+    """Raise DataError for a line with over MOST_CHARACTERS."""
     if len(line.rstrip("\r\n")) > MOST_CHARACTERS:
         raise DataError(f"{where}: over {MOST_CHARACTERS:,} characters, at most {MOST_CHARACTERS:,} are a record; cut it up")
 
 
 def parse_json(where: str, text: str, remedy: str) -> Any:
-    """Return the values of a JSON text. Raises DataError, also for more values than MOST_VALUES, before one is made."""
+    """Return the parsed JSON of a text. Raises DataError; more values than MOST_VALUES are refused before parsing."""
     if sum(map(text.count, "[{,")) > MOST_VALUES:
         raise DataError(f"{where}: holds more than {MOST_VALUES:,} values; cut it up")
     try:
@@ -209,7 +212,7 @@ def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
 
 @contextmanager
 def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> Iterator[None]:
-    """Turn whatever a decoder of `path` raises in the block into a DataError: damaged files make them raise anything."""
+    """Turn any exception of a decoder of `path` in the block into a DataError: damaged files may cause any exception."""
     check_file(path, remedy, most)
     try:
         yield
@@ -226,23 +229,23 @@ def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTE
 
 
 def open_picture(path: Path) -> Image.Image:
-    """Return an opened picture of one of FORMATS, or of an array's file (.npy), not yet decoded. Use within `reading`."""
+    """Return an opened picture of one of FORMATS, or of a .npy file, not decoded yet. Use within `reading`."""
     if path.name.lower().endswith(".npy"):
         return _array_picture(path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels says it, at a limit of our own
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels has a limit of its own
         try:
             found = Image.open(path, formats=FORMATS)
         except Image.DecompressionBombError:
             raise _too_large(path, f"over {MOST_PIXELS:,} pixels") from None
         except UnidentifiedImageError:
             kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
-            if not kind:  # `reading` makes a line of it
+            if not kind:  # `reading` turns it into one line
                 raise OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}") from None
             remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
             what = f"image cannot be read (its ending is that of {kind})"
             raise DataError(f"{path}: {what}; {remedy}", "format that is not read") from None
-    if found.format in ("JPEG", "MPO"):  # each scan may be 20 bytes, and goes over the whole picture
+    if found.format in ("JPEG", "MPO"):  # a scan of 20 bytes makes the decoder pass over the whole picture
         scans, last = 0, b""
         with path.open("rb") as file:
             while block := file.read(2**20):
@@ -254,7 +257,7 @@ def open_picture(path: Path) -> Image.Image:
 
 
 def _array_picture(path: Path) -> Image.Image:
-    """Return the picture (H, W), or in colour (H, W, 3) of 8 bits, that a .npy file holds; an axis of length 1 may be more."""
+    """Return the picture in a .npy file: (H, W), or 8-bit colours (H, W, 3). A third axis of length 1 is removed."""
     import numpy as np
 
     try:
@@ -280,7 +283,7 @@ def _array_picture(path: Path) -> Image.Image:
 
 
 def pages(path: Path) -> int:
-    """Return how many pages a TIFF has, as far as its chain of them goes. Raises DataError for more than MOST_PAGES."""
+    """Return the number of pages of a TIFF, by following its chain of pages. Raises DataError for more than MOST_PAGES."""
     with path.open("rb") as file:
         head = file.read(16)
         order = "<" if head[:2] == b"II" else ">"
@@ -300,14 +303,14 @@ def pages(path: Path) -> int:
 
 
 def _number(file: IO[bytes], form: str) -> int:
-    """Return the number at a file's place, 0 behind its end."""
+    """Return the number at a file's position, 0 behind its end. `form`: the format for struct."""
     data = file.read(struct.calcsize(form))
     return int(struct.unpack(form, data)[0]) if len(data) == struct.calcsize(form) else 0
 
 
 def check_pixels(path: Path, picture: Image.Image) -> None:
     """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
-    # PIL's own count takes minutes of 50,000 pages, and of a GIF goes through all its frames
+    # PIL's own count takes minutes for 50,000 pages, and reads all frames of a GIF
     count = pages(path) if picture.format == "TIFF" else 1 + getattr(picture, "is_animated", False)
     if count > 1:
         told = count if picture.format == "TIFF" else "several"
@@ -322,7 +325,7 @@ def _too_large(path: Path, found: str) -> DataError:
 
 
 def is_encodable(text: str) -> bool:
-    """Tell whether a text can be encoded: JSON may hold halves of characters (surrogates)."""
+    """Tell whether a text can be encoded. JSON may hold half a character (a lone surrogate), which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

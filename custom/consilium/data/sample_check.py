@@ -1,4 +1,4 @@
-"""Checks of samples: a report of each for `data check`, headers and labels before a job trains, files before each round."""
+"""Checks of samples: a report per entry for `data check`, headers and labels before a job trains, files before each round."""
 
 import hashlib
 import logging
@@ -23,7 +23,7 @@ from consilium.data.class_names import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
-from consilium.data.labels import Labels, named
+from consilium.data.label_masks import Labels, matching_labels
 from consilium.data.loading import NOTHING_LEFT
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.safe_open import Stamp, check_opens, stamp
@@ -33,31 +33,32 @@ from consilium.data.store import Store
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 """A segmentation job's classes with their label values, a classification job's class names, or None without a job."""
 Check = Callable[[Item], Iterable[str] | None]
-"""Raises DataError for a sample that training could not use; returns the classes that resizing alone leaves nothing of."""
+"""Raises DataError for a sample that training cannot use; returns the classes of which resizing would leave no pixel."""
 Place = tuple[str, int]
 """A split and an index in it."""
 NAMED = 10
-"""Samples left out that the log names."""
+"""The most left-out samples that the log names."""
 _HASH_SIDE, _HASH_STEP = 16, 2
-"""Rows of an appearance hash, and the least step in grey levels that counts: smaller ones are a JPEG's noise."""
+"""Rows of an appearance hash, and the least step in grey levels that counts. Smaller steps are JPEG noise."""
 _FLAT = 2
-"""Grey levels that a picture must span; below it is called constant."""
+"""A picture that spans fewer grey levels is called constant."""
 _TILT = 1.0
-"""Degrees off the patient's axes from which a volume is called oblique."""
+"""A volume tilted by more degrees against the patient's axes is called oblique."""
 FILES_AT_ONCE = 4
-"""Files that a check or statistics read side by side: each picture may take some hundred megabytes."""
+"""Files that a check or statistics read in parallel, as each picture may take some hundred megabytes."""
 _one_volume = Lock()
-"""Held while a volume is read for a check or statistics: each may take gigabytes."""
+"""Held while a volume is read for a check or statistics, as each may take gigabytes."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class SampleReport:
-    """Findings of the check about one entry of a list.
+    """The findings of a check about one entry of a list.
 
-    `stop`: why training cannot read it; `classes`: the job's classes that it shows; `small`: in how many of its planes or
-    tiles nothing of a class is left at the model's size; `marks` and `hash`: see Trace.
+    `stop`: why training cannot read the entry. `problems` and `warnings`: (kind, line) pairs. `values`: its label values.
+    `classes`: the job's classes that it shows. `small`: by class, the number of planes or tiles in which resizing to the
+    model's size would leave no pixel of it. `marks` and `hash`: see Trace.
     """
 
     stop: DataError | None = None
@@ -73,7 +74,7 @@ class SampleReport:
 
 
 def by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
-    """Return what `read` returns for each item, in order; it gets all items of one image file at once, in a thread."""
+    """Return the results of `read` for all items, in order. Threads call it once per image file, with all items of the file."""
     files: dict[Path, list[int]] = {}
     for index, item in enumerate(items):
         files.setdefault(item.image, []).append(index)
@@ -94,44 +95,52 @@ def by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> lis
 
 
 def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Classes, size: int = 0) -> list[SampleReport]:
-    """Return a report of each entry; all entries share one image file, and a volume is read once for all of them.
+    """Return a report per entry. All entries must share one image file, so a volume is read once for all of them.
 
     `size`: pixels of the model's side, 0 without a model.
     """
     if not volumes.is_volume(items[0].image):
-        return [_report(item, None, settings, classes, size) for item in items]
+        return [_check_entry(item, None, settings, classes, size) for item in items]
     try:
         header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
     except DataError as error:
-        return [SampleReport(error, marks=_marks(item)) for item in items]
+        return [SampleReport(error, marks=_identity_marks(item)) for item in items]
     digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
     for plane in np.moveaxis(values, 2, 0):
         digest.update(np.ascontiguousarray(plane, np.float32).tobytes())
-    return [_report(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
+    return [_check_entry(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
 
 
-def _report(
+def _check_entry(
     item: Item, volume: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes, size: int
 ) -> SampleReport:
-    found = SampleReport(marks=_marks(item))
+    found = SampleReport(marks=_identity_marks(item))
     try:
         if volume:
             _check_volume(found, item, *volume, settings, classes)
-        elif item.tile is None and slides.by_tiles(item.image, settings):
+        elif item.tile is None and slides.is_cut_into_tiles(item.image, settings):
             _check_slide(found, item, settings, classes)
         else:
             image = read_image(item, settings)
             _add_image(found, item, image)
             check_class(item, classes)
             _add_label(found, item, image, read_labels(item, settings) if isinstance(item.label, Path) else None, classes)
-            way = pictures.turn(item.image) if isinstance(item.label, Path) and not volumes.is_volume(item.label) else 1
-            # by sizes alone one cannot tell on which of the two pictures the mask was drawn
-            if way > 1 and (way < 5 or image.shape[0] == image.shape[1]) and pictures.turn(Path(str(item.label))) == 1:
+            way = (
+                pictures.exif_orientation(item.image)
+                if isinstance(item.label, Path) and not volumes.is_volume(item.label)
+                else 1
+            )
+            # the sizes do not tell whether the mask was drawn on the stored or on the turned picture
+            if (
+                way > 1
+                and (way < 5 or image.shape[0] == image.shape[1])
+                and pictures.exif_orientation(Path(str(item.label))) == 1
+            ):
                 what = "its mask is not: it must be drawn on the turned picture"
                 remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
                 found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
         if size and found.classes and isinstance(classes, Mapping):
-            for part in _parts(item, found.planes, settings):
+            for part in _planes_or_tiles(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
                 found.small.update(too_small(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
@@ -139,8 +148,8 @@ def _report(
     return found
 
 
-def _parts(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
-    """Yield a volume's planes and a large picture's tiles, any other picture itself."""
+def _planes_or_tiles(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
+    """Yield all planes of a volume, all tiles of a large picture, or any other picture itself. `count`: planes or tiles."""
     axis = item.across(settings.slices.axis)
     if count == 1:
         yield replace(item, axis=axis)
@@ -154,19 +163,19 @@ def _parts(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
 
 
 def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, classes: Classes) -> None:
-    """Check some tiles of a large picture, and all of its mask."""
+    """Add the findings about a large picture to its report, from some of its tiles and its whole mask. Raises DataError."""
     wanted = settings.tiles or TilesConfig()
     rows, columns = slides.shape(item.image, wanted.level)
-    found.size = pictures.pixels((rows, columns))
+    found.size = pictures.size_text((rows, columns))
     found.planes = len(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size))
-    some = slides.probes(item.image, wanted.level)
+    some = slides.sample_tiles(item.image, wanted.level)
     digest = hashlib.blake2b(found.size.encode(), digest_size=16)
     for one in some:
         digest.update(one.tobytes())
     if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
         found.warnings.append(("constant image", "in the parts that were read"))
     else:
-        found.marks = _marks(item, digest.hexdigest())
+        found.marks = _identity_marks(item, digest.hexdigest())
     check_class(item, classes)
     if not isinstance(item.label, Path):
         _add_label(found, item, None, None, classes)
@@ -190,7 +199,7 @@ def _check_volume(
     image = read_image(plane, settings)
     _add_image(found, item, image)
     if whole:
-        found.marks = _marks(item, digest)
+        found.marks = _identity_marks(item, digest)
     else:
         found.marks += (("volume in two {}", digest),)
     if (tilt := header.grid.tilt) > _TILT:
@@ -205,7 +214,7 @@ def _check_volume(
 
 
 def check_class(item: Item, classes: Classes) -> None:
-    """Raise DataError for a label that is not a class of a classification job, or no mask for a segmentation job."""
+    """Raise DataError for a label that is no class of a classification job, or no mask for a segmentation job."""
     label = item.label
     if isinstance(classes, Mapping):
         check_annotated(item, classes)
@@ -218,17 +227,20 @@ def check_class(item: Item, classes: Classes) -> None:
 
 
 def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:
-    """Add size, digest and appearance of an image to its report."""
-    found.size = pictures.pixels(image.shape)
+    """Add the size, digest and appearance hash of an image to its report."""
+    found.size = pictures.size_text(image.shape)
     if int(image.max()) - int(image.min()) < _FLAT:
         found.warnings.append(("constant image", ""))
         return
     digest = hashlib.blake2b(repr(image.shape).encode() + image.tobytes(), digest_size=16).hexdigest()
-    found.marks, found.hash = _marks(item, digest), appearance(image)
+    found.marks, found.hash = _identity_marks(item, digest), appearance_hash(image)
 
 
 def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels: Labels | None, classes: Classes) -> None:
-    """Add what a label shows to its report. `image`: None for all planes of a volume. Raises DataError for an unfit label."""
+    """Add the findings about a label to its report. Raises DataError for a label that does not fit.
+
+    `image`: the picture, None if the labels are of all planes of a volume.
+    """
     if labels is None:
         found.classes = () if item.label is None else (str(item.label),)
         return
@@ -242,12 +254,12 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         check_values(item, labels, classes_of(item, classes))
     elif isinstance(item.label, Path) and labels.values is not None:
         declared = {0, int(labels.values.max()), *(value for value, _ in item.label_map or ())}
-        if what := pictures.altered(item.label, labels.values, declared):
+        if what := pictures.why_altered(item.label, labels.values, declared):
             found.warnings.append(("mask with smoothed edges", f"{what}; {UNSMOOTHED}"))
     found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
     if labels.regions is not None and isinstance(classes, Mapping):
         wanted = [value for values in classes_of(item, classes).values() for value in values]
-        if not named(wanted, labels.regions):
+        if not matching_labels(wanted, labels.regions):
             there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
             what = f"there are {there}; map them under `labels` of site.yaml"
             found.warnings.append(("no structure of the job's classes", what))
@@ -255,28 +267,28 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
 
 
 def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
-    """Warn of a mask without any label, and add the classes that it shows."""
+    """Add a warning for a mask without any label, and the classes that the mask shows, to its report."""
     if found.values <= {0}:
         found.warnings.append(("empty mask", ""))
     if isinstance(classes, Mapping):
         own = classes_of(item, classes)
-        found.classes = tuple(name for name, wanted in own.items() if named(wanted, found.values))
+        found.classes = tuple(name for name, wanted in own.items() if matching_labels(wanted, found.values))
 
 
-def appearance(image: np.ndarray) -> bytes | None:
-    """Return a difference hash of a picture (H, W, 3): 256 bits, set where it gets brighter to the right.
+def appearance_hash(image: np.ndarray) -> bytes | None:
+    """Return a difference hash of a picture (H, W, 3): 256 bits, set where brightness increases to the right.
 
-    Copies that were made smaller, brighter or saved as JPEG have nearly equal hashes. None for a picture with few such places.
+    Copies that were shrunk, brightened or saved as JPEG have nearly equal hashes. None for a picture with few set bits.
     """
     small = Image.fromarray(image).convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX)
     bits = np.diff(np.asarray(small, np.int16), axis=1) > _HASH_STEP
     return np.packbits(bits).tobytes() if bits.sum() >= _HASH_SIDE else None
 
 
-def _marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...]:
-    """Return (kind, key) pairs that no two splits or sites may share, the strongest first.
+def _identity_marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...]:
+    """Return the sample's marks: (kind, key) pairs that no two splits or sites may share, the strongest first.
 
-    `content`: a digest of the sample, by default its place in its file.
+    `content`: a digest of the sample; without it, its file, plane and tile identify it.
     """
     place = content or f"{item.image}:{item.axis}:{item.slice}:{item.tile}"
     whole = str(item.image) if volumes.is_volume(item.image) or item.tile else ""
@@ -293,7 +305,7 @@ def _marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...]:
 
 
 def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
-    """Return an image's (rows, columns) by its header. Raises DataError for no image, one too large, or a missing plane."""
+    """Return an image's (rows, columns), from its header. Raises DataError for a bad or too large image, or a missing plane."""
     if volumes.is_volume(item.image):
         header = volumes.header(item.image, item.affine)
         nothing = np.broadcast_to(np.zeros((), bool), header.grid.shape)
@@ -303,21 +315,21 @@ def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, 
         slides.shape(item.image, level_of(settings))
         return item.tile[3], item.tile[2]
     if slides.is_slide(item.image):
-        rows, columns = slides.whole(item.image).shape[:2]
+        rows, columns = slides.read_whole(item.image).shape[:2]
         return rows, columns
     return pictures.size(item.image)
 
 
 def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
-    """Return the (rows, columns) of an item's crop, or of all of it. Raises DataError."""
+    """Return the (rows, columns) of an item's crop, or of its whole image without a crop. Raises DataError."""
     shape = image_shape(item, settings)
     return shape if item.crop is None else item.crop.shape(*shape)
 
 
 def check_sample(item: Item, classes: images.Classes, settings: PictureSettings = DEFAULTS, size: int = 0) -> tuple[str, ...]:
-    """Return the classes that resizing to `size` alone leaves nothing of, see images.resize_masks; none for a size of 0.
+    """Return the classes of which resizing to `size` would leave no pixel, see images.resize_masks; none for a size of 0.
 
-    Raises DataError where images.read_sample would, except for damaged pixels: the labels are decoded, the image is not.
+    Raises DataError for the same samples as images.read_sample, except for damaged pixels: only the labels are decoded.
     """
     check_annotated(item, classes)
     shape, labels = image_shape(item, settings), read_labels(item, settings)
@@ -329,7 +341,7 @@ def check_sample(item: Item, classes: images.Classes, settings: PictureSettings 
 def too_small(
     item: Item, labels: Labels, classes: images.Classes, size: int, settings: PictureSettings = DEFAULTS
 ) -> tuple[str, ...]:
-    """Return the classes that labels (H, W) of an item show and that resizing them to `size` alone leaves nothing of."""
+    """Return the classes that an item's labels (H, W) show, and of which resizing to `size` would leave no pixel."""
     cut = labels.map(lambda values: images.crop(item, values))
     if max(cut.shape, default=0) <= size:  # nothing is made smaller
         return ()
@@ -339,11 +351,11 @@ def too_small(
 def find_errors(
     data: DataList, check: Check, settings: str, store: Store | None, small: list[tuple[str, str]] | None = None
 ) -> Iterator[tuple[Place, DataError]]:
-    """Yield where a check fails and why, in the list's order, except that the planes of a volume come together.
+    """Yield ((split, index), error) for each sample that fails the check, in the list's order, all planes of a volume together.
 
-    A list that ignores unfit samples yields no UnfitError. Samples that the store knows to have passed are not checked again.
-    `small` receives the split and the class for each class that a check returns. Threads share the work; a volume is one
-    thread's.
+    If the list ignores unfit samples, no UnfitError is yielded. Samples whose check is noted as passed in the store are not
+    checked again. `small` receives (split, class) for each class that a check returns. Threads share the work; all planes of a
+    volume are checked by one thread.
     """
     groups: dict[object, list[tuple[Place, Item]]] = {}
     for split, items in data.splits.items():
@@ -352,7 +364,7 @@ def find_errors(
 
     def check_group(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
         found = []
-        with nullcontext() if group[0][1].slice is None else volumes.held():
+        with nullcontext() if group[0][1].slice is None else volumes.hold_volumes():
             for place, item in group:
                 try:
                     mark = store.name(item, settings, "check") if store else ""
@@ -377,9 +389,9 @@ def find_errors(
 
 
 def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
-    """Return a list, from which the samples `lost` were taken out already, with their count; the site's log names the first.
+    """Return the list with the `lost` samples added to its count. They must be removed already; the site's log names the first.
 
-    Raises DataError where no training sample is left: the share that holds them may be back at the next attempt.
+    Raises DataError if no training sample is left, because a network share that holds them may be back at the next attempt.
     """
     for _, error in islice(lost, NAMED):
         _log.warning(f"left out: {error}")
@@ -391,7 +403,7 @@ def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
 
 
 def without_faults(data: DataList, check: Check, settings: str, store: Store | None) -> DataList:
-    """Return the list without samples that fail the check, see `count_lost`. Raises DataError."""
+    """Return the list without the samples that fail the check, counted and logged by `count_lost`. Raises DataError."""
     bad = dict(find_errors(data, check, settings, store))
     kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}
     return count_lost(replace(data, splits=kept), [(split, error) for (split, _), error in bad.items()])
@@ -401,9 +413,10 @@ def without_faults(data: DataList, check: Check, settings: str, store: Store | N
 
 
 class FileWatch:
-    """The files of some `splits` of a list: before a round is paid for, they must still be readable.
+    """Checks before each round that the files of a list's `splits` are still readable, so that no budget is spent in vain.
 
-    It is made before the first sample is read. `skip`: unreadable samples are left out, as long as one is left to train on.
+    Create it before the first sample is read. `skip`: unreadable samples are left out, so one readable training sample is
+    enough.
     """
 
     def __init__(self, data: DataList, splits: tuple[str, ...], skip: bool) -> None:
@@ -412,9 +425,9 @@ class FileWatch:
         self._seen = {file: stamp(file) for samples in self._samples.values() for files in samples for file in files}
 
     def check(self, read: Callable[[str, int], object]) -> None:
-        """Raise DataError where a sample can no longer be read: its files must open, and `read` must read a changed one.
+        """Raise DataError if a sample can no longer be read.
 
-        `read` takes a split and an index. Every file is opened once.
+        Its files must open; if one of them has changed, `read(split, index)` must read the sample. Each file is opened once.
         """
         now: dict[Path, Stamp] = {}
         for split, samples in self._samples.items():

@@ -1,4 +1,4 @@
-"""A job's settings for reading pictures: planes of volumes, tiles, window of values, shape."""
+"""A job's settings for reading pictures: planes of volumes, tiles, window, crop and resize."""
 
 import json
 from typing import Annotated, Literal, Self
@@ -10,35 +10,40 @@ from consilium.core.schema import Section, Share
 Value = int | str
 """A label: the value of voxels, or the name of a region."""
 NiftiAffine = Literal["sform", "qform"]
-"""Which of the two places that a NIfTI file may give its voxels."""
+"""Which of the two transforms of a NIfTI file gives the position of its voxels."""
 Axis = Literal["stored", "axial", "coronal", "sagittal"]
-"""Direction across which a volume is cut. `stored`: the file's own last axis, counted as the file does."""
+"""Orientation of a volume's planes. `stored`: planes across the file's last axis, in the file's order."""
 
 
 class SlicesConfig(Section):
-    """Planes of a volume that its entry in the data list names none of.
+    """The planes of a volume whose entry in the data list names no plane.
 
-    `every` and `empty` thin out the training split only: a score of a volume needs all its planes.
+    `every` and `empty` thin out the training split only, because scores of a volume need all its planes.
     """
 
-    axis: Annotated[Axis, Field(description="the patient's axis, or the file's own (stored)")] = "stored"
-    every: Annotated[int, Field(ge=1, le=10_000, description="train on every so many planes")] = 1
+    axis: Annotated[Axis, Field(description="orientation of the planes in the patient, or the file's last axis (stored)")] = (
+        "stored"
+    )
+    every: Annotated[int, Field(ge=1, le=10_000, description="step between training planes: 2 trains on every second")] = 1
     empty: Annotated[
-        Literal["keep", "drop"] | Share, Field(description="training planes without any label, or the share kept of them")
+        Literal["keep", "drop"] | Share,
+        Field(description="training planes without any label: keep, drop, or the share to keep"),
     ] = "keep"
 
 
 class TilesConfig(Section):
-    """Parts of a large picture or a slide that its entry in the data list names none of.
+    """The tiles of a large picture or a slide whose entry in the data list names no tile.
 
     The last tile of a row or column is moved back to end at the edge. `empty` thins out the training split only.
     """
 
-    size: Annotated[int, Field(ge=16, le=8192, description="pixels of a side")] = 512
-    stride: Annotated[int, Field(ge=8, le=8192, description="pixels from one to the next; by default the size")] | None = None
-    level: Annotated[int, Field(ge=0, le=20, description="of a slide's levels, 0 is the finest")] = 0
+    size: Annotated[int, Field(ge=16, le=8192, description="pixels per side of a tile")] = 512
+    stride: Annotated[int, Field(ge=8, le=8192, description="pixels from one tile to the next; default: the size")] | None = (
+        None
+    )
+    level: Annotated[int, Field(ge=0, le=20, description="level of a slide that is read; 0 is the finest")] = 0
     empty: Annotated[
-        Literal["keep", "drop"] | Share, Field(description="training tiles without any label, or the share kept of them")
+        Literal["keep", "drop"] | Share, Field(description="training tiles without any label: keep, drop, or the share to keep")
     ] = "keep"
 
 
@@ -50,26 +55,17 @@ class WindowConfig(Section):
 
 
 class PictureSettings(Section):
-    """How a task's pictures are read.
+    """How a task reads its pictures. The fields' descriptions say what each setting does."""
 
-    `window`: without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to 99.5
-    percentiles. `resize`: stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does.
-    `slices`: planes of a volume whose entry names none. `tiles`: pictures larger than a tile are cut into tiles;
-    without it each is one sample.
-    `crop`: of every picture one square part, of so many pixels, is all that is seen, in training and in scores. A shorter side
-    stays whole. Where it lies follows from the file's name, and for training from `training.seed` too.
-    `resample_masks`: a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused.
-    """
-
-    slices: Annotated[SlicesConfig, Field(description="planes of a volume whose entry names none")] = SlicesConfig()
+    slices: Annotated[SlicesConfig, Field(description="planes of a volume whose entry names no slice")] = SlicesConfig()
     tiles: Annotated[
-        TilesConfig | None, Field(description="pictures larger than a tile are cut into tiles; without it each is one sample")
+        TilesConfig | None, Field(description="cut pictures larger than a tile into tiles; without it, each is one sample")
     ] = None
     window: Annotated[
         WindowConfig | None,
         Field(
-            description="without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to"
-            " 99.5 percentiles"
+            description="default: the window of a DICOM file; without one, 8-bit values stay, and other values are scaled by"
+            " the 0.5 and 99.5 percentiles of the whole picture or volume"
         ),
     ] = None
     resize: Annotated[
@@ -79,14 +75,13 @@ class PictureSettings(Section):
     crop: Annotated[
         Annotated[int, Field(ge=16, le=8192)] | None,
         Field(
-            description="of every picture one square part, of so many pixels, is all that is seen, in training and in "
-            "scores. A shorter side stays whole. Where it lies follows from the file's name, and for training "
-            "from `training.seed` too"
+            description="pixels of a square crop. Training and scores see only this part of each picture. A side that is "
+            "shorter stays whole. The file's name fixes the crop's position, for training together with `training.seed`"
         ),
     ] = None
     resample_masks: Annotated[
         bool,
-        Field(description="a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused"),
+        Field(description="resample a mask on another grid to its image's grid, by the nearest voxel, instead of refusing it"),
     ] = False
 
     @model_validator(mode="after")
@@ -100,6 +95,6 @@ DEFAULTS = PictureSettings()
 
 
 def read_as(kind: str, settings: PictureSettings, size: int, classes: object = None) -> str:
-    """Return all settings that decide how a task of this kind reads pictures, as a text: equal texts, equal samples."""
+    """Return all settings that decide how a task of this `kind` reads pictures, as a text. Equal texts give equal samples."""
     said = settings.model_dump(include=set(PictureSettings.model_fields) - {"slices"})
     return json.dumps([kind, said, size, classes], sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""Names of sites by those of folders and lines: what can name a folder, a column and a site of FLARE."""
+"""Valid names of sites, made from the names of folders or the values of a table: fit for a folder, a column and FLARE."""
 
 import re
 import unicodedata
@@ -9,21 +9,22 @@ from pathlib import Path
 from consilium.core.errors import DataError
 
 LETTERS = str.maketrans({"æ": "ae", "œ": "oe", "ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "ı": "i"})
-"""Latin letters that Unicode does not take apart."""
+"""Latin letters that Unicode does not decompose, with their replacements."""
 VALID = r"\w[\w.-]*"
-"""What may name a site of a run; lists that are written anew have names of a to z, digits, dots, hyphens and underscores."""
+"""Pattern for names of a run's sites. Lists that are written anew use only letters a to z, digits, ".", "-" and "_"."""
 
 
 def slug(name: str) -> str:
-    """Return a name fit for a site's folder: lower case, digits and hyphens; letters lose their marks, and ß becomes ss."""
+    """Return a name as a folder name of lower-case letters, digits and hyphens. Letters lose their accents, ß becomes ss."""
     plain = unicodedata.normalize("NFKD", name.casefold()).translate(LETTERS)
     return re.sub(r"[^a-z0-9]+", "-", "".join(c for c in plain if not unicodedata.combining(c))).strip("-")
 
 
 def asked_sites(names: Collection[str], only: Collection[str], chosen: Mapping[str, str]) -> set[str]:
-    """Return which of the sites `names`, as a source calls them, a user asks for, by that, the valid or a chosen name.
+    """Return the sites of `names` that a user asks for with `only`; without it, all.
 
-    All for no `only`. Raises DataError for a name that no site has.
+    `names`: the names in the source. `chosen`: a user's new names by these. `only` may hold the source's name, its `slug`, or
+    the chosen name. Raises DataError for a name that no site has.
     """
     spelt = {name: {name, slug(name), chosen.get(name, name)} for name in names}
     if unknown := [name for name in only if not any(name in own for own in spelt.values())]:
@@ -37,12 +38,11 @@ def renamed_sites(
     valid: str = r"[A-Za-z0-9][A-Za-z0-9._-]*",
     chosen: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return sites' names by those of a source's folders or lines, which stay where they match `valid`.
+    """Return the sites' names by their names in the source, which stay as they are if they match `valid`.
 
-    `chosen`: a user's own names, by those at the source; None where the user cannot choose.
-
-    One of which no letter or digit is left is called site-1, or the next that is free. Raises DataError for two that would be
-    one site.
+    `names`: of folders, or values of a table. `chosen`: a user's own names by those in the source; None if the user cannot
+    choose. A name of which no letter or digit remains becomes site-1, or the next free number. Raises DataError if two names
+    would become the same site.
     """
     found, known, left = {}, dict[str, str](), list[str]()
     every = sorted(names)
@@ -63,12 +63,12 @@ def renamed_sites(
 
 
 def renamed_notes(names: Mapping[str, str]) -> list[str]:
-    """Return a note for every site that is called otherwise at its source."""
+    """Return a note for every site whose name differs from the one in its source."""
     return [f"{name} -> {new}" for name, new in names.items() if name != new]
 
 
 def folder_of(data: Path, name: str) -> Path:
-    """Return the folder of a site, also where its own name cannot name a site, such as one with blanks."""
+    """Return the folder of a site. It is also found if its own name, such as one with blanks, is not a valid site name."""
     if (data / name).is_dir() or not data.is_dir():
         return data / name
     names = renamed_sites((one.name for one in data.iterdir() if one.is_dir() and not one.name.startswith(".")), data, VALID)

@@ -1,4 +1,4 @@
-"""Volumes as their planes, large pictures as their tiles, and patients from the files' own identifiers."""
+"""Expansion of a data list: volumes into planes, large pictures into tiles, with patients from identifiers in the files."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,19 +17,19 @@ _UNIT = 2**32
 
 
 def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
-    """Return the list with a volume of several planes replaced by its planes, and patients read from the files.
+    """Return the list with volumes replaced by their planes and large pictures by their tiles, and patients read from files.
 
-    So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
-    samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
-    Raises DataError; with the list's `skip`, unreadable samples are left out and counted instead, and with `ignore_unfit`,
-    a sample that cannot be cut as the settings ask stays one sample.
+    Pictures are cut only if the settings have `tiles`. Only headers are read, and the masks of training samples if planes or
+    tiles without labels are to be thinned out; which of these stay depends only on their positions. Raises DataError. With the
+    list's `skip`, unreadable samples are left out and counted instead. With `ignore_unfit`, a sample that cannot be cut as the
+    settings ask stays one sample.
     """
     lost: list[Lost] = []
     splits: dict[str, list[Item]] = {split: [] for split in data.splits}
     for split, found in splits.items():
         for index, item in enumerate(data.splits[split]):
             try:
-                found += list(_opened(item, index, split, settings))
+                found += list(_expand_item(item, index, split, settings))
             except DataError as error:
                 if data.loading.ignore_unfit and isinstance(error, UnfitError):
                     found.append(item)
@@ -40,11 +40,11 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     return count_lost(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
 
 
-def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
-    """Yield a picture or its tiles; of a volume its planes, or the one that it has or its entry names."""
+def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
+    """Yield a picture or its tiles, or the planes of a volume: all, or the one that its entry names. Raises DataError."""
     thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
     if not volumes.is_volume(item.image):
-        if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):
+        if wanted is None or item.tile is not None or not slides.is_cut_into_tiles(item.image, settings):
             yield item
             return
         if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
@@ -52,7 +52,12 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
         rows, columns = slides.shape(item.image, wanted.level)
         for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
             one = replace(item, study=item.study or pseudonym_of(item.image), tile=tile)
-            if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:
+            if (
+                not thin
+                or wanted.empty == "keep"
+                or _keeps_empty(wanted, seed, number)
+                or read_labels(one, settings).present() - {0}
+            ):
                 yield one
         return
     header = volumes.header(item.image, item.affine)
@@ -65,10 +70,10 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
     if item.slice is not None or header.grid.planes(known.axis) == 1:
         yield known
     else:
-        yield from _planes(known, header, settings, thin, seed)
+        yield from _expand_volume(known, header, settings, thin, seed)
 
 
-def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+def _expand_volume(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
     if isinstance(item.label, Path) and not volumes.is_volume(item.label):
         what = f"is one picture, and {item.image.name} has several planes"
         raise UnfitError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
@@ -83,10 +88,10 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
         marked = found.where(found.present() - background)
         labelled = {n for n in range(count) if header.grid.cut(marked, item.axis, n).any()}
     for number in range(0, count, slices.every if thin else 1):
-        if number in labelled or _kept(slices, seed, number):
+        if number in labelled or _keeps_empty(slices, seed, number):
             yield replace(item, slice=number)
 
 
-def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
+def _keeps_empty(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
     share = parts.empty if isinstance(parts.empty, float) else 0.0
     return seed_for(seed, "plane", number) % _UNIT < share * _UNIT

@@ -1,7 +1,7 @@
-"""Whole slides and large pictures, read by tiles: no more of a file is in memory than a tile and the blocks it lies in.
+"""Whole slides and large pictures, read by tiles: only a tile and the stored blocks that it overlaps are in memory.
 
-Plain TIFF by tifffile, which returns values as they are stored; SVS, NDPI and other slides by OpenSlide. PNG, JPEG and BMP know
-no places: they are read whole, up to MOST_PIXELS, and cut.
+Plain TIFF is read by tifffile, which returns values as they are stored; SVS, NDPI and other slides by OpenSlide. PNG, JPEG and
+BMP cannot be read in parts: they are read whole, up to MOST_PIXELS, and then cut.
 """
 
 import logging
@@ -18,19 +18,23 @@ from consilium.data import pictures
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.datalist import Tile
 from consilium.data.file_kinds import SLIDES
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, pages, reading
 from consilium.data.settings import PictureSettings
 
-logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file gets one line of ours
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file causes one line, an error of ours
 MOST_BLOCK = 2**26
-"""Values of one stored block of a TIFF: a picture in one piece cannot be read by tiles."""
+"""Values of one stored block of a TIFF. A picture that is stored in one piece cannot be read by tiles."""
 MOST_BLOCK_BYTES = 2**28
+"""Bytes of one such block."""
 COMPRESSIONS = frozenset({1, 2, 3, 4, 5, 7, 8, 32773, 32946, 33003, 33005, 34712, 34925, 50000})
-"""None, CCITT, LZW, JPEG, deflate, PackBits, JPEG 2000 (three numbers), LZMA, Zstandard: their decoders stay within a block."""
+"""TIFF's numbers of none, CCITT, LZW, JPEG, deflate, PackBits, JPEG 2000 (three), LZMA, Zstandard.
+
+Their decoders never write more than a block.
+"""
 MOST_TILES = 10**6
-"""Of one picture."""
+"""Tiles of one picture."""
 GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS = 1, 0, 2, 3, 6
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _SPARE = 2**16
@@ -39,19 +43,19 @@ _SAMPLED, _PROBES, _MASK_BLOCK = 256, 4, 2048
 
 @dataclass(frozen=True)
 class Layout:
-    """A picture's levels as (rows, columns), the largest first; `reader`: tifffile, openslide, or pictures for all others."""
+    """A picture's levels as (rows, columns), the largest first, and its `reader`: "tifffile", "openslide" or "pictures"."""
 
     levels: tuple[tuple[int, int], ...]
     reader: str
 
 
 def is_slide(path: Path) -> bool:
-    """Tell by its name whether a file is a whole slide."""
+    """Tell by the ending of its name whether a file is a whole slide."""
     return path.name.lower().endswith(SLIDES)
 
 
 def shape(path: Path, level: int = 0) -> tuple[int, int]:
-    """Return the (rows, columns) of a level. Raises DataError for one that is not there."""
+    """Return the (rows, columns) of a level. Raises DataError for a level that the picture does not have."""
     levels = layout(path).levels
     if level >= len(levels):
         raise UnfitError(f"{path}: has {len(levels)} levels, the first is 0; set task.tiles.level lower", "wrong tile")
@@ -59,9 +63,9 @@ def shape(path: Path, level: int = 0) -> tuple[int, int]:
 
 
 def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndarray:
-    """Return a tile (H, W) or (H, W, 3) of a picture's level, real and finite numbers. Raises DataError.
+    """Return a tile (H, W) or (H, W, 3) of a picture's level as real, finite numbers. Raises DataError.
 
-    `what`: of a "mask" with a palette its numbers, of an "image" its colours.
+    `what`: for a "mask" with a palette, its numbers are returned, for an "image" its colours.
     """
     x, y, width, height = tile
     rows, columns = shape(path, level)
@@ -72,15 +76,18 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
     reader = layout(path).reader
     with reading(path, "tile cannot be read", most=MOST_SLIDE):
         if reader == "pictures":
-            return check_numbers(path, _whole(path, what)[y : y + height, x : x + width])
-        return check_numbers(path, (_by_tifffile if reader == "tifffile" else _by_openslide)(path, tile, level, what))
+            return check_numbers(path, _read_whole(path, what)[y : y + height, x : x + width])
+        return check_numbers(path, (_read_by_tifffile if reader == "tifffile" else _read_by_openslide)(path, tile, level, what))
 
 
 def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
-    """Return the labels of a mask's tile; the mask, or a level of it, has the (rows, columns) `wanted`. Raises DataError."""
+    """Return the labels of a mask's tile, from the level with the (rows, columns) `wanted`.
+
+    Raises DataError if the mask has no such level, or is not label values in one channel.
+    """
     levels = layout(path).levels
     if wanted not in levels:
-        what = f"mask is {pictures.pixels(levels[0])} pixels (width x height), its image {pictures.pixels(wanted)}"
+        what = f"mask is {pictures.size_text(levels[0])} pixels (width x height), its image {pictures.size_text(wanted)}"
         raise UnfitError(f"{path}: {what}; make them equal", "mask of another size")
     values = read(path, tile, levels.index(wanted), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
@@ -88,8 +95,8 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     return Labels(values=whole_numbers(path, values if values.ndim == 2 else values[..., 0]))
 
 
-def probes(path: Path, level: int = 0) -> list[np.ndarray]:
-    """Return some tiles of a picture, evenly spread: a sample of its appearance. Raises DataError."""
+def sample_tiles(path: Path, level: int = 0) -> list[np.ndarray]:
+    """Return 4 x 4 small tiles, evenly spread over a picture, as a sample of its appearance. Raises DataError."""
     rows, columns = shape(path, level)
     side = min(_SAMPLED, rows, columns)
     corners = [[round(n) for n in np.linspace(0, length - side, _PROBES)] for length in (rows, columns)]
@@ -97,7 +104,7 @@ def probes(path: Path, level: int = 0) -> list[np.ndarray]:
 
 
 def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
-    """Yield a mask's labels block by block, every pixel once. Raises DataError."""
+    """Yield a mask's labels block by block, each pixel once. `wanted`: the image's (rows, columns). Raises DataError."""
     rows, columns = wanted
     for y in range(0, rows, _MASK_BLOCK):
         for x in range(0, columns, _MASK_BLOCK):
@@ -105,28 +112,33 @@ def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
 
 
 def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
-    """Return the tiles that cover a picture, row by row; the last of a row or column is moved back to end at the edge.
+    """Return the tiles that cover a picture, row by row. The last tile of a row or column is moved back to end at the edge.
 
-    Raises DataError for more than MOST_TILES.
+    Raises DataError for more than MOST_TILES tiles.
     """
     if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
         what = f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut"
         raise UnfitError(f"{what}; set task.tiles.size or stride higher", "too large")
     return [
-        (x, y, min(size, columns), min(size, rows)) for y in _starts(rows, size, stride) for x in _starts(columns, size, stride)
+        (x, y, min(size, columns), min(size, rows))
+        for y in _tile_starts(rows, size, stride)
+        for x in _tile_starts(columns, size, stride)
     ]
 
 
-def by_tiles(path: Path, settings: PictureSettings) -> bool:
-    """Tell whether a picture without a tile of its own is cut into tiles: a slide, or one larger than a tile."""
+def is_cut_into_tiles(path: Path, settings: PictureSettings) -> bool:
+    """Tell whether a picture whose entry names no tile is cut into tiles: a slide, or a picture larger than a tile."""
     if settings.tiles is None:
         return False
     found = layout(path).levels
     return is_slide(path) or len(found) > 1 or max(found[0]) > settings.tiles.size
 
 
-def whole(path: Path) -> np.ndarray:
-    """Return a picture (H, W) or (H, W, 3) at once; some sets call small ones .svs. Raises DataError."""
+def read_whole(path: Path) -> np.ndarray:
+    """Return a whole picture (H, W) or (H, W, 3). Raises DataError.
+
+    The name is not enough to refuse a slide: some data sets have small pictures called .svs.
+    """
     try:
         return pictures.read(path)
     except DataError:
@@ -135,21 +147,21 @@ def whole(path: Path) -> np.ndarray:
         raise UnfitError(f"{path}: is a whole slide; set task.tiles to read it by parts", "too large") from None
 
 
-def _starts(length: int, size: int, stride: int) -> list[int]:
+def _tile_starts(length: int, size: int, stride: int) -> list[int]:
     last = max(0, length - size)
     return sorted({*range(0, last, stride), last})
 
 
 @partial(Kept, most=1024)
-def spread(path: Path, level: int = 0) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles of some tiles, evenly spread, so that all tiles of a picture get one window."""
-    low, high = np.percentile(np.concatenate([one.reshape(-1) for one in probes(path, level)]), [0.5, 99.5])
+def window_percentiles(path: Path, level: int = 0) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles of evenly spread tiles. All tiles of a picture are windowed by them."""
+    low, high = np.percentile(np.concatenate([one.reshape(-1) for one in sample_tiles(path, level)]), [0.5, 99.5])
     return float(low), float(high)
 
 
 @partial(Kept, most=4096)
 def layout(path: Path) -> Layout:
-    """Return a picture's levels, by its header alone. Raises DataError."""
+    """Return a picture's levels and reader, from its header alone. Raises DataError."""
     with reading(path, "slide cannot be read", most=MOST_SLIDE):
         with path.open("rb") as file:
             tiff = file.read(4) in _MAGIC
@@ -170,9 +182,10 @@ def layout(path: Path) -> Layout:
 
 
 def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
-    """Return the levels of a TIFF. Raises UnfitError for one that cannot be read by tiles, and for a file of several pages.
+    """Return the levels of a TIFF. Raises UnfitError for a file that cannot be read by tiles, or has several pages.
 
-    `by_openslide`: OpenSlide reads it, and ends the process when memory is short: its tiles must not be too large.
+    `by_openslide`: OpenSlide reads the file. Its stored tiles must then be small, because OpenSlide ends the process when
+    memory runs out.
     """
     from openslide import OpenSlide
     from tifffile import TiffFile
@@ -180,7 +193,7 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
     pages(path)
     with TiffFile(path) as file:
         for page in file.pages if by_openslide else ():
-            rows, columns = _block(page)
+            rows, columns = _block_shape(page)
             if page.is_tiled and 4 * rows * columns > MOST_BLOCK_BYTES:
                 what = f"is a slide with tiles of {columns}x{rows} pixels"
                 raise UnfitError(f"{path}: {what}; save it in smaller ones", "too large")
@@ -210,7 +223,7 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
             )
             if fault := next((why for wrong, why in faults if wrong), ""):
                 raise UnfitError(f"{path}: {fault}")
-            rows, columns = _block(page)
+            rows, columns = _block_shape(page)
             each = page.samplesperpixel * (page.dtype.itemsize if page.dtype is not None else 1)
             if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * each > MOST_BLOCK_BYTES:
                 what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
@@ -221,20 +234,20 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
         return Layout(tuple((int(page.imagelength), int(page.imagewidth)) for page in levels), "tifffile")
 
 
-def _block(page: Any) -> tuple[int, int]:
-    """Return the (rows, columns) of a stored block: a tile, or a strip as wide as the picture."""
+def _block_shape(page: Any) -> tuple[int, int]:
+    """Return the (rows, columns) of a TIFF page's stored blocks: tiles, or strips as wide as the picture."""
     if page.is_tiled:
         return int(page.tilelength), int(page.tilewidth)
     return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
 
 
-def _by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
+def _read_by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
     from tifffile import TiffFile
 
     x, y, width, height = tile
     with TiffFile(path) as file:
         page = file.series[0].levels[level].pages[0]
-        rows, columns = _block(page)
+        rows, columns = _block_shape(page)
         across = -(-page.imagewidth // columns)
         found = np.zeros((height, width, page.samplesperpixel), page.dtype)
         for row in range(y // rows, (y + height - 1) // rows + 1):
@@ -253,7 +266,7 @@ def _by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
                 block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0][0]
                 part = block[max(0, -top) : height - top, max(0, -left) : width - left]
                 found[max(0, top) : top + len(block), max(0, left) : left + block.shape[1]] = part
-        # without alpha, dark where the file means dark; the numbers of a mask stay as they are stored
+        # alpha is dropped, and inverted grey is turned round; the palette numbers of a mask stay as they are stored
         if found.shape[2] > 1:
             return found[..., :3]
         grey = found[..., 0]
@@ -264,17 +277,17 @@ def _by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
         return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
 
 
-def _by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
+def _read_by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
     from openslide import OpenSlide
 
     x, y, width, height = tile
     with OpenSlide(str(path)) as slide:
         scale = slide.level_downsamples[level]
         region = np.asarray(slide.read_region((round(x * scale), round(y * scale)), level, (width, height)))
-    seen = region[..., :3].astype(np.float32) + (255.0 - region[..., 3:])  # nothing was scanned where it is clear: white
+    seen = region[..., :3].astype(np.float32) + (255.0 - region[..., 3:])  # transparent, so not scanned, becomes white
     return np.clip(seen, 0, 255).astype(np.uint8)
 
 
 @partial(Kept, most=2)
-def _whole(path: Path, what: str) -> np.ndarray:
+def _read_whole(path: Path, what: str) -> np.ndarray:
     return pictures.read(path, what)

@@ -1,8 +1,9 @@
-"""Cut a data list into training, validation and test, or into folds. Linked samples are never separated.
+"""Split a data list into training, validation and test, or into folds. Linked samples stay in one part.
 
-Entries of one patient, study, volume or mask are linked, by the list's own keys and by DICOM files. Labels are
-spread alike by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011), group by group instead of sample
-by sample: the rarest label first, each of its groups to the part that lacks most of it. Same list, numbers and seed, same cut.
+Entries of one patient, study, volume or mask are linked. Patients and studies are read from the list and from DICOM files.
+Labels are spread evenly by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011) of groups of linked
+samples instead of single samples: the rarest label comes first, and each of its groups goes to the part that lacks most of it.
+The same list, numbers and seed give the same split.
 """
 
 import json
@@ -18,18 +19,18 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, arranged, files_of, read_datalist, read_list
+from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_list, with_challenge_splits
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
-from consilium.data.patients import linked
+from consilium.data.patients import first_linked
 from consilium.data.safe_open import refuse
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How to cut: shares of all samples, or `folds` parts each of which is the test split once.
+    """The numbers of a split: shares of all samples, or `folds` parts of which each is the test split once.
 
-    `keep_test`: the list's own test split stays as it is, only the rest is cut. `validation` is a share of the rest.
+    `keep_test`: the list's own test split stays, and `validation` is a share of the other samples.
     """
 
     validation: float = 0.1
@@ -41,7 +42,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sample:
-    """An entry as it is written again, with the labels it shows; `split`: where the source had it."""
+    """An entry of the new list. `split`: its split in the source; `keys`: link it to others; `labels`: that it shows."""
 
     split: str
     entry: dict[str, Any]
@@ -53,10 +54,10 @@ Parts = dict[str, list[Sample]]
 
 
 def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
-    """Write `folder`/datalist.json, or one in fold-1, fold-2, ..., and split.json, whose content is returned.
+    """Write `folder`/datalist.json, or one list each in fold-1, fold-2, ..., and split.json. Return the content of split.json.
 
-    Paths are absolute, nothing is copied. Entries keep their own keys; nothing that was read from a file is added.
-    Raises DataError for a list or mask that cannot be read, shares of 1 or more, too few groups, or a folder in use.
+    Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are not added. Raises
+    DataError for a list or mask that cannot be read, shares that sum to 1 or more, too few groups, or a folder in use.
     """
     left = 1 - cut.validation - cut.test
     refuse(
@@ -67,10 +68,10 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
         ),
         (left <= 0, f"--validation {cut.validation:g} and --test {cut.test:g} leave nothing to train on; ask for less"),
     )
-    samples, more = _read(source)
+    samples, more = _read_samples(source)
     lists = {}
     if cut.folds:
-        if (groups := len(grouped(samples))) < cut.folds:
+        if (groups := len(linked_groups(samples))) < cut.folds:
             raise DataError(f"{source}: {groups} patients or volumes are too few for {cut.folds} folds; ask for less")
         names = [f"fold-{i}" for i in range(1, cut.folds + 1)]
         tests = share_out(samples, dict.fromkeys(names, 1 / cut.folds), cut.seed)
@@ -84,54 +85,54 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
         shares = {"training": 1 - cut.validation - test, "validation": cut.validation, "test": test}
         lists[""] = share_out([s for s in samples if not (cut.keep_test and s.split == "test")], shares, cut.seed)
         lists[""]["test"] += kept
-    summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(grouped(samples))}
+    summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(linked_groups(samples))}
     summary["lists"] = {}
     for name, parts in lists.items():
         entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
         write_atomic(folder / name / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
-        summary["lists"][name or "datalist.json"] = {split: _counts(parts[split]) for split in SPLITS}
-    summary["notes"] = _notes(samples, lists, cut)
+        summary["lists"][name or "datalist.json"] = {split: _summarize(parts[split]) for split in SPLITS}
+    summary["notes"] = _write_notes(samples, lists, cut)
     write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
 
 
 def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) -> Parts:
-    """Return the samples by part, near the shares in number and in every label; groups stay whole."""
-    groups = grouped(samples)
+    """Return the samples by part. Each part has nearly its share of the samples and of every label; groups stay whole."""
+    groups = linked_groups(samples)
     order = np.random.default_rng(seed_for(seed, "split")).permutation(len(groups))
     left = sorted((groups[i] for i in order), key=len, reverse=True)
-    wanted = {part: Counter({key: share * n for key, n in _weight(samples).items()}) for part, share in shares.items()}
+    wanted = {part: Counter({key: share * n for key, n in _count_labels(samples).items()}) for part, share in shares.items()}
     found: dict[str, list[Sample]] = {part: [] for part in shares}
     while left:
-        counts = _weight([s for group in left for s in group])
+        counts = _count_labels([s for group in left for s in group])
         rarest = min(counts, key=lambda label: (counts[label], label))
-        now, left = [g for g in left if rarest in _weight(g)], [g for g in left if rarest not in _weight(g)]
+        now, left = [g for g in left if rarest in _count_labels(g)], [g for g in left if rarest not in _count_labels(g)]
         for group in now:
             part = max((p for p in shares if shares[p] > 0), key=lambda p: (wanted[p][rarest], wanted[p][""]))
             found[part] += group
-            wanted[part].subtract(_weight(group))
+            wanted[part].subtract(_count_labels(group))
     return found
 
 
-def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Return samples that share any key, directly or through others, as one group each, in the order of the list."""
+def linked_groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the groups of linked samples, in the order of the list. Linked samples share a key, directly or through others."""
     found: dict[int, list[Sample]] = {}
-    for sample, first in zip(samples, linked([sample.keys for sample in samples]), strict=True):
+    for sample, first in zip(samples, first_linked([sample.keys for sample in samples]), strict=True):
         found.setdefault(first, []).append(sample)
     return list(found.values())
 
 
-def _weight(samples: Sequence[Sample]) -> Counter[str]:
-    """Return how many samples show each label; "" counts all."""
+def _count_labels(samples: Sequence[Sample]) -> Counter[str]:
+    """Return the number of samples that show each label; the key "" has the number of all samples."""
     return Counter(label for sample in samples for label in (*sample.labels, ""))
 
 
-def _counts(samples: Sequence[Sample]) -> dict[str, Any]:
-    found = _weight(samples)
-    return {"samples": found.pop("", 0), "groups": len(grouped(samples)), "labels": dict(sorted(found.items()))}
+def _summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    found = _count_labels(samples)
+    return {"samples": found.pop("", 0), "groups": len(linked_groups(samples)), "labels": dict(sorted(found.items()))}
 
 
-def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list[str]:
+def _write_notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list[str]:
     notes = []
     if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
         notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
@@ -142,10 +143,10 @@ def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list
     return notes
 
 
-def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """Return all samples, and the list's other keys."""
+def _read_samples(source: Path) -> tuple[list[Sample], dict[str, Any]]:
+    """Return all samples of a list, and the values of its other keys. Raises DataError."""
     data = read_datalist(source, None)
-    kept = {split for split in SPLITS if split != "test" or arranged(data).splits[split]}
+    kept = {split for split in SPLITS if split != "test" or with_challenge_splits(data).splits[split]}
     raw = {} if source.is_dir() else read_list(source)
     found = []
     for split in (one for one in SPLITS if one in kept):
@@ -159,14 +160,14 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
             patient, study = (header.patient, header.study) if header else ("", "")
             whose = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
             keys = [("file", str(file.resolve())) for file in files_of(item)] + [pair for pair in whose if pair[1]]
-            found.append(Sample(split, own, tuple(keys), frozenset(_labels(item))))
+            found.append(Sample(split, own, tuple(keys), frozenset(_labels_of(item))))
     volumes.forget()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}
 
 
-def _labels(item: Item) -> set[str]:
+def _labels_of(item: Item) -> set[str]:
     if not isinstance(item.label, Path):
         return set() if item.label is None else {str(item.label)}
     if item.slice is None and volumes.is_volume(item.label):

@@ -1,6 +1,6 @@
 """Statistics of one site's data: counts, sizes, spacing, intensities, classes. They show how sites differ.
 
-These are plain numbers of a site's own data, without any noise: they are for the site itself.
+The numbers are exact, without any noise, so they are for the site itself.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from consilium.data.class_names import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import windowed
 from consilium.data.sample_check import by_file
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
@@ -26,15 +26,17 @@ from consilium.data.settings import DEFAULTS, PictureSettings, Value
 PERCENTILES = (1, 25, 50, 75, 99)
 BINS = 32
 MOST_VALUES = 2**20
-"""Values of one image that are sampled, evenly spread."""
+"""About this many values of an image are sampled, evenly spread."""
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 
 
 @dataclass
 class Measure:
-    """One entry: rows and columns (and planes), mm between voxels, percentiles of the file's values, its 8-bit histogram.
+    """The measurements of one entry of a list.
 
-    `labels`: pixels by label value; `classes`: pixels by class; `pixels`: of the mask in all.
+    `size`: rows and columns, or a volume's shape (i, j, k). `voxel`: mm between voxels. `percentiles`: PERCENTILES of the
+    file's values. `histogram`: of the 8-bit values. `labels`: pixels per label value. `classes`: pixels per class. `pixels`:
+    all pixels of the mask.
     """
 
     size: tuple[int, ...] = ()
@@ -49,10 +51,11 @@ class Measure:
 
 
 def site_stats(data: DataList, classes: Classes = None, settings: PictureSettings = DEFAULTS) -> dict[str, Any]:
-    """Return plain JSON values of one site; entries that cannot be read are counted and left out.
+    """Return the statistics of one site as plain JSON values. Entries that cannot be read are counted and left out.
 
-    "size" and "spacing": lowest, median and highest; "intensity": medians over the images of each one's percentiles, in the
-    file's unit; "histogram": shares of 8-bit values in 32 bins; "classes": samples with each, and its share of all pixels.
+    "size" and "spacing": lowest, median and highest. "intensity": the median over images of each percentile, in the file's
+    unit. "histogram": shares of the 8-bit values in 32 bins. "classes": for each class, the samples that show it and its share
+    of all pixels.
     """
     items = [item for split in SPLITS for item in data.splits[split]]
     found = by_file(items, lambda ones: [_measure(one, classes, settings) for one in ones])
@@ -60,8 +63,8 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
     stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}
     stats |= {"patients": len({m.patient for m in seen} - {""}), "studies": len({m.study for m in seen} - {""})}
-    stats["size"] = _ranges([m.size for m in seen], ("rows", "columns", "planes"))
-    stats["spacing"] = _ranges([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
+    stats["size"] = _low_median_high([m.size for m in seen], ("rows", "columns", "planes"))
+    stats["spacing"] = _low_median_high([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
     medians = np.median(np.array([m.percentiles for m in seen]), 0) if seen else ()
     stats["intensity"] = {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, medians, strict=False)}
     total = sum((m.histogram for m in seen), np.zeros(BINS, np.int64))
@@ -75,7 +78,7 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
 
 
 def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
-    """Return what is measured of an entry, None where it cannot be read."""
+    """Return the measurements of an entry, None if it cannot be read."""
     try:
         level, window = level_of(settings), None
         found = Measure(patient=item.patient, study=item.study)
@@ -87,12 +90,12 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
                 found.size = values.shape[:2]
             found.voxel, window = header.grid.voxel, header.window
             found.patient, found.study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
-            spread = partial(volumes.spread, item.image)
-        elif item.tile is None and slides.by_tiles(item.image, settings):  # some tiles of a large picture
-            found.size, values = slides.shape(item.image, level), np.concatenate(slides.probes(item.image, level))
-            spread = partial(slides.spread, item.image, level)
+            spread = partial(volumes.window_percentiles, item.image)
+        elif item.tile is None and slides.is_cut_into_tiles(item.image, settings):  # a sample of tiles of a large picture
+            found.size, values = slides.shape(item.image, level), np.concatenate(slides.sample_tiles(item.image, level))
+            spread = partial(slides.window_percentiles, item.image, level)
         else:
-            values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
+            values = slides.read_whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
             found.size, spread = values.shape[:2], partial(volumes.percentiles, values)
         colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
         flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
@@ -100,21 +103,21 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
         found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
         grey = windowed(some, settings, window, spread)
         found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
-        _count(found, item, classes, settings)
+        _count_labels(found, item, classes, settings)
     except DataError:
         return None
     return found
 
 
-def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
-    """Count the pixels of each label and class; a class of the whole picture has all of them."""
+def _count_labels(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
+    """Count the pixels of each label and class of an entry. A class of the whole picture counts as one pixel of one."""
     if item.label is None:
         return
     if not isinstance(item.label, Path):
         name = class_name(item.label, list(classes or ()))
         found.classes[str(item.label) if name is None else name], found.pixels = 1, 1
         return
-    for labels in _labels(item, settings):
+    for labels in _read_labels(item, settings):
         found.pixels += int(np.prod(labels.shape))
         if labels.values is None:
             found.labels.update({name: int(mask.sum()) for name, mask in (labels.regions or {}).items()})
@@ -126,10 +129,10 @@ def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettin
             found.classes[name] += int(labels.where(wanted).sum())
 
 
-def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
-    """Return an item's labels, those of a large picture block by block."""
+def _read_labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
+    """Return the labels of an item; for a large picture, block by block."""
     whole = item.tile is None and not volumes.is_volume(item.image)
-    if whole and isinstance(item.label, Path) and slides.by_tiles(item.image, settings):
+    if whole and isinstance(item.label, Path) and slides.is_cut_into_tiles(item.image, settings):
         return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
     if item.slice is not None or not isinstance(item.label, Path) or not volumes.is_volume(item.label):
         return [read_labels(item, settings)]
@@ -137,7 +140,7 @@ def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
     return [volumes.labels(item.label, image, settings.resample_masks)]
 
 
-def _ranges(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
-    """Return [lowest, median, highest] by name; rows may be shorter than the names."""
+def _low_median_high(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
+    """Return [lowest, median, highest] of each column by its name. Rows may be shorter than `names`."""
     columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
     return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}

@@ -1,8 +1,8 @@
-"""Decoded samples on the site's disk, for any number of threads and processes: 8-bit arrays, mapped into memory.
+"""The cache of decoded samples on the site's disk, for any number of threads and processes: 8-bit arrays, memory-mapped.
 
-Names are salted hashes of a sample's sources: places and states of its files, settings, the reading code. A changed file, or a
-job with other settings, makes another sample. Nothing here is unpickled, and every file has a checksum: a torn or altered one
-is made again. Where the disk is full or cannot be written to, samples are not kept, and training goes on without.
+The name of a sample is a salted hash of its sources: paths and states of its files, the settings, the version of the code. So
+a changed file, or a job with other settings, has another name. Nothing is unpickled. Every file has a checksum; a damaged or
+altered file is deleted and written again. If the disk is full or cannot be written to, training goes on without the cache.
 """
 
 import contextlib
@@ -31,31 +31,31 @@ from consilium.data.datalist import Item
 from consilium.data.safe_open import MOST_SLIDE, check_file, opening, stamp
 
 CachedSample = dict[str, np.ndarray]
-"""A sample's arrays of 8 bits."""
+"""A sample's 8-bit arrays by key."""
 FOLDER = "consilium-samples"
-"""Name of the subfolder that holds the cache, in the folder of site.yaml's `cache`."""
+"""Name of the cache's folder, within the folder that `cache` of site.yaml names."""
 VERSION = 3
-"""Of the code that reads samples: raise it when the same file becomes another sample."""
+"""Version of the code that reads samples. Raise it when the same file gives another sample."""
 SPARE = 2**30
 """Bytes of the disk that are left free."""
 RECENT = 2.0
-"""Seconds in which a file may change again without a change of its time: until then it is known by its content."""
+"""Seconds within which a file may change without a new time stamp. A file changed so recently is identified by its content."""
 SALT, DIGEST = 32, 16
 """Bytes of the salt, and of a salted hash."""
 _MAGIC = b"consmp01"
 _HEAD = len(_MAGIC) + 32
 _MARK = 256
-"""Bytes that the empty file of a passed check counts for: those of its entry on the disk."""
+"""Bytes counted for the empty file of a passed check: the size of its directory entry."""
 _APART = frozenset({"image", "label", "patient", "study", "fold"})
-"""Fields of an item that a sample does not depend on, or only by their files' content."""
+"""Fields of an item that do not go into the name as they are: a sample does not depend on them, or only through their files."""
 _OWN = re.compile(r"salt|index|[0-9a-f]{32}\.(sample|passed)|\.(salt|[0-9a-f]{32})-\d+\.\d{1,9}")
 _log = logging.getLogger(__name__)
 
 
 class Store:
-    """Samples under `folder`, at most `most` bytes. Raises OSError.
+    """The cache in `folder`, of at most `most` bytes. The constructor raises OSError.
 
-    Samples that were used longest ago are evicted, but none that was used since this process began: otherwise a data set larger
+    The least recently used samples are evicted, but none that was used since this process began. Otherwise a data set larger
     than the cache would be rewritten in every epoch.
     """
 
@@ -63,41 +63,41 @@ class Store:
         self.folder, self._most, self._began = folder, most, time.time_ns()
         self._lock, self._writes, self._full = threading.RLock(), True, False
         self.salt = make_folder(folder)
-        self._used = sum(size for _, size, _ in _entries(folder))
+        self._used = sum(size for _, size, _ in _cache_files(folder))
         self._verified: dict[str, tuple[int, int, int]] = {}
 
     def name(self, item: Item, settings: str, what: str = "sample") -> str:
-        """Return the name of a sample, or of `what` else is known of an item under these settings.
+        """Return the name of an item's sample under these settings. `what`: "check" names its passed check instead.
 
-        Raises DataError where its files cannot be read.
+        Raises DataError if the item's files cannot be read.
         """
-        label = self._source(item.label) if isinstance(item.label, Path) else item.label
+        label = self._file_hash(item.label) if isinstance(item.label, Path) else item.label
         place = (getattr(item, one.name) for one in fields(item) if one.name not in _APART)
-        return salted(self.salt, what, settings, VERSION, PIL.__version__, *place, self._source(item.image), label)
+        return salted_hash(self.salt, what, settings, VERSION, PIL.__version__, *place, self._file_hash(item.image), label)
 
-    def _source(self, path: Path) -> str:
-        """Return a salted hash of a file's place and state, of a new file's bytes, or of those of all files of a folder."""
+    def _file_hash(self, path: Path) -> str:
+        """Return a salted hash of a file's path and state; of its content if it changed just now; of all files in a folder."""
         if path.is_dir():
-            return salted(self.salt, "folder", *(self._source(one) for one in sorted(path.rglob("*")) if one.is_file()))
+            return salted_hash(self.salt, "folder", *(self._file_hash(one) for one in sorted(path.rglob("*")) if one.is_file()))
         check_file(path, most=MOST_SLIDE)
         with opening(path):
             found = path.stat()
-            if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # its ctime cannot be set back
-                return salted(self.salt, "file", path.absolute(), *stamp(path))
+            if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # ctime cannot be set back
+                return salted_hash(self.salt, "file", path.absolute(), *stamp(path))
             with path.open("rb") as file:
-                return salted(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
+                return salted_hash(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
 
     def passed(self, name: str) -> bool:
         """Tell whether the check of this name was passed before."""
         return self._path(name, "passed").exists()
 
     def note_passed(self, name: str) -> None:
-        """Remember that the check of this name was passed."""
+        """Store that the check of this name was passed."""
         if self._writes and self._make_room(_MARK):
-            self._tried(lambda: self._write(self._path(name, "passed"), []))
+            self._try_write(lambda: self._write(self._path(name, "passed"), []))
 
     def get(self, name: str) -> CachedSample | None:
-        """Return a sample as read-only arrays on mapped memory; None if it is not there, or damaged."""
+        """Return a sample as read-only memory-mapped arrays; None if it is missing or damaged."""
         path = self._path(name)
         try:
             with path.open("rb") as file:
@@ -105,7 +105,7 @@ class Store:
         except (OSError, ValueError):  # ValueError: an empty file
             return None
         content, version = memoryview(data), (found.st_ino, found.st_size, found.st_mtime_ns)
-        if self._verified.get(name) != version:  # the checksum is verified once a process
+        if self._verified.get(name) != version:  # verify the checksum once per process
             if bytes(content[:_HEAD]) != _MAGIC + self._digest(name, [content[_HEAD:]]):
                 path.unlink(missing_ok=True)
                 return None
@@ -116,20 +116,20 @@ class Store:
             sample[key] = np.frombuffer(content[at : at + math.prod(shape)], np.uint8).reshape(shape)
             at += math.prod(shape)
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), found.st_mtime_ns))  # the time of use, which few file systems keep by themselves
+            os.utime(path, ns=(time.time_ns(), found.st_mtime_ns))  # set the access time; few file systems do
         return sample
 
     def put(self, name: str, sample: CachedSample) -> bool:
-        """Keep a sample; tell whether there was room."""
+        """Write a sample to the cache, and tell whether there was room."""
         path = self._path(name)
         header = json.dumps({key: array.shape for key, array in sample.items()}).encode()
         body: list[bytes | memoryview] = [len(header).to_bytes(4, "big"), header]
         body += [np.ascontiguousarray(array).reshape(-1).data for array in sample.values()]
-        if path.exists():  # written by another process, or for an equal file
+        if path.exists():  # another process has written it, or it comes from an equal file
             return True
         if not self._writes or not self._make_room(_HEAD + sum(map(len, body))):
             return False
-        return self._tried(lambda: self._write(path, [_MAGIC, self._digest(name, body), *body]))
+        return self._try_write(lambda: self._write(path, [_MAGIC, self._digest(name, body), *body]))
 
     def _path(self, name: str, kind: str = "sample") -> Path:
         return self.folder / f"{name}.{kind}"
@@ -140,22 +140,25 @@ class Store:
             found.update(part)
         return found.digest()
 
-    def _tried(self, write: Callable[[], None]) -> bool:
-        """Tell whether `write` succeeded. After a disk that is full, or cannot be written to, nothing is tried again."""
+    def _try_write(self, write: Callable[[], None]) -> bool:
+        """Call `write` and tell whether it succeeded. After an error of the disk, nothing more is written."""
         try:
-            if not self.folder.is_dir():  # cleared during the run
+            if not self.folder.is_dir():  # the cache was cleared during the run
                 make_folder(self.folder, self.salt)
             write()
         except OSError as error:
-            self._stop(error.strerror or "error")
+            self._stop_writing(error.strerror or "error")
             return False
         return True
 
     def _write(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a file under a hidden name, then rename it. It is not flushed: a file torn by a crash fails its checksum."""
+        """Write a file under a hidden name, then rename it.
+
+        It is not flushed to disk, because a file that a crash damages fails its checksum.
+        """
         temporary = path.with_name(f".{path.stem}-{threading.get_ident()}.{os.getpid()}")
         try:
-            with open(temporary, "wb", opener=_private) as file:
+            with open(temporary, "wb", opener=_open_private) as file:
                 file.writelines(parts)
             os.replace(temporary, path)
         except OSError:
@@ -163,10 +166,10 @@ class Store:
             raise
 
     def _make_room(self, size: int) -> bool:
-        """Reserve `size` bytes; evict what was used longest ago if the cache is full. Tell whether cache and disk have room."""
+        """Reserve `size` bytes and tell whether cache and disk have room. A full cache evicts its least recently used files."""
         with self._lock:
             if not self._full and self._used + size > self._most:
-                kept = sorted(_entries(self.folder))
+                kept = sorted(_cache_files(self.folder))
                 self._used = sum(each for _, each, _ in kept)
                 for last, each, path in kept:
                     if self._used <= self._most - size - self._most // 20 or last >= self._began:
@@ -176,14 +179,14 @@ class Store:
                 self._full = self._used + size > self._most
             if self._full:
                 return False
-            with contextlib.suppress(OSError):  # if the disk is gone, writing fails
+            with contextlib.suppress(OSError):  # if the disk is gone, the write fails
                 if shutil.disk_usage(self.folder.parent).free < size + SPARE:
-                    self._stop(f"under {SPARE // 2**30} GiB of the disk are free")
+                    self._stop_writing(f"under {SPARE // 2**30} GiB of the disk are free")
                     return False
             self._used += size
             return True
 
-    def _stop(self, why: str) -> None:
+    def _stop_writing(self, why: str) -> None:
         with self._lock:
             warned, self._writes = not self._writes, False
         if not warned:
@@ -191,7 +194,10 @@ class Store:
 
 
 def open_store(folder: Path | None, most: int) -> Store | None:
-    """Return the store below `folder`; None without a folder or room, and, with a warning, where none can be made."""
+    """Return the store below `folder`; None without a folder or without room.
+
+    Also None, with a warning in the log, if the folder cannot be created.
+    """
     if folder is None or most <= 0:
         return None
     try:
@@ -204,8 +210,8 @@ def open_store(folder: Path | None, most: int) -> Store | None:
 # names ------------------------------------------------------------------------------------------------------------------
 
 
-def salted(salt: bytes, *parts: object) -> str:
-    """Return a hash of the parts as texts, in order, that reveals nothing without the salt."""
+def salted_hash(salt: bytes, *parts: object) -> str:
+    """Return a hash of the texts of `parts`, in order. Without the salt, it reveals nothing about them."""
     found = hashlib.blake2b(key=salt, digest_size=DIGEST)
     for part in parts:
         text = str(part).encode(errors="surrogateescape")
@@ -217,7 +223,10 @@ def salted(salt: bytes, *parts: object) -> str:
 
 
 def make_folder(folder: Path, salt: bytes | None = None) -> bytes:
-    """Make a cache's folder, for this user alone, and return its salt; a new one is `salt`, or drawn. Raises OSError."""
+    """Create a cache's folder for this user alone, unless it exists, and return its salt. Raises OSError.
+
+    A new folder gets `salt`, or a random salt.
+    """
     private_folder(folder)
     if not _is_private(folder):
         raise OSError(1, "it is a link, another user's, or others may write in it")
@@ -227,10 +236,10 @@ def make_folder(folder: Path, salt: bytes | None = None) -> bytes:
         raise OSError(1, "its salt is a link")
     if not path.is_file() or path.stat().st_size != SALT:
         temporary = folder / f".salt-{threading.get_ident()}.{os.getpid()}"
-        with open(temporary, "wb", opener=_private) as file:
+        with open(temporary, "wb", opener=_open_private) as file:
             file.write(salt or secrets.token_bytes(SALT))
         try:
-            os.link(temporary, path)  # unless another process was faster
+            os.link(temporary, path)  # fails if another process was faster
         except FileExistsError:
             if path.stat().st_size != SALT:
                 os.replace(temporary, path)
@@ -239,7 +248,7 @@ def make_folder(folder: Path, salt: bytes | None = None) -> bytes:
 
 
 def _is_private(folder: Path) -> bool:
-    """Tell whether a path is a folder of this user in which no other user can put a link or a salt."""
+    """Tell whether a path is a folder of this user that no other user can write to."""
     try:
         found = folder.lstat()
     except OSError:
@@ -252,12 +261,12 @@ def _is_cache(folder: Path) -> bool:
     return folder.name == FOLDER and _is_private(folder) and salt.is_file() and salt.stat().st_size == SALT
 
 
-def _private(name: str, flags: int) -> int:
-    """Open as `open` does; a new file is the user's alone."""
+def _open_private(name: str, flags: int) -> int:
+    """Open a file for `open(opener=)`. A new file can be read by this user only, and links are not followed."""
     return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), PRIVATE)
 
 
-def _entries(folder: Path) -> Iterator[tuple[int, int, Path]]:
+def _cache_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield (time of last use, bytes, path) of every sample and passed check."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -268,7 +277,7 @@ def _entries(folder: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def find_cache(folder: Path) -> Path:
-    """Return the cache that a folder is, or holds. Raises DataError if neither."""
+    """Return the path of the cache that is in `folder`, or is `folder` itself. Raises DataError if there is none."""
     for one in (folder / FOLDER, folder):
         if _is_cache(one):
             return one
@@ -276,13 +285,13 @@ def find_cache(folder: Path) -> Path:
 
 
 def cache_contents(folder: Path) -> tuple[int, int]:
-    """Return how many samples a cache holds, and their bytes."""
-    sizes = [size for _, size, path in _entries(folder) if path.suffix == ".sample"]
+    """Return the number of samples in a cache, and their bytes."""
+    sizes = [size for _, size, path in _cache_files(folder) if path.suffix == ".sample"]
     return len(sizes), sum(sizes)
 
 
 def clear_cache(folder: Path) -> None:
-    """Remove a cache's own files, and the folder if nothing else is in it. A process that uses it goes on."""
+    """Delete a cache's own files, and the folder if it is then empty. A process that uses the cache goes on."""
     for path in [path for path in folder.iterdir() if _OWN.fullmatch(path.name) and not path.is_dir()]:
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -290,6 +299,6 @@ def clear_cache(folder: Path) -> None:
 
 
 def discard_cache(root: Path) -> None:
-    """Remove the cache that `root` holds, if any."""
+    """Delete the cache in `root`, if there is one."""
     if _is_cache(root / FOLDER):
         clear_cache(root / FOLDER)

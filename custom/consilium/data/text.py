@@ -1,9 +1,9 @@
-"""Instruction data: a folder with training.jsonl (or train.jsonl), validation.jsonl and test.jsonl, one record a line.
+"""Instruction data: a folder with training.jsonl (or train.jsonl), validation.jsonl and test.jsonl, one record per line.
 
-A record is {"instruction": ..., "input": ..., "output": ...}, or without an instruction, or in another form of chat.py; a
-file has one form. Optional: "outputs", a list of references instead of "output"; "final_answer", what exact match compares
-with; "labels", the record's own answers to choose from; "patient", as in a list of pictures. Keys that would change what a
-record says are refused (chat.MEANINGS), others are ignored.
+A record is {"instruction": ..., "input": ..., "output": ...}, where the instruction may be missing, or has another form of
+record_forms.py. All records of a file have one form. Optional keys are "outputs", a list of references instead of "output";
+"final_answer", the text that exact match compares with; "labels", the answers to choose from; and "patient", as in a list of
+pictures. Keys that would change what a record says are refused (record_forms.MEANINGS); others are ignored.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from typing import Any
 
 from consilium.core.errors import DataError
 from consilium.core.schema import MOST_CLASSES
-from consilium.data.chat import EXAMPLE, FORMS, Chat, chat_of
 from consilium.data.datalist import SPLITS, DataList, read_datalist
 from consilium.data.identifiers import identifier, pseudonym
+from consilium.data.record_forms import EXAMPLE, FORMS, Chat, chat_of
 from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
 
 FILES = {
@@ -24,11 +24,11 @@ FILES = {
     "validation": ("validation.jsonl", "val.jsonl"),
     "test": ("test.jsonl",),
 }
-"""File names of each split; the first that is there counts."""
+"""File names of each split. The first one that exists is read."""
 MOST_RECORDS = 2 * 10**6
-"""Of one file: over five times MetaMathQA."""
+"""Records of one file, over five times MetaMathQA."""
 MOST_TEXTS = {"outputs": 256, "labels": MOST_CLASSES}
-"""Of one record: an answer is compared with each of them. E2E has up to 46 references."""
+"""Texts in a key of one record, because an answer is compared with each of them. E2E has up to 46 references."""
 WITH_INPUT = (
     "Below is a task, and a text that belongs to it. Write an answer that does what the task asks.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -38,11 +38,11 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 
 @dataclass(frozen=True)
 class Text:
-    """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
+    """One record. `name`: its file and line. `outputs`: its references, of which the first is trained on.
 
-    `rejected`: of a preference the answer that is worse than `outputs`.
-    `image`: its picture, for a task with pictures. `patient`: a pseudonym, "" where unknown. Of a conversation `instruction` is
-    the last question, `history` has the earlier (question, answer) pairs, and `learns_history` says whether these are learned.
+    `rejected`: the worse answer of a preference record. `image`: the picture, for a task with pictures. `patient`: a pseudonym,
+    "" if unknown. In a conversation, `instruction` is the last question, `history` has the earlier (question, answer) pairs,
+    and `learns_history` says whether the earlier answers are learned.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Text:
 
     @property
     def label(self) -> str:
-        """The class that a record says, for tasks of classes: its answer."""
+        """The class of a record, for classification: its answer."""
         return self.outputs[0].strip()
 
     @property
@@ -71,7 +71,7 @@ class Text:
 
     @property
     def prompt(self) -> str:
-        """The prompt in the default template; an input without an instruction is the instruction."""
+        """The prompt in the default template. An input without an instruction takes the instruction's place."""
         if self.system or self.history:
             return self.prompt_words
         if not self.instruction or not self.input:
@@ -84,16 +84,16 @@ def has_texts(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES["training"])
 
 
-def read_lists(path: Path) -> DataList:
-    """Return what a site's `datalist` names: a folder or file of records, else a data list. Raises DataError."""
+def read_named_list(path: Path) -> DataList:
+    """Read the list that a site's `datalist` names: a folder or file of records, or a list of pictures. Raises DataError."""
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
 
 def read_texts(path: Path, pictures: bool = False) -> DataList:
-    """Read a site's instruction data: a folder, or its training file. Raises DataError, naming file, line and remedy.
+    """Read a site's instruction data: a folder, or its training file. Raises DataError with the file, line and remedy.
 
-    With `pictures` every record needs one. Only the files of `path` are read: a site whose path is a list of pictures does not
-    offer texts beside it, and sets no privacy budget for them.
+    `pictures`: every record must have a picture. Texts that lie beside a list of pictures are not read: a site that names the
+    list does not offer them, and sets no privacy budget for them.
     """
     folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):
@@ -104,8 +104,8 @@ def read_texts(path: Path, pictures: bool = False) -> DataList:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of every line that holds a record. Raises DataError for more than MOST_RECORDS."""
+def _record_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and text of every line that is not blank. Raises DataError for more than MOST_RECORDS."""
     records = 0
     for number, line in enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1):
         if line.strip():
@@ -115,22 +115,23 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False) -> Iterator[Text]:
-    """Yield the records of a file. With `bad` they need no answer, and why a line cannot be used goes there.
+    """Yield the records of a file. Raises DataError for an unusable line, or adds the error to `bad` and goes on.
 
-    With `pictures` every record needs one: a relative path starts at the folder of its file. Raises DataError.
+    With `bad`, records need no answer. With `pictures`, every record needs a picture, whose relative path starts at the file's
+    folder.
     """
     first = None
-    for number, line in _lines(path):
+    for number, line in _record_lines(path):
         where = f"{path}:{number}"
         try:
             check_line(where, line)
             raw = parse_json(where, line, "write one record a line")
-            record, form = _record(where, f"{path.name}:{number}", raw, answered=bad is None)
+            record, form = _parse_record(where, f"{path.name}:{number}", raw, answered=bad is None)
             first = first or (form, number)
             if form != first[0]:
                 what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
                 raise DataError(f"{where}: {what}; write one form in a file")
-            if pictures and record.history:  # it does not say which turn the picture is in
+            if pictures and record.history:  # the record does not say which turn the picture belongs to
                 raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
             named = raw.get("image")
             if pictures and (not isinstance(named, str) or not named or "\0" in named):
@@ -142,8 +143,8 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
             bad.append(error)
 
 
-def _record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str]:
-    """Return a line's record and its form; a key whose value is null counts as absent. Not `answered`, it needs no output."""
+def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str]:
+    """Return a line's record and its form. `answered`: the record needs an answer. A null value counts as absent."""
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     chat = chat_of(where, raw)
     if isinstance(read, dict) and "text" in read and (chat is None or (chat.form == "text" and not chat.instruction)):
@@ -155,10 +156,13 @@ def _record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str
         )
     keys = FORMS[chat.form]
     instruction, given, system = (
-        _text(where, key, value) for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
+        _check_text(where, key, value)
+        for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
     )
-    outputs = ("",) if not answered else _outputs(where, raw) if chat.form == "instruction" else (_answer(where, chat),)
-    labels, value = _texts(where, "labels", raw.get("labels", [])), raw.get("final_answer")
+    outputs = (
+        ("",) if not answered else _read_outputs(where, raw) if chat.form == "instruction" else (_read_answer(where, chat),)
+    )
+    labels, value = _check_texts(where, "labels", raw.get("labels", [])), raw.get("final_answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float | None) or value in (inf, -inf) or value != value:
         raise DataError(f"{where}: final_answer: {repr(value)[:80]} is neither text nor a number; write it as a text")
     final = None if value is None else str(value)
@@ -175,34 +179,34 @@ def _record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str
     ), chat.form
 
 
-def _outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
-    if "outputs" in raw and (found := _texts(where, "outputs", raw["outputs"])):
+def _read_outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
+    if "outputs" in raw and (found := _check_texts(where, "outputs", raw["outputs"])):
         return found
     if "output" not in raw:
         raise DataError(f'{where}: needs an "output"; write its answer there, or several as "outputs": ["a", "b"]')
-    return (_text(where, "output", raw["output"]),)
+    return (_check_text(where, "output", raw["output"]),)
 
 
-def _answer(where: str, chat: Chat) -> str:
-    """Return the answer of a record in a form that has one. Raises DataError for none, or an empty one."""
+def _read_answer(where: str, chat: Chat) -> str:
+    """Return the answer of a record that is not an Alpaca record. Raises DataError if it is missing or empty."""
     key = FORMS[chat.form][-1]
     if chat.answer is None and len(FORMS[chat.form]) == 1:
         raise DataError(f"{where}: {key}: ends with the user's turn; end it with the assistant's, which is learned")
     if chat.answer is None:
         raise DataError(f'{where}: needs a "{key}"; write the answer there')
-    answer = _text(where, key, chat.answer)
+    answer = _check_text(where, key, chat.answer)
     if not answer.strip():
         raise DataError(f"{where}: {key}: an empty answer; write its words, or leave the record out")
     return answer
 
 
-def _text(where: str, key: str, value: Any) -> str:
+def _check_text(where: str, key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: {key}: {repr(value)[:80]} is not a text; write it in quotes")
     return value
 
 
-def _texts(where: str, key: str, value: Any) -> tuple[str, ...]:
+def _check_texts(where: str, key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise DataError(f'{where}: {key}: {repr(value)[:80]} is not a list of texts; write ["a", "b"]')
     if len(value) > MOST_TEXTS[key]:

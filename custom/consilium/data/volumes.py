@@ -1,4 +1,4 @@
-"""Volumes: headers, voxels and labels. nifti.py, raw_volumes.py and dicom/ read their formats."""
+"""Headers, voxels and labels of volumes. The formats are read by nifti.py, raw_volumes.py and dicom/."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,26 +13,26 @@ import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.file_kinds import forget_formats, is_volume, volume_format
-from consilium.data.grid import Grid, disagreement, resampled
-from consilium.data.labels import Labels
+from consilium.data.grid import Grid, grid_difference, resample_to_grid
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import Kept, Stamp, stamp
 from consilium.data.settings import NiftiAffine
 
-__all__ = ["Header", "forget", "header", "held", "is_volume", "labels", "percentiles", "spread", "voxels"]
+__all__ = ["Header", "forget", "header", "hold_volumes", "is_volume", "labels", "percentiles", "voxels", "window_percentiles"]
 T = TypeVar("T")
 KEPT = 2
-"""Volumes that are kept in memory, and as many masks; as many threads may hold others, see `held`."""
+"""Volumes in memory, and as many masks. Besides, this number of threads may hold volumes of their own, see `hold_volumes`."""
 _holders, _local = BoundedSemaphore(KEPT), local()
 
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """A volume's header. `window`: the file's own (center, width).
+    """A volume's header. `window`: the (center, width) in the file.
 
-    `second`: a NIfTI file's grid by its qform, where its sform says otherwise; `affine`: which of the two was chosen.
-    `patient`, `study` and `space` (its frame of reference) are the file's own identifiers: they stay in this process, see
-    datalist.py.
+    `second`: the grid by a NIfTI file's qform, if its sform disagrees; `affine`: which of the two was chosen. `patient`,
+    `study` and `space` (the frame of reference) are the identifiers in the file. They never leave this process, see
+    identifiers.py.
     """
 
     grid: Grid
@@ -45,23 +45,26 @@ class Header:
 
 
 def voxels(path: Path) -> np.ndarray:
-    """Return real numbers (i, j, k), or colours (i, j, k, 3) of 8 bits; the last volumes are kept. Raises DataError."""
-    return _once(_voxels, path, stamp(path))
+    """Return a volume's real numbers (i, j, k), or 8-bit colours (i, j, k, 3). Raises DataError.
+
+    The last volumes read stay in memory.
+    """
+    return _read_once(_voxels, path, stamp(path))
 
 
 def labels(path: Path, image: Header, resample: bool = False) -> Labels:
-    """Return the labels of a file on the grid of its image (i, j, k); the last are kept.
+    """Return the labels of a file on the grid of its image (i, j, k). The last labels read stay in memory.
 
-    Raises UnfitError where they lie on another grid, unless `resample`.
+    Raises UnfitError if they lie on another grid, unless `resample` is set.
     """
-    return _once(_labels, path, stamp(path), image, resample)
+    return _read_once(_labels, path, stamp(path), image, resample)
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Keep the volumes that this thread reads in the block until its end: the planes of a volume are read in a row.
+def hold_volumes() -> Iterator[None]:
+    """Keep all volumes that this thread reads in the block in memory until its end, to read their planes one after another.
 
-    A few threads at a time may, so that memory is bounded; others wait.
+    Only KEPT threads may hold volumes at a time, so that memory is bounded; others wait.
     """
     with _holders:
         _local.held = {}
@@ -71,21 +74,21 @@ def held() -> Iterator[None]:
             del _local.held
 
 
-def _once(read: Callable[..., T], *args: object) -> T:
-    """Return `read(*args)`, from this thread's held results if it has them."""
+def _read_once(read: Callable[..., T], *args: object) -> T:
+    """Return `read(*args)`. Within `hold_volumes`, a result that this thread already has is returned again."""
     mine: dict[object, T] | None = getattr(_local, "held", None)
     if mine is None:
         return read(*args)
     if (read, *args) not in mine:
-        if len(mine) == 2 * KEPT:  # a mask a plane
+        if len(mine) == 2 * KEPT:  # there may be one mask per plane
             del mine[next(iter(mine))]
         mine[read, *args] = read(*args)
     return mine[read, *args]
 
 
 def forget() -> None:
-    """Forget all volumes that are kept in memory."""
-    for kept in (header, _voxels, _labels, spread):
+    """Drop all volumes, headers and percentiles from memory."""
+    for kept in (header, _voxels, _labels, window_percentiles):
         kept.cache_clear()
     forget_formats()
 
@@ -94,8 +97,8 @@ MOST_COUNTED = 2**22
 
 
 def percentiles(values: np.ndarray) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles, of every n-th value where there are many."""
-    some = values.flat[:: max(1, values.size // MOST_COUNTED)]  # reshape would copy a volume whose slices are in one piece
+    """Return the 0.5 and 99.5 percentiles of an array. A large array is sampled at every n-th value."""
+    some = values.flat[:: max(1, values.size // MOST_COUNTED)]  # reshape would copy a volume with contiguous slices
     low, high = np.percentile(some, [0.5, 99.5])
     return float(low), float(high)
 
@@ -104,11 +107,11 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 def header(path: Path, affine: NiftiAffine | None = None) -> Header:
     """Return a volume's header. Raises DataError.
 
-    `affine`: which place counts in a NIfTI file whose qform and sform disagree; an error where none is chosen.
+    `affine`: which transform to use for a NIfTI file whose qform and sform disagree; None refuses such a file.
     """
-    found: Header = replace(_read("header", path), affine=affine)
+    found: Header = replace(_read_by_format("header", path), affine=affine)
     if found.second is not None and affine is None:
-        what = f"its qform and its sform give its voxels two places ({disagreement(found.grid, found.second)})"
+        what = f"its qform and its sform give its voxels two places ({grid_difference(found.grid, found.second)})"
         remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right"
         raise DataError(f"{path}: {what}; {remedy}, or set the other's code to 0", "qform and sform disagree")
     if found.second is not None and affine == "qform":
@@ -122,38 +125,38 @@ def header(path: Path, affine: NiftiAffine | None = None) -> Header:
 
 @lru_cache(maxsize=KEPT)
 def _voxels(path: Path, stamp: Stamp) -> np.ndarray:
-    return check_numbers(path, _read("voxels", path))
+    return check_numbers(path, _read_by_format("voxels", path))
 
 
 @lru_cache(maxsize=KEPT)
 def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
     if volume_format(path) == "dicom":
-        found: Labels = _read("labels", path, image)
+        found: Labels = _read_by_format("labels", path, image)
     else:
-        found = Labels(values=whole_numbers(path, _read("voxels", path)))
+        found = Labels(values=whole_numbers(path, _read_by_format("voxels", path)))
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
     own = found.grid or header(path, image.affine).grid
-    if not (wrong := disagreement(image.grid, own)):
+    if not (wrong := grid_difference(image.grid, own)):
         return found
     if resample and own.affine is not None and image.grid.affine is not None:
-        return found.map(lambda values: resampled(values, own, image.grid))
+        return found.map(lambda values: resample_to_grid(values, own, image.grid))
     what = f"the mask's grid differs from its image's ({wrong})"
     raise UnfitError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
 
 
 @partial(Kept, most=4096)
-def spread(path: Path) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles of a volume's voxels, of every n-th of them where there are many."""
+def window_percentiles(path: Path) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles of a volume's voxels, see `percentiles`. Raises DataError."""
     return percentiles(voxels(path))
 
 
 _DICOM = {"header": "frames", "voxels": "pixels", "labels": "masks"}
-"""Modules of dicom/ by what they read."""
+"""The module of dicom/ that reads each part of a volume."""
 
 
-def _read(what: str, path: Path, *more: object) -> Any:
-    """Return the header, the voxels or the labels of a volume, by the module of its format. Raises DataError."""
+def _read_by_format(what: str, path: Path, *more: object) -> Any:
+    """Return `what` ("header", "voxels" or "labels") of a volume, read by the module of its format. Raises DataError."""
     kind = volume_format(path)
     if kind is None:
         raise DataError(f"{path}: is not a volume; give NIfTI, DICOM, MetaImage or NRRD")

@@ -9,7 +9,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
 from consilium.federation.job import Job
-from consilium.report.run_log import payload_bytes
+from consilium.report.run_files import payload_bytes
 from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks, at_one_rank
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role, Strategy, label_of

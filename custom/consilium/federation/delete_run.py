@@ -18,7 +18,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import ERRORS, OWNER, RUNS, STATE
 from consilium.privacy.ledger.audit import FILE, AuditLog, verified
-from consilium.report.run_log import LOCK
+from consilium.report.run_files import LOCK
 
 KIND = "forgotten"
 KEPT = frozenset({FILE, OWNER})

@@ -12,7 +12,7 @@ from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.data.fingerprint import fingerprint
-from consilium.data.folders import importing
+from consilium.data.folders import import_command
 from consilium.data.site_names import VALID, renamed_sites
 
 MOST_SITES = 10_000
@@ -147,5 +147,5 @@ def _site_folders(data: Path) -> list[str]:
     found = [p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p)]
     if not found:
         what = "no folder in it has a datalist.json, site.yaml or classes"
-        raise ConfigError(f"--data: {data}: {what}; {importing(data)} makes lists of pictures beside masks or tables")
+        raise ConfigError(f"--data: {data}: {what}; {import_command(data)} makes lists of pictures beside masks or tables")
     return sorted(renamed_sites(found, data, VALID).values())

@@ -1,1 +1,1 @@
-"""What may leave a site."""
+"""Privacy: accounting, DP-SGD, noise, the guard and the ledger of a site, and secure aggregation."""

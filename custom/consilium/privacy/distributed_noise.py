@@ -1,17 +1,19 @@
-"""Noise of every unit and trust: clipped integers plus exact discrete Gaussians, so that no rounding tells what noise hides.
+"""The noise for every unit and every trust: clipped integers plus exact discrete Gaussians.
 
-All is in whole units of the grid on which sums are made. What is clipped is rounded to it: a site's update, or the gradient of
-each unit of a DP-SGD step. Noise is an exact discrete Gaussian of variance s^2. It is one share (K = 1)
-where one site or the server adds all of it. With `trust: distributed` every site adds a share, and only the sum carries the
-whole. Of the sites in a sum, K are honest for certain: the fewest that a sum may have without the colluders. Their shares
-together are not a discrete Gaussian, but close to one:
+Integers have no rounding errors, and the last bits of a floating-point sum would reveal what the noise hides. All numbers are
+whole units of the grid on which sums are computed. A site's update, or the gradient of each unit in a DP-SGD step, is clipped
+and rounded to the grid. The noise is an exact discrete Gaussian of variance s^2. Where one site or the server adds the whole
+noise, there is one share (K = 1). With `trust: distributed` every site adds a share, and only the sum carries the whole noise.
+K is the number of sites in a sum that are certainly honest: the fewest sites that a sum may have, minus the colluders. The sum
+of their shares is not a discrete Gaussian, but it is close to one:
 
     eta(v) = 2 sum_{m >= 1} exp(-2 pi^2 v m^2)        lambda(v) = ln((1 + eta) / (1 - eta))
     tau = lambda(4) + sum_{k = 1}^{K - 1} lambda(s^2 k / (k + 1))      per number
 
-and the sum is within tau (log ratio, either way) of what can be made of a continuous Gaussian of variance K s^2 - 4. So s is
-the least whole number with K s^2 - 4 >= (sigma S)^2. The cost is that of the continuous Gaussian with sigma, and for T releases
-of d numbers (epsilon + 2 T d tau, e^(T d tau) delta). From s^2 = 10 on tau is under 3e-34, so accounting.SLACK stands for it.
+The log ratio between the sum's distribution and a post-processing of a continuous Gaussian of variance K s^2 - 4 is at most tau
+in both directions. So s is the smallest whole number with K s^2 - 4 >= (sigma S)^2. If T releases of the continuous Gaussian
+with sigma cost (epsilon, delta), then T releases of d numbers cost (epsilon + 2 T d tau, e^(T d tau) delta). For s^2 >= 10, tau
+is under 3e-34, so the accountant charges its constant SLACK instead.
 
 Source: P. Kairouz, Z. Liu, T. Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure
 Aggregation", ICML 2021 (sums of discrete Gaussians, with a bound of ours on their distance; sharper than its total variation).
@@ -33,56 +35,57 @@ from consilium.privacy.secagg.arithmetic import ROOM, UNIT, quantize
 # discrete gaussian -----------------------------------------------------------------------------------------------------
 # Exact samples of the discrete Gaussian: integers y with probability proportional to exp(-y^2 / (2 s^2)), s a whole number.
 #
-# Rejection from a discrete Laplace of scale s (Algorithms 1 to 3 of the source, with t = s). A candidate is y = u + s v with u
-# uniform in 0 .. s - 1, kept with probability exp(-u / s), and v geometric. It is accepted with exp(-(y - s)^2 / (2 s^2)). With
-# x = u / s that is, by v,
+# The method is rejection sampling from a discrete Laplace of scale s (Algorithms 1 to 3 of the source, with t = s). A candidate
+# is y = u + s v. Here u is uniform in 0 .. s - 1 and kept with probability exp(-u / s), and v is geometric. The candidate is
+# accepted with probability exp(-(y - s)^2 / (2 s^2)). With x = u / s this probability is
 #
 #     v = 0     exp(-(1 - x)^2 / 2)
 #     v >= 1    exp(-x^2 / 2) exp(-x)^(v - 1) exp(-1 / 2)^((v - 1)^2)
 #
-# so every coin that is tossed has exp(-x), exp(-x^2 / 2), exp(-1) or exp(-1 / 2). Algorithm 1 makes those of coins 1 / k and x,
-# and a coin x is one comparison of whole numbers below s. Only integers decide, all fit 64 bits, and all bits are those of
-# randomness.py: what leaves has none of the traces that floating-point noise leaves in its last bits.
+# so every coin that is tossed has probability exp(-x), exp(-x^2 / 2), exp(-1) or exp(-1 / 2). Algorithm 1 builds these coins
+# from coins of probability 1 / k and x, and a coin of probability x is one comparison of whole numbers below s. All decisions
+# use integers that fit 64 bits, and all random bits come from randomness.py. So released numbers lack the traces that
+# floating-point noise leaves in the last bits.
 #
 # Source: C. Canonne, G. Kamath, T. Steinke, "The Discrete Gaussian for Differential Privacy", NeurIPS 2020.
 
 LARGEST = 2**56
-"""Standard deviations beyond this could leave 64 bits: 64 deviations are as likely as 2^-2950."""
+"""The largest standard deviation. A sample then fits 64 bits: one beyond 64 deviations has probability 2^-2950."""
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Bits = Callable[[int], bytes]
-"""Draws so many random bytes."""
+"""A function that returns the given number of random bytes."""
 
 
 def discrete_gaussian(count: int, deviation: int, bits: Bits = secret_bytes) -> Integers:
-    """Return `count` independent samples, int64, of the discrete Gaussian with s = `deviation`, its variance just under s^2.
+    """Return `count` independent samples (int64) of the discrete Gaussian with s = `deviation`; its variance is just under s^2.
 
-    `bits`: where randomness comes from. Raises ConfigError unless 1 <= deviation <= LARGEST.
+    `bits`: the source of randomness. Raises ConfigError unless 1 <= deviation <= LARGEST.
     """
     if not 1 <= deviation <= LARGEST:
         raise ConfigError(f"discrete noise: deviation {deviation}: expected 1 to {LARGEST} units of the grid; change the clip")
     source, parts, missing = _Coins(bits), [np.zeros(0, np.int64)], count
     while missing > 0:
-        found = _candidates(source, 64 + int(2.3 * missing), deviation)[:missing]
+        found = _draw_accepted(source, 64 + int(2.3 * missing), deviation)[:missing]
         parts.append(found)
         missing -= len(found)
     return np.concatenate(parts)
 
 
-def _candidates(source: "_Coins", count: int, deviation: int) -> Integers:
-    """Return those of `count` candidates that are accepted."""
+def _draw_accepted(source: "_Coins", count: int, deviation: int) -> Integers:
+    """Draw `count` candidates and return the accepted ones."""
     part = source.below(count, deviation)
     part = part[source.exponential(part, deviation)]
     whole = source.geometric(len(part))
-    kept = _accepted(source, part, whole, deviation)
+    kept = _toss_acceptance(source, part, whole, deviation)
     size = part[kept] + deviation * whole[kept]
     negative = source.below(len(size), 2) == 1
-    return np.where(negative, -size, size)[~(negative & (size == 0))]  # else 0 would come twice as often
+    return np.where(negative, -size, size)[~(negative & (size == 0))]  # without -0, or 0 would be twice as likely
 
 
-def _accepted(source: "_Coins", part: Integers, whole: Integers, deviation: int) -> Flags:
-    """Toss every candidate's coin exp(-(y - s)^2 / (2 s^2))."""
+def _toss_acceptance(source: "_Coins", part: Integers, whole: Integers, deviation: int) -> Flags:
+    """Return which candidates are accepted: each with probability exp(-(y - s)^2 / (2 s^2))."""
     kept = source.half_square(np.where(whole == 0, deviation - part, part), deviation)
     for times in range(1, int(whole.max(initial=0))):
         far = np.flatnonzero(kept & (whole > times))
@@ -94,13 +97,13 @@ def _accepted(source: "_Coins", part: Integers, whole: Integers, deviation: int)
 
 
 class _Coins:
-    """Random whole numbers, and coins with probabilities that are exponentials, each tossed exactly."""
+    """Draws random whole numbers, and tosses coins whose probabilities are exponentials. All are exact."""
 
     def __init__(self, bits: Bits) -> None:
         self._bits = bits
 
     def below(self, count: int, limit: int) -> Integers:
-        """Return uniform whole numbers below `limit`: as many bits as it has, again where they say too much."""
+        """Return `count` uniform whole numbers below `limit`: draw as many bits as it has, and redraw numbers not below it."""
         width = (limit - 1).bit_length()
         size = next(n for n in (1, 2, 4, 8) if 8 * n >= width)
         mask, kept, missing = (1 << width) - 1, [np.zeros(0, np.int64)], count
@@ -112,8 +115,11 @@ class _Coins:
             missing -= len(kept[-1])
         return np.concatenate(kept)
 
-    def _alternating(self, count: int, toss: Callable[[NDArray[np.intp], int], Flags]) -> Flags:
-        """Toss coins exp(-g), given coins g / k: how often in a row those fall is even (Algorithm 1)."""
+    def _toss_alternating(self, count: int, toss: Callable[[NDArray[np.intp], int], Flags]) -> Flags:
+        """Toss coins of probability exp(-g), given coins of probability g / k (Algorithm 1).
+
+        A coin is heads if the number of successive heads of the given coins (k = 1, 2, ...) is even.
+        """
         even, running, k = np.zeros(count, np.bool_), np.arange(count), 1
         while len(running):
             fallen = toss(running, k)
@@ -123,45 +129,45 @@ class _Coins:
         return even
 
     def exponential(self, part: Integers, whole: int) -> Flags:
-        """Toss coins exp(-part / whole), 0 <= part <= whole."""
+        """Toss coins of probability exp(-part / whole), 0 <= part <= whole."""
 
         def toss(at: NDArray[np.intp], k: int) -> Flags:
-            fallen = self._one_of(len(at), k)
+            fallen = self._toss_one_in(len(at), k)
             left = np.flatnonzero(fallen)
-            fallen[left] = self._ratio(part[at[left]], whole)
+            fallen[left] = self._toss_ratio(part[at[left]], whole)
             return fallen
 
-        return self._alternating(len(part), toss)
+        return self._toss_alternating(len(part), toss)
 
     def half_square(self, part: Integers, whole: int) -> Flags:
-        """Toss coins exp(-(part / whole)^2 / 2)."""
+        """Toss coins of probability exp(-(part / whole)^2 / 2)."""
 
         def toss(at: NDArray[np.intp], k: int) -> Flags:
-            fallen = self._one_of(len(at), 2 * k)
+            fallen = self._toss_one_in(len(at), 2 * k)
             for _ in range(2):
                 left = np.flatnonzero(fallen)
-                fallen[left] = self._ratio(part[at[left]], whole)
+                fallen[left] = self._toss_ratio(part[at[left]], whole)
             return fallen
 
-        return self._alternating(len(part), toss)
+        return self._toss_alternating(len(part), toss)
 
     def root(self, count: int) -> Flags:
-        """Toss coins exp(-1 / 2)."""
-        return self._alternating(count, lambda at, k: self._one_of(len(at), 2 * k))
+        """Toss coins of probability exp(-1 / 2)."""
+        return self._toss_alternating(count, lambda at, k: self._toss_one_in(len(at), 2 * k))
 
     def geometric(self, count: int) -> Integers:
-        """Return how many coins exp(-1) in a row fall before one does not."""
+        """Return `count` geometric numbers: how many coins of probability exp(-1) are heads before the first tails."""
         found, running = np.zeros(count, np.int64), np.arange(count)
         while len(running):
-            fallen = self._alternating(len(running), lambda at, k: self._one_of(len(at), k))
+            fallen = self._toss_alternating(len(running), lambda at, k: self._toss_one_in(len(at), k))
             running = running[fallen]
             found[running] += 1
         return found
 
-    def _ratio(self, part: Integers, whole: int) -> Flags:
+    def _toss_ratio(self, part: Integers, whole: int) -> Flags:
         return self.below(len(part), whole) < part
 
-    def _one_of(self, count: int, k: int) -> Flags:
+    def _toss_one_in(self, count: int, k: int) -> Flags:
         return np.ones(count, np.bool_) if k == 1 else self.below(count, k) == 0
 
 
@@ -172,10 +178,11 @@ LEAST_VARIANCE = 10
 
 
 def honest_shares(threshold: int, min_sites: int, colluders: int) -> int:
-    """Return how many shares of noise a sum holds that nobody else knows: it is of max(t, min_sites) sites at least.
+    """Return the least number of noise shares in a sum that neither server nor colluders know.
 
-    `threshold`: the job's, 0 for none; a default one goes by how many are asked, which no plan knows.
-    Raises ConfigError where fewer than two are left: then the server and the colluders would know all but one.
+    It is max(threshold, min_sites) - colluders. `threshold`: of the job, 0 if it names none. A plan does not know the default
+    threshold, because that depends on how many sites are asked. Raises ConfigError for fewer than two shares: the server and
+    the colluders would then know all shares except one at most.
     """
     found = max(threshold, min_sites) - colluders
     if found < 2:
@@ -186,9 +193,9 @@ def honest_shares(threshold: int, min_sites: int, colluders: int) -> int:
 
 
 def share_deviation(noise_multiplier: float, sensitivity: float, shares: int, unit: float = UNIT) -> int:
-    """Return s, in units of the grid, such that `shares` shares keep at least noise_multiplier * sensitivity between them.
+    """Return the deviation s of one share, in grid units: `shares` shares add up to at least noise_multiplier * sensitivity.
 
-    0 without noise. Raises ConfigError under LEAST_VARIANCE, and where 64 bits could not hold it.
+    Return 0 for a noise multiplier of 0. Raises ConfigError for s^2 under LEAST_VARIANCE, and for s over LARGEST.
     """
     if noise_multiplier == 0:
         return 0
@@ -204,23 +211,23 @@ def share_deviation(noise_multiplier: float, sensitivity: float, shares: int, un
 
 
 def slack(deviation: int, shares: int, numbers: int) -> float:
-    """Return 2 d tau: what one release of so many numbers costs in epsilon beside the continuous Gaussian."""
+    """Return 2 d tau, d = `numbers`: the epsilon that one release costs in addition to the continuous Gaussian."""
     variance = deviation**2
-    tau = _distance(4.0) + math.fsum(_distance(variance * k / (k + 1)) for k in range(1, shares))
+    tau = _largest_log_ratio(4.0) + math.fsum(_largest_log_ratio(variance * k / (k + 1)) for k in range(1, shares))
     return 2 * numbers * tau
 
 
-def _distance(variance: float) -> float:
-    """Return lambda: how far a discrete Gaussian's weights may lie from the continuous one's, as a log ratio."""
+def _largest_log_ratio(variance: float) -> float:
+    """Return lambda(variance): the largest log ratio between the weights of the discrete and the continuous Gaussian."""
     eta = 2 * math.fsum(math.exp(-2 * math.pi**2 * variance * m * m) for m in range(1, 20))
     return 2 * math.atanh(eta)
 
 
 def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Tensors:
-    """Return an update clipped jointly to `clip` and rounded to whole units (int64), its norm at most clip / unit exactly.
+    """Return an update clipped jointly to `clip` and rounded to whole units (int64). Its norm is at most clip / unit exactly.
 
-    Rounding may lengthen it by sqrt(d) unit / 2, so it is clipped to that much less. Raises RefusedError for values that are
-    not finite, and for a clip that the grid cannot hold.
+    Rounding may lengthen the update by sqrt(d) unit / 2, so it is first clipped to that much less. Raises RefusedError for
+    values that are not finite, and for a clip that is too small for the grid.
     """
     numbers = sum(tensor.numel() for tensor in update.values())
     room = (clip - math.sqrt(numbers) * unit / 2) * (1 - margin(numbers))
@@ -239,25 +246,26 @@ def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Te
 
 
 def margin(numbers: int) -> float:
-    """Return the share of a clip that is kept free, because a norm of so many float64 numbers has an error.
+    """Return the fraction by which to reduce a clip, because the norm of `numbers` float64 numbers has a rounding error.
 
-    A sum of n positive numbers has a relative error of n * 2^-53 at most, in any order of additions (N. Higham, "Accuracy and
-    Stability of Numerical Algorithms", 2002, chapter 4), and its root half of that. The rest is for products and divisions.
+    A sum of n positive numbers has a relative error of at most n * 2^-53, in any order of additions (N. Higham, "Accuracy and
+    Stability of Numerical Algorithms", 2002, chapter 4). Its square root has half of that. The rest covers products and
+    divisions.
     """
     return max(1e-12, numbers * 2.0**-52)
 
 
 def rounding(numbers: int, unit: float = UNIT) -> float:
-    """Return more than `clipped_sum` can lengthen one unit's part by rounding: a step of the grid in each of its numbers."""
+    """Return a bound on how much rounding in `clipped_sum` lengthens one unit's gradient: one grid step in each number."""
     return math.sqrt(numbers) * unit
 
 
 def clipped_sum(gradients: Mapping[str, Tensor], clip: float, start: Tensor | None = None) -> Tensor:
-    """Return the sum (d,) of all units' gradients, (N, *shape) by name, each clipped and rounded on its own; int64, on the CPU.
+    """Return the sum (d,) of the gradients of N units, each clipped and rounded on its own; int64, on the CPU.
 
-    Added to `start`, where given. One unit moves the sum by clip + `rounding` at most, whatever the others are, because each
-    is rounded by itself and integers are added without error. A gradient that is not finite counts as zero: an error would
-    tell of the unit, and noise would not hide it. A sum that 64 bits do not hold stops at their end: one that wraps would leap.
+    `gradients` by name, (N, *shape). `start`: a sum to add to. Each unit is rounded separately, and integer addition is exact.
+    So one unit moves the sum by at most clip + `rounding`, whatever the other units are. A gradient that is not finite counts
+    as zero, because an error would reveal the unit without noise. A sum is limited to ROOM: a sum that wraps would jump.
     """
     parts = [gradient.flatten(1) for gradient in gradients.values()]
     device, numbers = next((part.device for part in parts), None), sum(part.shape[1] for part in parts)
@@ -265,14 +273,14 @@ def clipped_sum(gradients: Mapping[str, Tensor], clip: float, start: Tensor | No
     for one in zip(*parts, strict=True):
         whole = torch.cat(one).double()
         norm = torch.linalg.vector_norm(whole)
-        factor = (clip / norm).clamp(max=1.0) * (1 - margin(numbers))  # 0 / 0 does not come: clip is over 0
+        factor = (clip / norm).clamp(max=1.0) * (1 - margin(numbers))  # never 0 / 0, because clip > 0
         scaled = whole.mul_(torch.where(norm.isfinite(), factor, 0.0)).nan_to_num_(0.0, 0.0, 0.0)
         total.add_(quantize({"": scaled})[""]).clamp_(-ROOM, ROOM)
     return total.cpu()
 
 
 def add_share(integers: Tensors, deviation: int, bits: Bits = secret_bytes) -> Tensors:
-    """Return integers with an exact discrete Gaussian of this deviation on every one (0: none)."""
+    """Return `integers` with an exact discrete Gaussian of this deviation added to each number; unchanged for deviation 0."""
     if deviation == 0:
         return dict(integers)
     shapes = {name: tensor.shape for name, tensor in integers.items()}

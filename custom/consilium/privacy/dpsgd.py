@@ -1,19 +1,20 @@
-"""DP-SGD (Abadi et al. 2016) on adapter parameters by records or patients.
+"""DP-SGD (Abadi et al. 2016) on adapter parameters, per record or per patient. A record or a patient is called a unit.
 
-One record or one patient goes through the model at a time. Autograd then gives its gradient, whatever the layers are, and
-float32 cannot round it by the records beside it: a server can choose weights that make that rounding larger than the clip.
-Clipping, sum and noise are in integers (distributed_noise.py). All draws come from randomness.py.
+One unit at a time goes through the model, so autograd gives its gradient for any kind of layer. In a larger batch, the other
+records would influence how float32 rounds a record's gradient, and a server can choose weights for which that influence
+exceeds the clip. Clipping, summing and noise use integers (distributed_noise.py). All random draws come from randomness.py.
 
-The gradient of a patient is that of the mean loss over some of the samples.
+The gradient of a patient is the gradient of the mean loss over at most `per_patient` samples.
 
-Noise is made for a sum that one unit moves by the clip at most, so nothing may tie units together. Dropout would: one
-generator, with a seed that the server knows, draws all masks, so one record more changes those of all others. Batch statistics
-and rounding to bf16 do so within a patient's samples, where nothing is gained by allowing them. They are refused. Dropout as a
-function and DropPath are not modules of a known class, so any draw during a pass is found by the states of the generators.
+The noise assumes that one unit moves the sum by at most the clip, so one unit may not influence the gradient of another.
+Dropout would let it: one generator, whose seed the server knows, draws all masks, so one record more changes the masks of all
+others. Batch statistics and rounding to bf16 couple only a patient's own samples, but allowing them would gain nothing. All
+three are refused. Functional dropout and DropPath are not modules of a known class. So any random draw during a pass is
+detected by comparing the states of the generators.
 
-A unit whose reading, loss or gradient fails, for whatever reason, counts as zero: an error instead would tell, without noise,
-what the unit holds. The failure is logged at the site only. What fails for all data alike (a model that draws, a step too
-large for the device) is refused before any data are read, see `rehearse`.
+A unit counts as zero if reading it, its loss or its gradient fails. An error instead would reveal, without noise, what the unit
+contains. The failure is logged at the site only. A failure that does not depend on the data (a model that draws random numbers,
+a step too large for the device) is refused before any data are read, see `rehearse`.
 """
 
 import logging
@@ -39,16 +40,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DpSgd:
-    """`noise_multiplier` over `clip` (norm of one unit's gradient); `seed` None is secret randomness, a number is not private.
+    """The settings of DP-SGD at one site. `clip`: the largest norm of a unit's gradient; `noise_multiplier`: in clips.
 
-    `patients`: every patient's samples by their place in the training split, where patients are drawn and not records;
-    `per_patient`: of so many of them at most a step takes the mean.
+    `seed`: None draws secret randomness; a number makes the run reproducible and not private. `patients`: if patients are the
+    unit, the indices of each patient's samples in the training split. `per_patient`: how many of them a step uses at most; 0 if
+    records are the unit.
 
-    A step's augmentation follows from one seed of the same randomness and from each sample's place in the list. A claim is
-    about a unit against an empty one in its place (zero-out), so no other sample's place, and nothing of its augmentation,
-    depends on which units are in. So one unit moves the sum by the clip at most, whatever the seed is, and no promise rests
-    on its secrecy: generators of numpy and torch may expand its 63 bits. It is secret all the same, for lists in which a unit
-    less shifts the places of those behind it. Dropout and other draws in the model are refused, see `_refuse_ties`.
+    The augmentation of a step follows from one seed, drawn from the same randomness, and from each sample's index in the list.
+    A claim compares a unit with an empty unit in the same place (zero-out). So the index and the augmentation of every other
+    sample stay the same, and one unit moves the sum by at most the clip, whatever the seed is. No promise depends on the
+    secrecy of this seed, so NumPy's and PyTorch's generators may expand its 63 bits. It is secret nevertheless, for lists in
+    which removing a unit shifts the later ones. Dropout and other draws are refused, see `_refuse_coupled_records`.
     """
 
     noise_multiplier: float
@@ -60,11 +62,11 @@ class DpSgd:
 
     @property
     def unit(self) -> str:
-        """What is drawn: records or patients."""
+        """The unit that is drawn: "record" or "patient"."""
         return "patient" if self.per_patient else "record"
 
     def count(self, num_samples: int) -> int:
-        """Return how many units there are, of a site with so many training samples."""
+        """Return the number of units at a site with `num_samples` training samples."""
         return len(self.patients) if self.per_patient else num_samples
 
     def randomness(self) -> Randomness:
@@ -72,16 +74,17 @@ class DpSgd:
         return Randomness.of(self.seed)
 
     def samples(self, drawn: Sequence[int], randomness: Randomness) -> Iterator[list[int]]:
-        """Yield the samples of each drawn unit: one record, or a patient's, of too many a random choice."""
+        """Yield the sample indices of each drawn unit: one record, or a patient's samples (a random `per_patient` of more)."""
         for number in drawn:
             samples = list(self.patients[number]) if self.per_patient else [number]
             yield samples if len(samples) <= max(1, self.per_patient) else randomness.choice(samples, self.per_patient)
 
 
 def dpsgd(plan: Plan | None, seed: int | None, patients: tuple[tuple[int, ...], ...] = ()) -> DpSgd | None:
-    """Return how to train by DP-SGD, None under any other plan. Noise on a step over all sites is not training's to add.
+    """Return the settings of DP-SGD for local training, None for a plan without DP-SGD.
 
-    `patients`: every patient's samples, where they are the unit.
+    For a step over all sites the noise is 0, because the guard adds it later. `patients`: the sample indices of each patient,
+    if patients are the unit.
     """
     if plan is None or isinstance(plan.config, SiteLevelDpConfig):
         return None
@@ -90,22 +93,22 @@ def dpsgd(plan: Plan | None, seed: int | None, patients: tuple[tuple[int, ...], 
 
 
 class ClippedSum:
-    """The sum of clipped gradients of the `trained` parameters of `model`, int64 on the grid, one unit at a time.
+    """Adds up the units' clipped gradients of the `trained` parameters of `model`, one unit at a time; int64 on the grid.
 
-    Raises ConfigError for a model that ties units together.
+    Raises ConfigError for a model in which one record influences another.
     """
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter], dp: DpSgd) -> None:
         self.trained = dict(trained)
-        _refuse_ties(model, dp.unit)
+        _refuse_coupled_records(model, dp.unit)
         self._dp = dp
         self._sum: Tensor | None = None
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """Add the clipped gradient that the block's backward pass of one unit's mean loss leaves; zero if the block fails."""
+        """Add one unit's clipped gradient, which the block computes by backward(); zero if the block fails."""
         try:
-            with _without_draws(self.trained, self._dp.unit):
+            with _refuse_random_draws(self.trained, self._dp.unit):
                 yield
         except STOPS:
             raise
@@ -122,28 +125,28 @@ class ClippedSum:
             parameter.grad = None
 
     def take(self) -> Tensor:
-        """Return the sum of all units since the last call, (d,) on the CPU, and begin another; zeros if there was no unit."""
+        """Return the sum of all units since the last call, (d,) on the CPU, and start a new one; zeros if there was none."""
         found, self._sum = self._sum, None
         numbers = sum(parameter.numel() for parameter in self.trained.values())
         return torch.zeros(numbers, dtype=torch.int64) if found is None else found
 
 
 def log_failure(unit: str, error: BaseException) -> None:
-    """Log, at the site alone, why a unit counts as zero."""
+    """Log at the site why a unit counts as zero. The reason does not leave the site."""
     _log.warning(f"a {unit} counts as zero: {type(error).__name__}: {error}")
 
 
 def rehearse(model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str, loss: Callable[[], Tensor]) -> None:
-    """Take the `loss` of one unit of zeros, of full size, back through the model, and forget it.
+    """Run one backward pass of `loss`, the loss of a full-size unit of zeros, and discard the gradients.
 
-    Raises ConfigError for a model that ties units together, and ConsiliumError for a step that this machine cannot take.
+    Raises ConfigError for a model in which one record influences another, and ConsiliumError if the pass fails on this machine.
     """
-    _refuse_ties(model, unit)
+    _refuse_coupled_records(model, unit)
     gpus = sorted({parameter.device.index for parameter in trained.values() if parameter.is_cuda})
     was, training = {name: parameter.requires_grad for name, parameter in trained.items()}, model.training
     model.train()
     try:
-        with torch.random.fork_rng(devices=gpus), _without_draws(trained, unit):
+        with torch.random.fork_rng(devices=gpus), _refuse_random_draws(trained, unit):
             for parameter in trained.values():
                 parameter.requires_grad_(True)
             loss().backward()
@@ -156,8 +159,8 @@ def rehearse(model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str, l
             parameter.requires_grad_(was[name]).grad = None
 
 
-def _refuse_ties(model: nn.Module, unit: str) -> None:
-    """Raise ConfigError for a module through which one record of a batch acts on another."""
+def _refuse_coupled_records(model: nn.Module, unit: str) -> None:
+    """Raise ConfigError for a module through which one record of a batch influences another."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0):
             what = f"{name!r} ({type(module).__name__}) ties the records of a batch together"
@@ -165,17 +168,17 @@ def _refuse_ties(model: nn.Module, unit: str) -> None:
 
 
 @contextmanager
-def _without_draws(trained: Mapping[str, nn.Parameter], unit: str) -> Iterator[None]:
-    """Raise ConfigError where what is computed inside the block drew random numbers, which one record more would shift."""
-    before = _states(trained)
+def _refuse_random_draws(trained: Mapping[str, nn.Parameter], unit: str) -> Iterator[None]:
+    """Raise ConfigError if the block drew random numbers: one record more would shift the draws for all others."""
+    before = _generator_states(trained)
     yield
-    if not all(map(torch.equal, before, _states(trained))):
+    if not all(map(torch.equal, before, _generator_states(trained))):
         what = "the model draws random numbers in training (dropout, DropPath), which ties the records of a batch together"
         raise ConfigError(f"privacy.unit: {unit!r}: {what}; use a model without it, or set its rate to 0")
 
 
-def _states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """Return the states of the generators that layers draw from: of the CPU, and of the GPU that holds parameters."""
+def _generator_states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """Return the states of the random generators that layers use: the CPU's, and that of each GPU with parameters."""
     gpus = {parameter.device for parameter in trained.values() if parameter.is_cuda}
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
 
@@ -183,8 +186,8 @@ def _states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
 class PrivateSteps:
     """Poisson batches and private optimizer steps over the `trained` parameters of `model`. Use as a context manager.
 
-    Each unit's gradient is clipped and rounded on its own to the grid of distributed_noise.py. The sum gets one exact discrete
-    Gaussian, made on the CPU whatever the device. One thread makes the next step's noise while the model computes gradients.
+    Each unit's gradient is clipped and rounded on its own to the grid of distributed_noise.py. An exact discrete Gaussian,
+    always drawn on the CPU, is added to the sum. A thread draws the step's noise while the model computes gradients.
     """
 
     def __init__(
@@ -213,22 +216,23 @@ class PrivateSteps:
             parameter.grad = None
 
     def draw(self) -> list[int]:
-        """Return the units of the next step: each on its own with the sample rate, so there may be none."""
+        """Return the units of the next step. Each takes part independently with the sample rate, so there may be none."""
         self._begin_noise()
-        return self._draws.coins(self._num_units, self._dp.sample_rate)
+        return self._draws.poisson_sample(self._num_units, self._dp.sample_rate)
 
     def samples(self, drawn: Sequence[int]) -> list[list[int]]:
-        """Return the samples of each drawn unit."""
+        """Return the sample indices of each drawn unit."""
         return list(self._dp.samples(drawn, self._draws))
 
     def seed(self) -> int:
-        """Return what the augmentation of a step is drawn with, see `DpSgd`."""
+        """Return the seed of a step's augmentation, see `DpSgd`."""
         return self._draws.seed()
 
     def step(self, penalty: Mapping[str, Tensor]) -> None:
-        """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step.
+        """Add noise to the sum of clipped gradients, average, add `penalty`, and take the optimizer step.
 
-        The divisor is the batch's expected size, which tells nothing of what was drawn.
+        `penalty` is a gradient that depends on no data. The divisor is the batch's expected size, which does not depend on the
+        draw.
         """
         noisy = self.sum.take() + self._begin_noise().result()
         self._next = None
@@ -242,12 +246,12 @@ class PrivateSteps:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _begin_noise(self) -> Future[Tensor]:
-        """Return the noise of the step at hand, begun now unless it has been."""
+        """Return the future of this step's noise, started now unless it already was."""
         if self._next is None:
-            self._next = self._ahead.submit(self._drawn_noise)
+            self._next = self._ahead.submit(self._draw_noise)
         return self._next
 
-    def _drawn_noise(self) -> Tensor:
+    def _draw_noise(self) -> Tensor:
         if self._deviation == 0:
             return torch.zeros(self._numbers, dtype=torch.int64)
         return torch.from_numpy(discrete_gaussian(self._numbers, self._deviation, self._noise))

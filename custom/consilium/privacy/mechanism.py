@@ -1,22 +1,23 @@
-"""What is done to one update before it may leave: joint clipping and Gaussian noise, plain or in the space of the product.
+"""The Gaussian mechanism on one site's update: joint clipping and noise, of the tensors themselves or of a product of factors.
 
-Everything is one Gaussian mechanism in *whitened* coordinates. They are rounded to the grid of distributed_noise.py, where the
-noise is exact. To map them back to an update is floating point again, and depends on no data beside them. A tensor without a
-peer is its own coordinates. A LoRA factor with a public peer (DEeR, IEEE TMI 2025, Theorem 2, corrected) is seen through the
-effective update s dB A:
+The mechanism works on *whitened* coordinates of the update. They are rounded to the grid of distributed_noise.py, where the
+noise is exact. The map back to an update uses floating point, which is safe: it depends on no other private data. A tensor
+without a peer is its own coordinates. A LoRA factor may have a public peer, the other factor of its layer, which the server
+sent (DEeR, IEEE TMI 2025, Theorem 2, corrected). Then the mechanism acts on the effective update s dB A:
 
     coordinates  V = s dB Q L^(1/2),   A A^T = Q L Q^T,   ||V||_F = ||s dB A||_F   (and  L^(1/2) Q^T dA s  for dA with peer B)
     release      V' L^(-1/2) Q^T / s,  V' = clip(V) + noise
 
-so the released dB carries N(0, std^2) Z (A A^T)^(-1/2) / s, the law of the paper's xi A^T (A A^T)^(-1) / s at r instead of n
-random numbers a row. Clipping ||dB|| instead, as the paper's text does, bounds the product only while A's singular values
-stay under 1. Directions where A has (numerically) no singular value are left out of V, so they carry neither update nor
-noise: the theorem's A^+ A = I holds on A's row space only, and a direction with update but no noise would leak.
+So the noise in the released dB is std Z (A A^T)^(-1/2) / s, Z standard normal. Its distribution is that of the paper's
+xi A^T (A A^T)^(-1) / s, with r instead of n random numbers per row. The paper's text clips ||dB||. That bounds the product only
+while A's singular values are under 1. Directions in which A's singular value is numerically zero are left out of V, so they
+carry neither update nor noise. The theorem's A^+ A = I holds on A's row space only, and a direction with update but no noise
+would leak.
 
-Q depends on the eigenvectors' basis, on which two sites may not agree. Where coordinates of several sites are summed before
-they are mapped back, they are those of the symmetric root, V = s dB Q L^(1/2) Q^T with all r columns, which has one value:
+Q depends on the choice of eigenvectors, on which two sites may not agree. If the coordinates of several sites are summed before
+the map back, the symmetric root is used, V = s dB Q L^(1/2) Q^T with all r columns. It does not depend on that choice:
 
-    release      V' Q L^(-1/2) Q^T / s      (the noise in null directions is dropped, and no update was in them)
+    release      V' Q L^(-1/2) Q^T / s      (null directions carry no update, and their noise is dropped)
 """
 
 from collections.abc import Mapping
@@ -36,14 +37,15 @@ from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
 
 NULL = 1e-9
-"""Eigenvalues of a Gram matrix under this share of its largest are null directions."""
+"""An eigenvector of a Gram matrix is a null direction if its eigenvalue is under this fraction of the largest one."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Linear maps between a factor and its whitened coordinates, (r, k) and (k, r), k = the peer's numerical rank.
+    """The linear maps between a LoRA factor's update and its whitened coordinates: `forward` (r, k) and `back` (k, r).
 
-    `side`: "right" for lora_B (m, r), whose coordinates are update @ forward; "left" for lora_A (r, n): forward^T @ update.
+    k is the peer's numerical rank, or r for the symmetric root. `side`: "right" for lora_B (m, r), whose coordinates are
+    update @ forward; "left" for lora_A (r, n), whose coordinates are forward^T @ update.
     """
 
     side: Literal["left", "right"]
@@ -51,21 +53,22 @@ class Geometry:
     back: Tensor
 
     def whiten(self, update: Tensor) -> Tensor:
-        """Return the coordinates of an update, float64."""
+        """Return the whitened coordinates of an update, float64."""
         return update.double() @ self.forward if self.side == "right" else self.forward.T @ update.double()
 
     def restore(self, coordinates: Tensor) -> Tensor:
-        """Return the factor update with these coordinates."""
+        """Return the update with these whitened coordinates."""
         return coordinates @ self.back if self.side == "right" else self.back.T @ coordinates
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a release did to an update. All of it but `noise_std` tells of private data and stays at the site.
+    """Measurements of what clipping and noise did to an update.
 
-    `norm`: joint norm before clipping; `clip_factor` in (0, 1]; `noise_std`: per coordinate, in the update's units; `cosine`:
-    between the clean and the released update in whitened coordinates (0 if either is zero); `signal` and `noise`: norms of
-    the clipped update and of the noise drawn; `dimensions`: how many coordinates carry noise.
+    All fields except `noise_std` and `dimensions` depend on private data, so an Outcome stays at the site. `norm`: joint norm
+    before clipping; `clip_factor` in (0, 1]; `noise_std`: noise deviation per coordinate, in the update's units; `cosine`:
+    between the clean and the released update in whitened coordinates (0 if either is zero); `signal` and `noise`: norms of the
+    clipped update and of the drawn noise; `dimensions`: number of coordinates with noise.
     """
 
     norm: float
@@ -78,13 +81,14 @@ class Outcome:
 
 
 def geometry(peer: Tensor, side: Literal["left", "right"], scale: float, symmetric: bool = False) -> Geometry:
-    """Return the whitening of a factor whose public `peer` is A (r, n) ("right") or B (m, r) ("left"); scale s = alpha / r.
+    """Return the whitening maps of a LoRA factor, computed from its public `peer`; `scale` is s = alpha / r.
 
-    `symmetric`: by the symmetric root, so that coordinates are (m, r) or (r, n) and those of two sites can be added.
+    `side` "right": the peer is A (r, n), and the maps are for updates of B. "left": the peer is B (m, r), for updates of A.
+    `symmetric`: use the symmetric root, so that the coordinates, (m, r) or (r, n), of different sites can be added.
     """
     factor = peer.detach().cpu().numpy().astype(np.float64)
     values, vectors = np.linalg.eigh(factor @ factor.T if side == "right" else factor.T @ factor)
-    kept = values > max(values[-1] * NULL, 0.0)  # numpy: for matrices of rank size, torch's overhead is the cost
+    kept = values > max(values[-1] * NULL, 0.0)  # NumPy, because torch's overhead dominates for r x r matrices
     root, basis = np.sqrt(values[kept]), vectors[:, kept]
     forward, back = scale * basis * root, (basis / root).T / scale
     if symmetric:
@@ -100,10 +104,11 @@ def privatize(
     bits: Bits = secret_bytes,
     each: bool = False,
 ) -> tuple[Tensors, Outcome]:
-    """Return the coordinates of an update, clipped jointly (or `each` tensor on its own) to `clip` and with noise; int64.
+    """Return an update's whitened coordinates after clipping and noise, in whole units of the grid (int64), and the Outcome.
 
-    They are whole units of the grid, and `deviation` is the noise's in units (0: none): see distributed_noise.py. Tensors
-    without an entry in `geometries` are their own coordinates. Raises RefusedError for values that are not finite.
+    Clip all tensors jointly to `clip`, or `each` tensor on its own. `deviation`: of the noise, in units of the grid (see
+    distributed_noise.py); 0 adds none. Tensors without an entry in `geometries` are their own coordinates. Raises RefusedError
+    for values that are not finite.
     """
     clean = whitened(geometries, update)
     groups = [{name: tensor} for name, tensor in clean.items()] if each else [clean]
@@ -113,22 +118,22 @@ def privatize(
 
 
 def whitened(geometries: Mapping[str, Geometry], update: Mapping[str, Tensor]) -> Tensors:
-    """Return the coordinates of an update, float64."""
+    """Return an update's whitened coordinates by tensor name, float64."""
     return {name: geometries[name].whiten(t) if name in geometries else t.double() for name, t in update.items()}
 
 
 def restored(geometries: Mapping[str, Geometry], coordinates: Tensors) -> Tensors:
-    """Return the factor updates with these coordinates, float64; of sums or means of several sites too."""
+    """Return the update with these whitened coordinates, float64. Works for sums and means over several sites too."""
     return {name: geometries[name].restore(t) if name in geometries else t for name, t in coordinates.items()}
 
 
 def in_reals(integers: Tensors) -> Tensors:
-    """Return what whole units of the grid stand for, float64."""
+    """Convert whole units of the grid to real numbers, float64."""
     return {name: tensor.double() * UNIT for name, tensor in integers.items()}
 
 
 def outcome_of(clean: Tensors, clipped: Tensors, released: Tensors, noise_std: float) -> Outcome:
-    """Return what was done to an update, given its coordinates as they were, after clipping, and with noise."""
+    """Return the Outcome of a release from its coordinates: `clean` before clipping, `clipped`, and `released` with noise."""
     norm, signal = joint_norm(clean), joint_norm(clipped)
     return Outcome(
         norm=norm,
@@ -148,20 +153,21 @@ def _cosine(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
 
 
 # noise diagnostics -----------------------------------------------------------------------------------------------------
-# What noise on the factors does to their product: the linear terms of DEeR's Eq. 10, for a site's own eyes.
+# How noise on the factors changes their product: the terms of DEeR's Eq. 10 that are linear in the noise.
 #
-# (B + xi_B)(A + xi_A) = B A + xi_B A + B xi_A + xi_B xi_A. Their norms follow from the noise and stay at the site with it.
+# (B + xi_B)(A + xi_A) = B A + xi_B A + B xi_A + xi_B xi_A. The norms of these terms depend on the noise drawn, so they stay at
+# the site.
 #
-# Source: M. Zhu, A. Mao, J. Liu, Y. Yuan, "DEeR", IEEE TMI 2025: Eq. 9 and 10, Figure 2 (there of one layer, here of all).
+# Source: M. Zhu, A. Mao, J. Liu, Y. Yuan, "DEeR", IEEE TMI 2025: Eq. 9 and 10, Figure 2 (one layer there, all layers here).
 
 FILE = "noise.json"
 """The file in a run's private folder at a site: norms by round and phase."""
 
 
 def linear_terms(noise: Mapping[str, Tensor], factors: Mapping[str, Tensor], scale: float) -> dict[str, float]:
-    """Return ||s xi_B A||_F and ||s B xi_A||_F over all layers; the term of a factor that carries no noise is left out.
+    """Return ||s xi_B A||_F and ||s B xi_A||_F over all layers, s = `scale`. Factors without noise have no term.
 
-    `noise` by name of the factor it is on, `factors` the site's A and B after training, s = `scale`.
+    `noise`: xi by the name of the factor that carries it; `factors`: the site's A and B after training.
     """
     squares: dict[str, float] = {}
     for name, value in noise.items():
@@ -175,9 +181,9 @@ def linear_terms(noise: Mapping[str, Tensor], factors: Mapping[str, Tensor], sca
 
 
 def measured(clean: Tensors, released: Tensors, sent: Tensors, update: Tensors, scale: float) -> dict[str, float]:
-    """Return `linear_terms` of a release: its noise is what is in it beside the `clean` one, its factors those after training.
+    """Return `linear_terms` of a release. The noise is `released` minus `clean`; the factors are `sent` plus `update`.
 
-    A factor that was not `sent` in this round (FFA-LoRA's A) has no term.
+    A factor that was not `sent` in this round (such as FFA-LoRA's A) has no term.
     """
     drawn = {name: tensor.double() - clean[name].double() for name, tensor in released.items()}
     return linear_terms(drawn, {n: t + update[n] if n in update else t for n, t in sent.items()}, scale)

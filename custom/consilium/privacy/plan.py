@@ -1,9 +1,10 @@
-"""What a job's `privacy:` section comes to: noise multiplier, what one release costs, what the whole run costs.
+"""The privacy plan of a job: its noise multiplier, the cost of one release and the cost of the whole run.
 
-Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Asking
-some sites only (federation.fraction_train) makes nothing cheaper: amplification needs cohorts that nobody but the server ever
-learns, and logs show who took part. Record and patient level: the rounds' DP-SGD steps on Poisson batches, which stay inside
-the site; with trust distributed a step a round over all sites, see distributed_noise.py.
+Site level: each phase of each round is one release. Releases compose exactly, and a site accounts for the releases that it
+really makes. Asking only some sites per round (federation.fraction_train) does not lower the cost: amplification by sampling
+needs cohorts that only the server learns, and logs show which sites took part. Record and patient level: a release is the
+DP-SGD steps of a phase, on Poisson batches inside the site. With trust distributed it is one step over all sites per round, see
+distributed_noise.py.
 """
 
 import math
@@ -29,33 +30,34 @@ from consilium.strategies.strategy import Role, Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)
 DEVIATIONS = 40
-"""Of noise that a bound on numbers must have room for: a number over it stops the site's update."""
+"""Standard deviations of noise for which `secure_aggregation.bound` must leave room."""
 HIDDEN = {
     ("site", "zero-out"): "whether a site's data are there at all; that it takes part is public",
     ("site", "replace"): "which data a site has",
     ("record", "zero-out"): "one record, against an empty one in its place",
     ("patient", "zero-out"): "all that one hospital's list has of a patient, against nothing in its place",
 }
-"""What a claim hides, by unit and adjacency: the one place that says it."""
+"""The text that says what a claim hides, by unit and adjacency."""
 AGAINST = {
     "local": "against everyone",
     "central": "against everyone but the server",
     "distributed": "against everyone, also the server with up to {colluders} sites that work with it",
 }
-"""Whom a claim holds against, by trust."""
+"""The text that says against whom a claim holds, by trust."""
 
 
 def not_private(seeded: Collection[str]) -> str:
-    """Return what is said of a private job in which the noise of the sites `seeded` came from a seed."""
+    """Return the sentence that marks a private job as not private, because the noise of the sites `seeded` came from a seed."""
     return f"NOT PRIVATE: the noise of {', '.join(sorted(seeded))} came from a seed (noise_seed in site.yaml)."
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`event`: the cost of one release; `releases` of them make the run. `tensors`: how many are clipped each on its own.
+    """The privacy plan of one job. `event`: the cost of one release; `releases`: the number of releases in the run.
 
-    `shares`: how many shares of noise count in a sum (trust distributed), and `colluders` how many sites may tell theirs.
-    `seeded`: the sites whose noise comes from a seed; every claim then begins with that.
+    `tensors`: how many tensors are clipped, each on its own (1 for joint clipping). `shares`: with trust distributed, how many
+    noise shares in a sum are secret; `colluders`: how many sites may tell the server their shares. `seeded`: sites whose noise
+    comes from a seed; if there are any, every claim begins by saying so.
     """
 
     config: PrivacyConfig
@@ -74,24 +76,24 @@ class Plan:
 
     @property
     def by_tensor(self) -> bool:
-        """Whether tensors are clipped each on its own."""
+        """Whether each tensor is clipped on its own."""
         return self.config.calibration == "paper"
 
     @property
     def sensitivity(self) -> float:
-        """How far one unit's contribution can move the sum, in the update's (gradient's) units."""
+        """The largest change of the sum by one unit, in the units of the update or gradient."""
         return self.clip * (2 if self.config.adjacency == "replace" else 1)
 
     def check_count(self, tensors: Sized) -> None:
-        """Raise RefusedError for a release of more tensors than its cost was made for."""
+        """Raise RefusedError for a release of more tensors than its cost was computed for."""
         if self.by_tensor and len(tensors) > self.tensors:
             what = f"{len(tensors)} tensors where the plan counts {self.tensors} (calibration paper)"
             raise RefusedError(f"release: {what}; nothing was sent")
 
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
-        """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's).
+        """Return the epsilon of `releases` releases (default: all) at `delta` (default: of the job).
 
-        It is not under what the ledger charges for them, on whatever processor.
+        The ledger never charges more for them, on any processor.
         """
         count = self.releases if releases is None else releases
         spend = replace(self.event, count=self.event.count * count)
@@ -109,10 +111,10 @@ class Plan:
         return self.config.unit != "site" and self.config.trust == "distributed"
 
     def share_deviation(self, numbers: int) -> int:
-        """Return the deviation of the noise that one adds to a release of so many numbers, in units of the grid.
+        """Return the deviation of one share of noise for a release of `numbers` numbers, in units of the grid.
 
-        That is a site, the server (trust central), or a site's share (distributed). A sum of clipped gradients may move by
-        their rounding more than the clip. Raises ConfigError where the grid is too coarse.
+        The whole noise is one share with trust local (added by the site) and central (added by the server). A clipped gradient
+        may become longer by rounding, which the sensitivity includes. Raises ConfigError if the grid is too coarse.
         """
         sensitivity = self.sensitivity + (rounding(numbers) if self.config.unit != "site" else 0.0)
         found = share_deviation(self.noise_multiplier, sensitivity, self.shares)
@@ -121,13 +123,13 @@ class Plan:
         return found
 
     def check_shares(self, honest: int) -> None:
-        """Raise RefusedError where the sum that is asked for may hold fewer `honest` shares of noise than the plan counts."""
+        """Raise RefusedError if `honest`, the least number of honest noise shares in a sum, is below the plan's `shares`."""
         if self.config.trust == "distributed" and honest < self.shares:
             what = f"a sum with {honest} shares of noise that nobody else knows, where the plan counts {self.shares}"
             raise RefusedError(f"{what}; nothing was sent; raise secure_aggregation.threshold", Reason.POLICY)
 
     def warnings(self, dimensions: int, sites: int) -> list[str]:
-        """Return what a user must know before training: a drowned signal, no noise at all."""
+        """Return warnings to show before training: no noise, more noise than signal, needless noise, paper calibration."""
         found = [] if self.noise_multiplier else ["noise_multiplier 0 clips and protects nothing"]
         ratio = noise_to_signal(self, dimensions, sites) if self.config.unit == "site" else 0.0
         if ratio > 1:
@@ -143,11 +145,11 @@ class Plan:
         return found
 
     def with_seeded(self, sites: Collection[str]) -> "Plan":
-        """Return this plan where the noise of these sites, and of those known before, comes from a seed."""
+        """Return a copy of this plan with `sites` added to the sites whose noise comes from a seed."""
         return replace(self, seeded=tuple(sorted({*self.seeded, *sites})))
 
     def summary(self) -> dict[str, Any]:
-        """Return plain JSON values: the claim, its numbers, and epsilon at other deltas too."""
+        """Return the claim, its numbers, and epsilon at the job's and other deltas as plain JSON values."""
         deltas = sorted({self.config.delta, *OTHER_DELTAS}, reverse=True)
         return {
             "claim": self.claim(),
@@ -165,7 +167,7 @@ class Plan:
         }
 
     def claim(self) -> str:
-        """Return the guarantee in words, never without unit, adjacency and trust."""
+        """Return the guarantee in words, always with unit, adjacency and trust."""
         named = f"{self.config.unit} level, {self.config.adjacency}, trust {self.config.trust}"
         against = AGAINST[self.config.trust].format(colluders=self.colluders)
         hidden = HIDDEN[self.config.unit, self.config.adjacency]
@@ -179,10 +181,11 @@ class Plan:
 
 
 def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = None, names: Iterable[str] = ()) -> Plan | None:
-    """Return the plan of a job, None for one without privacy. DP-SGD's at the sites differ by site: they need `num_units`.
+    """Return the plan of a job, None without privacy.
 
-    `num_units`: training records or patients. `names`: all adapter tensors, which the paper's calibration counts. Raises
-    ConfigError for a budget that no noise keeps.
+    `num_units`: the site's training records or patients. DP-SGD at each site differs by it, and without it such a job has no
+    plan (None). `names`: all adapter tensors, which the paper's calibration counts. Raises ConfigError for a budget that no
+    noise can keep.
     """
     privacy = config.privacy
     if privacy is None:
@@ -194,7 +197,7 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
     if config.secure_aggregation is not None and by_epsilon and found.noise_multiplier < SMALLEST_NOISE:
         what = f"its noise is {found.noise_multiplier:.3g} of the clip, and under {SMALLEST_NOISE:g} masked sums have none"
         raise ConfigError(f"privacy.epsilon: {privacy.epsilon:g}: {what}; lower epsilon, or leave privacy out")
-    found.share_deviation(0)  # before training, where the grid is too coarse for the noise, or has no room for it
+    found.share_deviation(0)  # raises before training if the grid is too coarse for the noise, or too small
     return found
 
 
@@ -203,7 +206,7 @@ def _plan_of(
 ) -> Plan | None:
     releases = sum(strategy.traits.phases_of(round) for round in range(config.training.rounds))
     if privacy.trust == "distributed":
-        return _shared_plan(config, privacy, releases)
+        return _distributed_plan(config, privacy, releases)
     if not isinstance(privacy, SiteLevelDpConfig):
         return None if num_units is None else _local_plan(config, privacy, releases, num_units, strategy.traits.fits)
     if privacy.calibration == "paper":
@@ -211,8 +214,8 @@ def _plan_of(
     return site_plan(privacy, releases)
 
 
-def _shared_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Plan:
-    """Return the plan of noise in shares: how many count in a sum follows from the job's secure aggregation."""
+def _distributed_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Plan:
+    """Return the plan with trust distributed. The job's secure_aggregation section decides how many noise shares are secret."""
     masked = config.secure_aggregation
     if masked is None:
         raise ConfigError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
@@ -226,7 +229,7 @@ def _shared_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Pl
 
 
 def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy, releases: int, names: list[str]) -> Plan:
-    """Return the plan with the paper's noise and its real cost. Raises ConfigError where there is no such noise."""
+    """Return the plan with the paper's noise and its real cost. Raises ConfigError if the paper's calibration has no noise."""
     assert privacy.sites is not None
     assert privacy.samples is not None
     places = strategy.traits.role_schedule(0, len(strategy.traits.phases))
@@ -238,7 +241,7 @@ def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy
 
 
 def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releases: int, tensors: int) -> Plan:
-    """Return the paper's noise for `steps` of a site's batches, and what so many releases of `tensors` really cost with it."""
+    """Return the plan with the paper's noise for `steps` local steps, and the real cost of `releases` releases of `tensors`."""
     assert privacy.sites is not None
     sigma = paper_sigma(privacy, batch_size * privacy.sites, steps)
     kept = sigma / math.sqrt(tensors * (privacy.sites if privacy.trust == "local" else 1))
@@ -246,20 +249,23 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
 
 
 def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
-    """Return the plan of so many releases at site level. Raises ConfigError for a budget that no noise keeps."""
-    sigma = _sigma(privacy, releases, 1.0)
+    """Return the plan of `releases` releases at site level. Raises ConfigError for a budget that no noise can keep."""
+    sigma = _noise_multiplier(privacy, releases, 1.0)
     return Plan(privacy, sigma, GaussianEvent(sigma, slack=SLACK), releases)
 
 
 def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
-    """Return the plan of so many steps over all sites' units, the same for every site. Raises ConfigError."""
+    """Return the plan of `releases` DP-SGD steps over the units of all sites, the same for every site.
+
+    Raises ConfigError for a budget that no noise can keep.
+    """
     assert privacy.sample_rate is not None
-    sigma = _sigma(privacy, releases, privacy.sample_rate)
+    sigma = _noise_multiplier(privacy, releases, privacy.sample_rate)
     return Plan(privacy, sigma, GaussianEvent(sigma, privacy.sample_rate, slack=SLACK), releases)
 
 
 def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
-    """Return the plan of a site; every release is charged all `passes` of its phase's local training."""
+    """Return the plan of DP-SGD at a site. A release is charged the steps of all `passes`, the fits of one phase."""
     if config.training.batch_size >= num_units:
         units, named = ("samples", "") if privacy.unit == "record" else ("patients", ', or write "patient" into every entry')
         raise ConfigError(
@@ -267,12 +273,12 @@ def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_unit
             f"sampled and {privacy.unit}-level DP has no use; lower it{named}"
         )
     steps = passes * config.training.steps_per_round(num_units)
-    rate = 1 / math.ceil(num_units / config.training.batch_size)  # so that a step draws about a batch
-    sigma = _sigma(privacy, steps * releases, rate)
+    rate = 1 / math.ceil(num_units / config.training.batch_size)  # a step draws about one batch
+    sigma = _noise_multiplier(privacy, steps * releases, rate)
     return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps, SLACK), releases)
 
 
-def _sigma(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) -> float:
+def _noise_multiplier(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) -> float:
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
     assert privacy.epsilon is not None  # the section has one of them
@@ -280,7 +286,7 @@ def _sigma(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) ->
 
 
 def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) -> None:
-    """Raise RefusedError where a hospital's policy does not let its site `name` take part under this plan."""
+    """Raise RefusedError if a hospital's `policy` forbids its site `name` to take part under this plan."""
     if plan is None and policy.protects:
         what = "site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent"
         raise RefusedError(f"{name}: {what}", Reason.POLICY)
@@ -295,16 +301,16 @@ def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) ->
 
 
 def per_patient(privacy: PrivacyConfig | None) -> int:
-    """Return how many samples of a patient a step takes at most; 0 where patients are not the unit."""
+    """Return the largest number of samples per patient in a step; 0 if patients are not the unit."""
     return privacy.per_patient if isinstance(privacy, PatientLevelDpConfig) else 0
 
 
 def noise_to_signal(plan: Plan, dimensions: int, sites: int) -> float:
-    """Return the expected ||noise|| / ||signal|| of one aggregated release: all `sites` at the clip and of one mind.
+    """Return the expected ||noise|| / ||signal|| of one aggregated release if all `sites` send the same update, at the clip.
 
-    `dimensions` counts the noised coordinates. The mean's noise per coordinate is sigma S / sqrt(K) (local), sigma S / K
-    (central) or, where h shares count, sigma S / sqrt(h K) (distributed); real updates disagree, so this is a lower bound
-    for one release. Over a run of T releases of one mind the signal grows with T and the noise with sqrt(T).
+    `dimensions`: number of coordinates with noise. The mean's noise per coordinate is sigma S / sqrt(K) (local), sigma S / K
+    (central) or, with h secret shares, sigma S / sqrt(h K) (distributed). Real updates differ, so this is a lower bound for one
+    release. Over T releases of the same update the signal grows with T and the noise with sqrt(T).
     """
     shrink = {"local": sites**-0.5, "central": 1 / sites, "distributed": (sites * plan.shares) ** -0.5}[plan.config.trust]
     return plan.noise_multiplier * plan.sensitivity * shrink * math.sqrt(dimensions) / plan.clip

@@ -1,13 +1,13 @@
-"""Secret randomness: the only module from which a draw comes that a promise rests on.
+"""Secret randomness: every random draw on which a privacy promise depends comes from this module.
 
-What rests on it: noise, Poisson draws, choices among a patient's samples, seeds of augmentation under DP-SGD, masks, shares,
-nonces and keys. `secret_bytes` are the operating system's. `Randomness` is a stream of bytes, the key stream of AES-256 in
-counter mode (of `cryptography`) under 256 bits of the operating system's generator: an attacker who knows all of a stream but
-one number must still search 2^256 keys. Generators of torch, numpy and `random` must not be used here. Their seeds keep 32 to
-64 bits (torch on the CPU: 32), and their streams give their state away.
+Its users are noise, Poisson sampling, the choice among a patient's samples, seeds of augmentation under DP-SGD, masks, key
+shares, nonces and keys. `secret_bytes` reads the operating system's generator. `Randomness` is a stream of bytes: the key
+stream of AES-256 in counter mode (from `cryptography`), with a key of 256 bits from the operating system's generator. An
+attacker who knows a whole stream except one number must still search 2^256 keys. The generators of torch, numpy and `random`
+must not be used here. Their seeds have 32 to 64 bits (torch on the CPU: 32), and their output reveals their state.
 
-`Randomness.seeded` is for tests and reproduction. Its stream follows from a seed, so whoever knows or guesses the seed takes
-the noise off again. It is marked as not private, and ledger, results, report and evidence of such a run say so.
+`Randomness.seeded` is for tests and reproduction. Its stream follows from a seed, so anyone who knows or guesses the seed can
+subtract the noise. It is marked as not private, and the ledger, results, report and evidence of such a run say so.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ KEY = 32
 
 
 def secret_bytes(count: int) -> bytes:
-    """Return so many bytes of the operating system's generator."""
+    """Return `count` bytes from the operating system's generator."""
     return os.urandom(count)
 
 
 def secret_below(limit: int) -> int:
-    """Return a uniform whole number from 0 under `limit`, of the operating system's generator."""
+    """Return a uniform whole number from 0 to limit - 1, from the operating system's generator."""
     return secrets.randbelow(limit)
 
 
 class Randomness:
-    """A stream of random bytes; called with a count it returns the next so many. One thread at a time may use it.
+    """A stream of random bytes. Calling it with a count returns the next `count` bytes. One thread at a time may use it.
 
-    `private` is False where the stream follows from a seed. A private stream takes a new key in a forked process, so that two
+    `private` is False if the stream follows from a seed. A private stream takes a new key in a forked process, so that two
     processes never draw the same.
     """
 
@@ -52,40 +52,43 @@ class Randomness:
 
     @classmethod
     def seeded(cls, seed: int) -> Self:
-        """Return the stream of a seed, always the same: not private."""
+        """Return the stream that follows from a seed. It is always the same, and so not private."""
         return cls(hashlib.sha256(f"consilium seeded stream {seed}".encode()).digest(), private=False)
 
     @classmethod
     def of(cls, seed: int | None) -> Self:
-        """Return the stream of a seed, or a secret one for None."""
+        """Return the stream that follows from a seed, or a secret stream for None."""
         return cls.secret() if seed is None else cls.seeded(seed)
 
     def __call__(self, count: int) -> bytes:
         """Return the next `count` bytes."""
-        self._leave_parent()
+        self._rekey_after_fork()
         return self._stream.update(bytes(count))
 
     def apart(self, purpose: str) -> "Randomness":
-        """Return the stream of another key that follows from this one's: independent of this stream, and of other purposes'."""
-        self._leave_parent()
+        """Return a stream whose key is derived from this stream's key and `purpose`; different purposes are independent."""
+        self._rekey_after_fork()
         return Randomness(hashlib.sha256(self._key + purpose.encode()).digest(), self.private)
 
-    def _leave_parent(self) -> None:
-        """Take a new key in a forked process, where the stream is a private one."""
+    def _rekey_after_fork(self) -> None:
+        """Take a new key if the process was forked and the stream is private."""
         if self.private and self._process != os.getpid():
             self._key, self._process = secret_bytes(KEY), os.getpid()
             self._stream = _stream(self._key)
 
     def below(self, limit: int) -> int:
-        """Return a uniform whole number from 0 under `limit`."""
+        """Return a uniform whole number from 0 to limit - 1."""
         width = (limit - 1).bit_length()
         size, mask = (width + 7) // 8, (1 << width) - 1
         while (found := int.from_bytes(self(size), "little") & mask) >= limit:
             pass
         return found
 
-    def coins(self, count: int, rate: float) -> list[int]:
-        """Return which of `count` units take part: each on its own, with probability `rate`, at most 2^-64 less."""
+    def poisson_sample(self, count: int, rate: float) -> list[int]:
+        """Return the indices of a Poisson sample of `count` units.
+
+        Each unit is in it independently with probability `rate`, or up to 2^-64 less.
+        """
         if rate >= 1:
             return list(range(count))
         drawn = np.frombuffer(self(8 * count), dtype="<u8")
@@ -93,12 +96,12 @@ class Randomness:
         return found
 
     def choice(self, items: Sequence[T], count: int) -> list[T]:
-        """Return `count` different ones of `items`; every choice and order is as likely as another."""
+        """Return `count` different `items` in random order; all choices and orders are equally likely."""
         left = list(items)
         return [left.pop(self.below(len(left))) for _ in range(count)]
 
     def seed(self) -> int:
-        """Return a uniform number of 63 bits for generators of others. No promise may rest on such a generator's draws."""
+        """Return a uniform number of 63 bits to seed other generators. No promise may depend on their draws."""
         return int.from_bytes(self(8), "little") >> 1
 
 

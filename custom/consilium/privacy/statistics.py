@@ -1,15 +1,15 @@
-"""Statistics that may leave a site: counts of nobody or of many, once for a data set.
+"""Statistics that may leave a site: counts that cover no person or at least `minimum` persons, once per data set.
 
-**Small counts.** Cells stand in an order that no data decide: that of the job's classes, of sizes, of grey levels. A cell of 1
-to minimum - 1 people is merged with the cells after it until at least `minimum` people are in the group; what is left at the
-end joins the group before it. A cell of nobody is shown as 0 where no group is open. Nothing is left out of a sum, so that a
-total minus what is shown is a group again; and of a merged cell at least minimum - 1 values stay possible, even for those who
-know this rule and the total. A split of fewer people than that is not shown at all. Classes that may overlap are shown one by
-one, see `told_apart`.
+**Small counts.** A cell is one class, one size range or one range of grey levels. The order of the cells does not depend on the
+data. A cell of 1 to minimum - 1 people is merged with the cells after it until the group has at least `minimum` people. A
+remainder at the end joins the group before it. A cell of no people is shown as 0 unless a group is being merged. Every sample
+is in some group, so a total minus the shown groups is again a group. At least minimum - 1 values remain possible for a merged
+cell, even to a reader who knows this rule and the total. A split of fewer than `minimum` people is not shown. Classes that may
+overlap are shown one by one, see `separable_classes`.
 
-**Asking again.** Two answers with other bins, classes or minima could be subtracted from one another, and so could two answers
-about data that have changed in between. So a site answers one question about a data set, keeps the answer, and gives the same
-bytes to whoever asks the same again. Another question is refused until the administrator removes the kept answer.
+**Asking again.** Two answers with different bins, classes or minima could be subtracted from each other. So could two answers
+about data that changed in between. So a site answers one question per data set, stores the answer, and returns the same bytes
+when the same question comes again. A different question is refused until the administrator removes the stored answer.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.schema import Section
 from consilium.core.storage import locked, write_atomic
-from consilium.data.counts import Tally, class_names, greys
+from consilium.data.counts import Tally, class_names, grey_bin_names
 from consilium.data.settings import PictureSettings
 
 FOLDER = "statistics"
@@ -37,14 +37,14 @@ Part = Annotated[float, Field(ge=0, le=1)]
 
 
 class Group(Section):
-    """So many samples are in these cells together."""
+    """The number of samples in the cells `names` together."""
 
     names: Names
     samples: Count
 
 
 class Portion(Section):
-    """These cells together have this share."""
+    """The mean share of a picture that the cells `names` take together."""
 
     names: Names
     share: Part
@@ -55,7 +55,7 @@ Portions = Annotated[tuple[Portion, ...], Field(max_length=256)]
 
 
 class SplitStatistics(Section):
-    """One split. `patients`: None where nobody knows them. `classes` that may overlap are there one by one, or left out."""
+    """The counts of one split. `patients`: None if the list names none. `classes` that may overlap are never merged."""
 
     samples: Count
     patients: Count | None
@@ -63,7 +63,10 @@ class SplitStatistics(Section):
 
 
 class SiteStatistics(Section):
-    """All that a site tells. `minimum`: by which it merged; `areas`: the mean share of a picture that a class takes."""
+    """The statistics of one site, as they leave it.
+
+    `minimum`: the smallest number of people in a group; `areas`: the mean share of a picture that each class covers.
+    """
 
     minimum: Annotated[int, Field(ge=1, le=100_000)]
     splits: dict[Literal["training", "validation", "test"], SplitStatistics | None]
@@ -84,13 +87,19 @@ class SiteStatistics(Section):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a site.yaml says of statistics: whether they may leave (None: as the module says), and its own minimum."""
+    """A site.yaml's rules for statistics. `share`: whether they may leave; None allows it without privacy only, see `check`.
+
+    `minimum`: the site's own smallest number of people in a group.
+    """
 
     share: bool | None = None
     minimum: int = 10
 
     def check(self, name: str, protects: bool, private: bool) -> None:
-        """Raise RefusedError unless statistics may leave to this job: a policy, or a private job, needs the site's word."""
+        """Raise RefusedError unless statistics may leave in this job.
+
+        If the site `protects` its data by a privacy policy, or the job is `private`, site.yaml must allow them.
+        """
         if self.share or (self.share is None and not protects and not private):
             return
         why = "the job is private" if private else "site.yaml has a privacy policy"
@@ -106,7 +115,7 @@ TERMS = Terms()
 
 
 def question(config: JobConfig) -> str:
-    """Return the SHA-256 of all in a job that its statistics depend on."""
+    """Return the SHA-256 of all job settings on which the statistics depend."""
     task = config.task.model_dump(mode="json")
     kept = {key: task[key] for key in ("name", "classes", *SettingNames) if key in task}
     section = config.statistics.model_dump(mode="json", exclude={"only"}) if config.statistics else None
@@ -114,31 +123,32 @@ def question(config: JobConfig) -> str:
 
 
 def check_question(folder: Path, dataset: str, config: JobConfig, listed: str = "") -> None:
-    """Raise RefusedError where the site has answered another question about these data; `listed` as in `answer`."""
-    _kept(folder, _name(folder, dataset, listed), config)
+    """Raise RefusedError if the site has answered a different question about this data set; `listed` as in `answer`."""
+    _read_stored_answer(folder, _stored_name(folder, dataset, listed), config)
 
 
 def answer(folder: Path, dataset: str, config: JobConfig, counted: Tally, terms: Terms, listed: str = "") -> dict[str, Any]:
-    """Return the one answer about a data set, made and kept in `folder` if it is the first. Raises RefusedError.
+    """Return the one answer about a data set. The first call computes it and stores it in `folder`.
 
-    `listed`: what the data were called before they had a name, the path of their list; an answer from then stands.
+    `listed`: the path of the data list, the former name of the data set; an answer stored under it stays valid. Raises
+    RefusedError if a different question was answered before, or the stored answer cannot be read.
     """
     with locked(folder / FOLDER):
-        dataset = _name(folder, dataset, listed)
-        if (found := _kept(folder, dataset, config)) is None:
+        dataset = _stored_name(folder, dataset, listed)
+        if (found := _read_stored_answer(folder, dataset, config)) is None:
             least = max(terms.minimum, config.statistics.minimum if config.statistics else 0)
             found = disclose(counted, config, least).model_dump(mode="json")
-            write_atomic(_file(folder, dataset), json.dumps({"question": question(config), "answer": found}).encode())
-            _file(folder, dataset).chmod(0o600)
+            write_atomic(_answer_path(folder, dataset), json.dumps({"question": question(config), "answer": found}).encode())
+            _answer_path(folder, dataset).chmod(0o600)
     return found
 
 
-def _name(folder: Path, dataset: str, listed: str) -> str:
-    return listed if listed and _file(folder, listed).exists() else dataset
+def _stored_name(folder: Path, dataset: str, listed: str) -> str:
+    return listed if listed and _answer_path(folder, listed).exists() else dataset
 
 
-def _kept(folder: Path, dataset: str, config: JobConfig) -> dict[str, Any] | None:
-    path = _file(folder, dataset)
+def _read_stored_answer(folder: Path, dataset: str, config: JobConfig) -> dict[str, Any] | None:
+    path = _answer_path(folder, dataset)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         asked, values = found["question"], SiteStatistics.read(found["answer"])
@@ -155,17 +165,17 @@ def _kept(folder: Path, dataset: str, config: JobConfig) -> dict[str, Any] | Non
     return values.model_dump(mode="json")
 
 
-def _file(folder: Path, dataset: str) -> Path:
+def _answer_path(folder: Path, dataset: str) -> Path:
     return folder / FOLDER / f"{hashlib.sha256(dataset.encode()).hexdigest()[:32]}.json"
 
 
 # small counts ---------------------------------------------------------------------------------------------------------
 
 
-def grouped(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: int) -> list[tuple[str, ...]]:
-    """Return the names of cells in groups, see the module; nothing where all together are fewer than `minimum` people.
+def merge_small_cells(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: int) -> list[tuple[str, ...]]:
+    """Return the groups of cells, by name (see the module); [] if all cells together have fewer than `minimum` people.
 
-    `cells` hold numbers of samples, and `people` says whom each is of.
+    `cells`: the sample indices in each cell; `people`: the person of each sample.
     """
     groups: list[tuple[str, ...]] = []
     pending: tuple[str, ...] = ()
@@ -174,25 +184,26 @@ def grouped(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: 
             groups.append((name,))
             continue
         pending += (name,)
-        if _count(cells, pending, people) >= minimum:
+        if _count_people(cells, pending, people) >= minimum:
             groups.append(pending)
             pending = ()
-    while pending and _count(cells, pending, people) < minimum:
+    while pending and _count_people(cells, pending, people) < minimum:
         if not groups:
             return []
         pending = (*groups.pop(), *pending)
     return [*groups, pending] if pending else groups
 
 
-def _count(cells: Mapping[str, Sequence[int]], names: Sequence[str], people: Sequence[str]) -> int:
+def _count_people(cells: Mapping[str, Sequence[int]], names: Sequence[str], people: Sequence[str]) -> int:
     return len({people[number] for name in names for number in cells[name]})
 
 
-def told_apart(counted: Tally, split: str, minimum: int) -> list[str]:
-    """Return the classes of masks whose counts may be known, in their order.
+def separable_classes(counted: Tally, split: str, minimum: int) -> list[str]:
+    """Return the mask classes whose counts may leave, in order.
 
-    Each stays only if every combination of it with those before it (shown, not shown, not annotated) is of nobody or of many:
-    classes may lie in one another, so that the difference of two counts is a count too.
+    A sample shows a class, does not show it, or is not annotated for it. A class stays only if every combination of these
+    states, over it and the classes chosen before it, has no people or at least `minimum` people. The reason is that classes may
+    overlap, so the difference of two counts is also a count.
     """
     people, kinds, chosen = counted.people[split], [0] * len(counted.people[split]), list[str]()
     with_it, without = ({n: set(v) for n, v in one[split].items()} for one in (counted.classes, counted.absent))
@@ -209,45 +220,47 @@ def told_apart(counted: Tally, split: str, minimum: int) -> list[str]:
 
 
 def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
-    """Return what may leave of a site's counts."""
+    """Return the part of a site's counts that may leave."""
     _, single = class_names(config.task)
     enough = {split for split, people in counted.people.items() if len(set(people)) >= minimum}
-    splits: Any = {split: _split(counted, split, single, minimum) if split in enough else None for split in counted.people}
+    splits: Any = {
+        split: _split_statistics(counted, split, single, minimum) if split in enough else None for split in counted.people
+    }
     people = counted.people["training"] if "training" in enough else []
-    tables = {name: _groups(getattr(counted, name), people, minimum) for name in ("sizes", "spacing", "lengths")}
-    areas = _areas(counted, minimum) if people and not single else ()
-    greys_of = _greys(counted, config, minimum) if people else ()
+    tables = {name: _merged_groups(getattr(counted, name), people, minimum) for name in ("sizes", "spacing", "lengths")}
+    areas = _mean_areas(counted, minimum) if people and not single else ()
+    greys_of = _grey_shares(counted, config, minimum) if people else ()
     return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys_of, **tables)
 
 
-def _split(counted: Tally, split: str, single: bool, minimum: int) -> SplitStatistics:
+def _split_statistics(counted: Tally, split: str, single: bool, minimum: int) -> SplitStatistics:
     people, cells = counted.people[split], counted.classes[split]
     if single:
-        classes = _groups(cells, people, minimum)
+        classes = _merged_groups(cells, people, minimum)
     else:
-        classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in told_apart(counted, split, minimum))
+        classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in separable_classes(counted, split, minimum))
     patients = len(set(people)) if counted.patients[split] else None
     return SplitStatistics(samples=len(people), patients=patients, classes=classes)
 
 
-def _groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: int) -> tuple[Group, ...]:
+def _merged_groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: int) -> tuple[Group, ...]:
     if not people or not any(cells.values()):
         return ()
-    groups = grouped(cells, people, minimum)
+    groups = merge_small_cells(cells, people, minimum)
     return tuple(Group(names=names, samples=sum(len(cells[n]) for n in names)) for names in groups)
 
 
-def _areas(counted: Tally, minimum: int) -> tuple[Portion, ...]:
-    shown = [name for name in told_apart(counted, "training", minimum) if counted.areas[name]]
+def _mean_areas(counted: Tally, minimum: int) -> tuple[Portion, ...]:
+    shown = [name for name in separable_classes(counted, "training", minimum) if counted.areas[name]]
     return tuple(Portion(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown)
 
 
-def _greys(counted: Tally, config: JobConfig, minimum: int) -> tuple[Portion, ...]:
-    """Return the mean share of grey levels over samples; bins that few people's pictures reach are merged."""
+def _grey_shares(counted: Tally, config: JobConfig, minimum: int) -> tuple[Portion, ...]:
+    """Return the mean share of each grey level over samples; bins that occur in the pictures of few people are merged."""
     if not counted.light or config.statistics is None:
         return ()
-    shares, names = np.stack(counted.light), greys(config.statistics.bins)
+    shares, names = np.stack(counted.light), grey_bin_names(config.statistics.bins)
     reached = {name: np.flatnonzero(column).tolist() for name, column in zip(names, shares.T, strict=True)}
     mean = dict(zip(names, shares.mean(0), strict=True))
-    groups = grouped(reached, counted.people["training"], minimum)
+    groups = merge_small_cells(reached, counted.people["training"], minimum)
     return tuple(Portion(names=group, share=round(min(1.0, float(sum(mean[n] for n in group))), 3)) for group in groups)

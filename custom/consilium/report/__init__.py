@@ -1,1 +1,1 @@
-"""What a run leaves behind and what a person sees of it."""
+"""Write, read and show a run's files: records, tables, pictures, pages and comparisons of runs."""

@@ -1,4 +1,4 @@
-"""The messages that left a site, and their tensors, as tables: for a site's page and for `consilium audit`."""
+"""Tables of the messages that left a site and of their tensors, for a site's page and for `consilium audit`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from consilium.report.plain_files import Number, finite
 from consilium.report.tables import Table, columns, size, stamp
 
 MOST_ROWS = 500
-"""Messages and tensors that are listed; the others are counted."""
+"""Messages and tensors that are listed, at most. Further messages are counted in a note."""
 
 
 class _Tensor(BaseModel):
@@ -44,9 +44,10 @@ class _Message(BaseModel):
 
 
 def audit_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> tuple[Table, Table | None]:
-    """Return the messages of a record, see ledger/audit.py, and the tensors in them, None where none left.
+    """Return a table of the messages in an audit record, see ledger/audit.py, and one of their tensors, None without tensors.
 
-    `run`: what the titles end with. A message that no guard writes is counted in a note. Raises ValueError for it if `strict`.
+    `run`: the end of both titles. A message of a form that no guard writes is counted in a note; if `strict`, it raises
+    ValueError.
     """
     messages, unread = list[_Message](), 0
     for one in record["messages"]:
@@ -86,7 +87,7 @@ def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
 
 
 def _tensors_left(messages: Sequence[_Message], run: str) -> Table | None:
-    """Return a row per tensor that ever left, with how often, and the range of its norm as sent."""
+    """Return a row per tensor that left: how often, and the lowest and highest norm as sent. None without tensors."""
     seen: dict[tuple[str, str, str], list[float]] = {}
     for name, one in (pair for message in messages for pair in message.tensors.items()):
         seen.setdefault((shown(name, 160), "x".join(map(str, one.shape)), shown(one.dtype, 20)), []).append(one.norm)

@@ -1,6 +1,7 @@
-"""cases.json and cases/: the scores of a closing evaluation unit by unit, and its best, median and worst unit.
+"""cases.json and cases/: the closing score of each unit, and pictures or texts of the best, the median and the worst unit.
 
-A site writes them in its own folder. They show patients, are the user's alone, and never travel: no message is made of them.
+A unit is what the task scores: an image, a volume, a patient or a text record. A site writes these files into its own folder.
+They show patients, so only this user can read them, and no message contains them.
 """
 
 import io
@@ -16,7 +17,7 @@ from PIL import Image
 from consilium.core.messages import Stage
 from consilium.core.storage import write_atomic
 from consilium.report import predictions
-from consilium.report.predictions import PREDICTIONS, overlay, panel, traced
+from consilium.report.predictions import PREDICTIONS, draw_outlines, overlay, panel
 from consilium.report.private_logging import undrawn
 from consilium.tasks.base import Answered, Classified, Examples, Scored, Segmented, Shown, ShowsUnits, Task
 
@@ -25,17 +26,19 @@ WHICH = ("best", "median", "worst")
 PICTURE, REFERENCE = "picture", "reference"
 ENDING = ".jpg"
 SIDE, QUALITY = 288, 88
-"""Pixels of a picture's side, and JPEG's quality."""
+"""Pixels of a picture's side, and the quality of its JPEG."""
 LIKELIEST, LONGEST = 5, 4000
-"""Classes of a picture, the likeliest ones, and characters of a text, at most."""
+"""Classes listed per picture (the likeliest ones), and characters kept per text, at most."""
 FORM = 1
-"""Version of cases.json; a reader takes no other."""
+"""Version of the format of cases.json. A reader refuses any other."""
 
 
 class Closing:
-    """First samples of a closing evaluation, model by model, and the units that its first model did best and worst.
+    """Collects, while a closing evaluation scores one model after the other, a few predictions and the selected units.
 
-    `by`: that first model. `problems`: kinds of errors here, which cost no score.
+    `first`: predictions of the first samples, by model. `scored`: each unit's score, by model. `cases`: each model's answers
+    for the selected units. `picked`: numbers of the best, median and worst unit. `by`: the model whose scores selected them,
+    which is the first one scored. `problems`: a line per error in this class; such an error never changes a score.
     """
 
     def __init__(self) -> None:
@@ -47,7 +50,7 @@ class Closing:
         self.problems: list[str] = []
 
     def look(self, stage: Stage, task: Task, model: Any, split: str) -> None:
-        """Keep the model's predictions of a few samples; the task has just scored the whole split with it."""
+        """Collect a model's predictions. Called right after the task scored the whole split with this model."""
         with self._noting(PREDICTIONS):
             if (found := task.examples(model, split)) is not None:
                 self.first[stage] = found
@@ -57,7 +60,7 @@ class Closing:
             if self.by is None:
                 self.by, self.picked = stage, pick(task.scored)
             elif task.scored.names != self.scored[self.by].names:
-                raise ValueError(f"the {stage} model was scored on other samples")  # a file became unreadable meanwhile
+                raise ValueError(f"the {stage} model was scored on other samples")  # a file became unreadable
             self.scored[stage] = task.scored
             samples = [self.scored[self.by].samples[number] for number in self.picked.values()]
             if samples and (shown := task.show(model, split, samples)) is not None:
@@ -65,9 +68,9 @@ class Closing:
                 self.cases |= {stage: shown} if count == len(samples) else {}
 
     def write(self, folder: Path, about: Mapping[str, Any], more: Callable[[], None]) -> list[str]:
-        """Write predictions.png, cases.json and cases/ into a site's folder, and call `more`; return the problems.
+        """Write predictions.png, cases.json and cases/ into a site's folder, then call `more`. Return the problems.
 
-        `about`: further fields of cases.json.
+        `about`: further fields of cases.json. `more`: writes the site's diagnostics; its error becomes a problem too.
         """
         with self._noting(PREDICTIONS):
             predictions.write_predictions(folder / PREDICTIONS, self.first)
@@ -75,7 +78,7 @@ class Closing:
             if self.by is not None:
                 by = self.by
                 first, pictures = self.scored[by], self._pictures()
-                for stale in (folder / FOLDER).glob(f"*{ENDING}"):  # of an evaluation before this one
+                for stale in (folder / FOLDER).glob(f"*{ENDING}"):  # of an earlier evaluation
                     stale.unlink()
                 for name, image in pictures.items():
                     file = io.BytesIO()
@@ -84,15 +87,18 @@ class Closing:
                 values = {str(stage): list(map(_number, scored.values)) for stage, scored in self.scored.items()}
                 classes = next((list(one.classes) for one in self.cases.values() if isinstance(one, Segmented)), [])
                 found = {"form": FORM, **about, "score": first.score, "lower": first.lower, "by": str(by), "units": first.names}
-                cases = [self._words(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
+                cases = [self._case_fields(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
                 found |= {"values": values, "classes": classes, "cases": cases, "pictures": sorted(pictures)}
                 write_atomic(folder / CASES, json.dumps(found, allow_nan=False).encode())
         with self._noting("diagnostics"):
             more()
         return self.problems
 
-    def _words(self, place: int, which: str, number: int) -> dict[str, Any]:
-        """Return a case with its reference and each model's answer in words and numbers; masks are drawn instead."""
+    def _case_fields(self, place: int, which: str, number: int) -> dict[str, Any]:
+        """Return the fields of one case: its reference and each model's answer as text or probabilities; None for masks.
+
+        `place`: the case's index in `picked`; `which`: best, median or worst; `number`: the unit's number.
+        """
         found: dict[str, Any] = {"which": which, "unit": number, "said": {}}
         for stage, shown in self.cases.items():
             found["said"][str(stage)] = None
@@ -108,7 +114,7 @@ class Closing:
         return found
 
     def _pictures(self) -> dict[str, Image.Image]:
-        """Return pictures by file name: each case's own, and where masks are, its reference's and each model's."""
+        """Return pictures by file name: each case's picture and, for masks, the reference and each model's prediction on it."""
         found: dict[str, Image.Image] = {}
         for stage, shown in self.cases.items():
             for place, which in enumerate(self.picked if not isinstance(shown, Answered) else ()):
@@ -118,11 +124,12 @@ class Closing:
                 if isinstance(shown, Segmented):
                     found.setdefault(name_of(which, REFERENCE), overlay(image, shown.references[place], SIDE))
                     masks = overlay(image, shown.predictions[place], SIDE)
-                    found[name_of(which, str(stage))] = traced(masks, shown.references[place])
+                    found[name_of(which, str(stage))] = draw_outlines(masks, shown.references[place])
         return found
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
+        """Turn an error in the block into a line of `problems`."""
         try:
             yield
         except Exception as error:
@@ -130,7 +137,10 @@ class Closing:
 
 
 def pick(scored: Scored) -> dict[str, int]:
-    """Return the numbers of the best, the median and the worst unit; the first of equal ones, and no unit twice."""
+    """Return the numbers of the best, the median and the worst unit that have a score.
+
+    Of units with equal scores the first is taken. No unit is taken twice, so fewer than three units give fewer cases.
+    """
     known = [number for number, value in enumerate(scored.values) if not math.isnan(value)]
     ordered = sorted(known, key=lambda number: scored.values[number], reverse=not scored.lower)
     places = {"best": 0, "worst": len(ordered) - 1, "median": len(ordered) // 2}
@@ -146,5 +156,5 @@ def _number(value: float) -> float | None:
 
 
 def name_of(which: str, what: str) -> str:
-    """Return a picture's file name."""
+    """Return the file name of a case's picture. `what`: PICTURE, REFERENCE or a model."""
     return f"{which}-{what}{ENDING}"

@@ -1,4 +1,4 @@
-"""Numbers in Prometheus' text format, for node_exporter's textfile collector: nothing of ours listens anywhere.
+"""Numbers in Prometheus' text format, for node_exporter's textfile collector. So Consilium needs no server of its own.
 
 The format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -21,7 +21,7 @@ class Sample:
 
 
 def exposition(samples: Iterable[Sample], help: Mapping[str, str]) -> str:
-    """Return all samples as text, a family after the other, each with its line of `help`. Raises KeyError without one."""
+    """Return samples as text, grouped by name. `help`: a line per name; a name without one raises KeyError."""
     families: dict[str, list[Sample]] = {}
     for one in samples:
         families.setdefault(one.name, []).append(one)

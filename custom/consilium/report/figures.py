@@ -1,4 +1,7 @@
-"""Pictures of a run: matrices of sites or classes, and curves over the rounds. matplotlib is imported where one is drawn."""
+"""Pictures of a run: matrices of sites or of classes, and curves over the rounds.
+
+matplotlib is imported in the functions that draw, because the import takes long.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,19 +12,19 @@ import numpy as np
 from consilium.core.storage import write_figure
 
 ROUNDS = "rounds of training behind the model"
-"""The x axis of learning curves, of the global model and of personalized ones alike."""
+"""Label of the x axis of learning curves, for the global and the personalized models."""
 SHOWN = 12
-"""A plot shows at most this many rounds, evenly spread, the first and the last among them."""
+"""Rounds in a plot, at most. They are evenly spread and include the first and the last."""
 NUMBERED = 14
-"""A matrix of more columns shows colours only."""
+"""A matrix with more columns than this has colours only, no numbers."""
 
 
 def draw_matrix(
     axis: Any, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], texts: Any = None, **looks: Any
 ) -> Any:
-    """Draw a matrix with its numbers, where there is room, in black or white by their ground; NaN is hatched.
+    """Draw a matrix as colours, with numbers in black or white if there is room; NaN is hatched. Return the image.
 
-    `texts` (rows, columns): what is written instead of two digits; `looks`: cmap, vmin, vmax. Return the image.
+    `texts` (rows, columns): texts to write in place of the numbers with two digits. `looks`: cmap, vmin, vmax.
     """
     image = axis.imshow(np.ma.masked_invalid(values), **{"cmap": "viridis", "aspect": "auto"} | looks)
     small = 8 if max(values.shape, default=0) <= 4 else 6.5
@@ -50,15 +53,19 @@ def draw_matrix(
     return image
 
 
-def _evenly(rounds: Sequence[Any]) -> list[Any]:
+def _pick_evenly(rounds: Sequence[Any]) -> list[Any]:
+    """Return at most SHOWN rounds, evenly spread, with the first and the last."""
     return [rounds[i] for i in sorted({round(i) for i in np.linspace(0, len(rounds) - 1, min(SHOWN, len(rounds)))})]
 
 
 def plot_matrices(path: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one matrix per round: rows receive, columns give. `rounds` are events with round, sites and values."""
+    """Draw one matrix per round. Its row is the site that receives, its column the site that gives.
+
+    `rounds`: events with round, sites and values.
+    """
     from matplotlib.figure import Figure
 
-    picked = _evenly(rounds)
+    picked = _pick_evenly(rounds)
     across = min(4, len(picked))
     down = -(-len(picked) // across)
     figure = Figure(figsize=(3.2 * across, 3.0 * down), layout="constrained")
@@ -73,9 +80,9 @@ def plot_matrices(path: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bool = False) -> None:
-    """Draw one panel per group ("<group>/<name>") of the rounds' values; a large group (layers) as mean and range.
+    """Draw values over the rounds, one panel per group of names "<group>/<name>".
 
-    `from_zero`: the values are sizes, so twice as high is twice as much.
+    A group of more than four names, such as layers, is drawn as its mean and range. `from_zero`: let the y axis begin at 0.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -105,12 +112,12 @@ def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bo
 
 
 def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, float]]]) -> None:
-    """Draw how far each adapter moved in local training, from the input on; a line per round and phase."""
+    """Draw how far each adapter moved in local training, in the order from the model's input; a line per round and phase."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    phased, picked = any(phase for (_, phase), _ in rounds), _evenly(rounds)
+    phased, picked = any(phase for (_, phase), _ in rounds), _pick_evenly(rounds)
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axis = figure.subplots()
     for place, ((number, phase), values) in enumerate(picked):
@@ -125,7 +132,7 @@ def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, 
 
 
 def plot_cross_sites(path: Path, values: np.ndarray, models: Sequence[str], sites: Sequence[str], title: str) -> None:
-    """Draw a score of every site's model (rows) on every site's data (columns)."""
+    """Draw the score of each site's model (rows) on each site's data (columns)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.6 + 0.55 * len(sites), 2.0 + 0.45 * len(models)), layout="constrained")
@@ -139,7 +146,7 @@ def plot_cross_sites(path: Path, values: np.ndarray, models: Sequence[str], site
 
 
 def plot_confusions(path: Path, tables: Mapping[str, np.ndarray], classes: Sequence[str]) -> None:
-    """Draw a panel per model: the share of each true class taken for each class, and the count where there is room.
+    """Draw a panel per model with the share of each true class that was predicted as each class, and counts if there is room.
 
     Zhu et al., "DEeR" (IEEE TMI 2025), Figure 4, shows such pictures of several methods.
     """

@@ -1,4 +1,4 @@
-"""How far a run is: for admins who watch it, and in the terminal as a bar with a live table, or plain lines."""
+"""Progress of a run: as JSON for admins, and in a terminal as a bar with a live table or as plain lines."""
 
 import statistics
 import time
@@ -20,22 +20,22 @@ from consilium.report.tables import Column, Table, terminal
 from consilium.tasks.registry import Scores, task_scores
 
 # progress --------------------------------------------------------------------------------------------------------------
-# How far a run is, for admins who watch a running job and for its result: also of a job that this machine cannot load.
+# Read the progress of a run from its folder. It also works for a job whose code is not installed on this machine.
 
 ENDING = ("round", "rounds", "validations", "best_round")
-"""What a run's record says of an early end; see server/coordinator.py."""
+"""Fields of the event that records an early end; see server/coordinator.py."""
 REFUSAL = ("time", "round", "joining", "site", "reason")
 
 
 def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return plain JSON values on the run in `folder` (see RunLog): place, ETA in seconds, epsilon, sites, refusals.
+    """Return the progress of the run in `folder` (see RunLog) as plain JSON values: round, ETA, epsilon, sites, refusals.
 
-    `waiting`: the "sites" whose answers the server waits for, and the "seconds" that they have left, if it does.
+    `waiting`: if the server waits for results, the "sites" that it waits for and the "seconds" that they have left.
 
-    `round` is the one going on, counted from 0; the ETA is of the rounds, without the closing evaluation. `ended`: where and
-    why the rounds have ended early, None where they have not. Per site: the round of its last result, its last metrics (as
-    far as the site shares them), bytes of tensors up and down so far, its weight in the last mean and its share of that mean's
-    whole weight (None if it was not part of it).
+    Of the fields returned, `round` is the current round, from 0. `eta_seconds` counts the rounds, without the closing
+    evaluation. `ended` says where and why the rounds ended early; it is None if they did not. `sites` has per site the round of
+    its last result, its last metrics (as far as the site shares them), the bytes of tensors up and down so far, its weight in
+    the last mean, and its share of that mean's total weight (None if its result was not in the mean).
     """
     config = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
     rounds, lines = config["training"]["rounds"], read_events(folder / "metrics.jsonl")[0]
@@ -55,7 +55,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
         "waiting": dict(waiting) if waiting else None,
         "eta_seconds": None if early else _eta(lines, here["round"], rounds, (waiting or {}).get("seconds", 0.0)),
         "ended": early,
-        "sites": _sites(lines),
+        "sites": _progress_by_site(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in of["refused"]][-20:],
         "scores": {"leading": list(scores.leading), "headings": dict(scores.headings), "grid": scores.grid},
         "finished": (folder / "results.json").is_file(),
@@ -63,19 +63,19 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
 
 
 def ending(line: Mapping[str, Any]) -> str:
-    """Return in words where and why a run's rounds have ended early, given its line of metrics.jsonl."""
+    """Return in words where and why a run's rounds ended early. `line`: the event "ended" of metrics.jsonl."""
     no_better = f"no better for {number_of(line['validations'], 'validation')} (best round {line['best_round']})"
     return f"ended after round {line['round']} of {line['rounds']}: {no_better}"
 
 
 def last_round(progress: Mapping[str, Any]) -> int:
-    """Return after how many rounds the closing evaluation of a run comes, or came."""
+    """Return the number of rounds before the closing evaluation of a run."""
     early = progress.get("ended")
     return int(early["round"] if early else progress["rounds"])
 
 
 def when(refusal: Mapping[str, Any], rounds: int) -> str:
-    """Return in words when a site was refused in a run of so many rounds."""
+    """Return in words when a site was refused, in a run of `rounds` rounds."""
     place = "the closing evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
     if not refusal.get("joining"):
         return f"in {place}"
@@ -83,9 +83,10 @@ def when(refusal: Mapping[str, Any], rounds: int) -> str:
 
 
 def _eta(lines: list[Line], current: int, rounds: int, least: float) -> float | None:
-    """Return the seconds until the last round ends, by the median of the last rounds; this one takes `least` more at least.
+    """Return the seconds until the last round ends, estimated by the median time of the last five rounds that ended.
 
-    None before the first has ended, and for a last round that takes longer than those.
+    The current round takes at least `least` more seconds. None before the first round has ended, and if nothing is left by
+    this estimate.
     """
     began, ended = round_times(lines)
     took = [ended[round] - began[round] for round in sorted(ended) if round in began and round < current][-5:]
@@ -96,7 +97,8 @@ def _eta(lines: list[Line], current: int, rounds: int, least: float) -> float | 
     return round(left, 1) or None
 
 
-def _sites(lines: list[Line]) -> dict[str, Any]:
+def _progress_by_site(lines: list[Line]) -> dict[str, Any]:
+    """Return each site's last round, metrics, bytes and weight; see `progress`."""
     found: dict[str, Any] = {}
     weights: dict[tuple[int, int], dict[str, float]] = {}
     for one in (x for x in lines if x["event"] in ("result", "final")):
@@ -104,7 +106,9 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
         site, metrics = found.setdefault(one["site"], empty), dict(one["metrics"])
         for way, name in (("up", BYTES_UP), ("down", BYTES_DOWN)):
             site[f"bytes_{way}"] += int(finite(metrics.pop(name, 0)) or 0)
-        before = site["metrics"] if one["event"] == "result" else {}  # a round without validation keeps the scores of the last
+        before = (
+            site["metrics"] if one["event"] == "result" else {}
+        )  # after a round without validation, the earlier scores stay
         site |= {"round": one["round"], "metrics": before | metrics}
         if one["event"] == "result":
             weights.setdefault(place_of(one), {})[one["site"]] = one.get("weight", 1)
@@ -118,22 +122,22 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
 # live view -------------------------------------------------------------------------------------------------------------
 
 LINE = 2000
-"""Characters of a line at most; names and reasons in it have their own bound."""
+"""Characters of a line, at most. Names and reasons in it have limits of their own."""
 AROUND = 10
-"""Lines of a terminal that the live table does not have for sites: bar, headings, rules, notes on what is left out."""
+"""Lines of a terminal that are not rows of sites: the bar, headings, rules and notes."""
 READY, WAITING, DONE = "ready", "waiting", "done"
 SAID = {
     "warning": ("warning: {}", "text", "yellow"),
     "undrawn": ("{site}: no picture: {}", "reason", "yellow"),
     "chosen": ("{site}: {}", "text", ""),
 }
-"""Events that are one line: how it reads, the field with its text, the style."""
+"""Events that are printed as one line: the line's format, the field with its text, the style."""
 IDLE = {"": "not asked", READY: READY, WAITING: WAITING, DONE: DONE}
-"""What a site that is not at work says, and how several of them are counted."""
+"""Words for sites that are not at work, by state. They also label the counts of sites that have no row."""
 
 
 class LiveScreen(ABC):
-    """A bar with `render` below it while work goes on; plain lines where there is no terminal. Use as a context manager."""
+    """Shows a bar and the output of `render` while work goes on, or plain lines without a terminal. A context manager."""
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self.console = console
@@ -154,22 +158,22 @@ class LiveScreen(ABC):
 
     @abstractmethod
     def render(self) -> Group:
-        """Return the bar and what stands below it."""
+        """Return the bar and the lines below it."""
 
     def bar(self, done: float, now: str, eta: str) -> Progress:
-        """Return the bar at a point of the work."""
+        """Set the bar to `done` units of work, with the texts `now` and `eta`, and return it."""
         self._bar.update(self._task, completed=done, description=now, eta=f"ETA {eta}" if eta else "")
         return self._bar
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line, whole: the terminal wraps it, a file keeps it as one."""
+        """Print a whole line. A terminal wraps it; in a file it stays one line."""
         self.console.print(line(text, style, limit=LINE), soft_wrap=True)
 
 
 class LiveView(LiveScreen):
-    """An observer that shows round, site, step, ETA and the leading score of a run.
+    """An observer that shows a run's round, ETA, and each site's step, loss and leading score.
 
-    `losses`: the last training loss of every site. Sites that a terminal has no lines for are counted below the others.
+    `losses`: the last training loss of each site. If a terminal has too few lines, a note counts the other sites.
     """
 
     def __init__(self, console: Console, rounds: int, title: str, scores: Scores) -> None:
@@ -178,7 +182,7 @@ class LiveView(LiveScreen):
         self.losses: dict[str, float] = {}
         self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
         self.score, self.loading, self._said = scores.leading[0], "", set[str]()
-        super().__init__(console, title, rounds)  # which renders
+        super().__init__(console, title, rounds)  # calls render, so it comes last
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
@@ -196,7 +200,7 @@ class LiveView(LiveScreen):
         self._row(event)["state"] = READY
 
     def _on_loading(self, event: Mapping[str, Any]) -> None:
-        """Say what is loaded, by a site or (no "site") for all of them; without a terminal once, whoever loads it."""
+        """Show what a site loads, or what is loaded for all sites ("site" is ""). Without a terminal, print it once."""
         what = f"loading {shown(event['what'])}"
         if event["site"]:
             self._row(event)["state"] = what
@@ -239,7 +243,7 @@ class LiveView(LiveScreen):
         self.say(f"{shown(event['site'])}: refused {when(event, self.rounds)}: {shown(event['reason'])}", "red")
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
-        """Keep a site's scores; without a terminal say them: the loss of training and the leading score, if there are any."""
+        """Take a site's scores. Without a terminal, print its training loss and leading score, if there are any."""
         metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
         if found := reported(metrics):  # a round may go without validation
             self.score = self.scores.lead(found)
@@ -275,7 +279,7 @@ class LiveView(LiveScreen):
         return Group(bar, *([terminal(self._table(), self.console.width, "a wider terminal has them")] if self.sites else []))
 
     def _table(self) -> Table:
-        """Return a row per site, as many as the terminal has lines for: those at work first."""
+        """Return a table with a row per site. If the terminal has too few lines, sites at work have precedence."""
         heading = self.scores.heading(self.score)
         headings = {"loss": "loss"} | {k: f"{heading} {k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
         first = sorted(self.sites, key=lambda name: (self.sites[name]["state"] in IDLE, name))
@@ -293,10 +297,10 @@ class LiveView(LiveScreen):
 
 
 def reported(metrics: Iterable[str]) -> set[str]:
-    """Return what scores metric names such as "test/global/dice" tell of; the training's own loss does not count."""
+    """Return the scores in metric names such as "test/global/dice"; the training loss is not among them."""
     return {key.metric for name in metrics if (key := MetricKey.parse(name))}
 
 
 def score_of(metrics: Mapping[str, float], stage: Stage, score: str) -> float | None:
-    """Return a score of whichever split there is: test in the end, else validation."""
+    """Return a model's score on the test split if it has one, else on the validation split; None for neither."""
     return next((v for split in reversed(SPLITS) if (v := metrics.get(str(MetricKey(split, stage, score)))) is not None), None)

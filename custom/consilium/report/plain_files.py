@@ -1,4 +1,7 @@
-"""Read a run's files of unknown origin: plain files only, up to a bound, never through a link; and metrics.jsonl."""
+"""Read files of a run that others may have written: only plain files, never through a link, up to a size limit.
+
+The second part reads the events of metrics.jsonl.
+"""
 
 import hashlib
 import json
@@ -15,13 +18,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from consilium.core.errors import ConfigError
 
 MOST_BYTES = 64 * 1024**2
-"""Of a file that is read as a whole."""
+"""Largest file that is read as a whole."""
 LARGEST = 3.4028234663852886e38
-"""The largest number a site may report: TensorBoard keeps single precision."""
+"""The largest number that a site may report, because TensorBoard stores single precision."""
 
 
 def open_plain(path: Path) -> BufferedReader | None:
-    """Return a plain file, opened; None for a missing file, a link, a folder, a pipe, or one that may not be read."""
+    """Return a plain file, opened for reading; None if it is missing, unreadable, a link, a folder or a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -33,7 +36,7 @@ def open_plain(path: Path) -> BufferedReader | None:
 
 
 def read_plain(path: Path, most: int = MOST_BYTES) -> bytes | None:
-    """Return a plain file's bytes; None where there is none or it has more than `most` bytes."""
+    """Return a plain file's bytes; None if there is no such file or it has more than `most` bytes."""
     if (file := open_plain(path)) is None:
         return None
     with file:
@@ -42,7 +45,7 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; {} where there is no such file, it is damaged, or it holds another value."""
+    """Return the object in a JSON file; {} if the file is missing or damaged, or holds another kind of value."""
     try:
         found = json.loads(read_plain(path) or b"null")
     except (ValueError, RecursionError):
@@ -56,7 +59,7 @@ def is_folder(path: Path) -> bool:
 
 
 def subfolders(path: Path) -> list[Path]:
-    """Return the folders in a folder, by name; links are left out."""
+    """Return the folders in a folder, sorted by name, without links."""
     return sorted(one for one in path.iterdir() if is_folder(one)) if is_folder(path) else []
 
 
@@ -71,7 +74,7 @@ def plain_file_hashes(folder: Path, names: tuple[str, ...]) -> list[tuple[str, s
 
 
 def finite(value: Any) -> float | None:
-    """Return a number of single precision as a float; None for anything else, NaN and bool among it."""
+    """Return a number as a float; None if it is no number, a bool, NaN, or too large for single precision."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -81,19 +84,18 @@ def finite(value: Any) -> float | None:
 
 
 # metrics file ----------------------------------------------------------------------------------------------------------
-# Read metrics.jsonl, the events of a run, which others may have written or which may be torn.
-#
-# For a run's record and its progress, and for metrics of a running server. Loads no torch.
+# Read metrics.jsonl, the events of a run. Others may have written it, and a crash may have cut off its last line.
+# Run records, progress displays and a running server's metrics use this part. It does not import torch.
 
 Line = dict[str, Any]
 """One event of metrics.jsonl."""
 MOST_RECORD, LONGEST_LINE = 2 * 1024**3, 16 * 1024**2
-"""Bytes of a metrics.jsonl, and of one line."""
+"""Bytes of a metrics.jsonl and of one of its lines, at most."""
 REPEATED = ("started", "result", "held_out", "concluded", "diagnostics", "figure", "final", "ended")
 """Events that a resumed run writes again."""
 
 Number = Annotated[float, AfterValidator(lambda value: value if abs(value) <= LARGEST else math.nan)]
-"""A metric; NaN unless it is a finite number of single precision."""
+"""A metric. A value too large for single precision becomes NaN."""
 _Count = Annotated[int, Field(ge=-1, le=10**6)]
 _Size = Annotated[int, Field(ge=0, le=10**15)]
 _PLACE: dict[str, Any] = {"round": _Count, "phase": _Count}
@@ -109,20 +111,21 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def strict_model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
-    """Return a model whose values are strictly of their kinds: "1" and true are not numbers. More fields are allowed."""
+    """Return a pydantic model that converts no types: "1" and true are not numbers. Unknown fields are allowed."""
     return create_model(name, __config__=ConfigDict(strict=True, extra="allow"), **fields)
 
 
 LINES: dict[str, type[BaseModel]] = {
     event: strict_model(event, {name: (kind, ...) for name, kind in fields.items()}) for event, fields in _FIELDS.items()
 }
-"""The events of metrics.jsonl that are read, as run_log.py writes them; a line may have more fields."""
+"""A model of each event of metrics.jsonl that is read. run_files.py writes the events. A line may have more fields."""
 
 
 def read_events(path: Path) -> tuple[list[Line], int, int]:
-    """Return the known events of a metrics.jsonl as an uninterrupted run would have written them, each with a `time` or None.
+    """Return (events, damaged lines, wrong lines) of a metrics.jsonl.
 
-    And how many lines are torn or damaged, and how many of these are events with a value that no run writes.
+    The events are those in LINES, as an uninterrupted run would have written them; each has a `time`, which may be None. The
+    wrong lines are events with a value that no run writes; the number of damaged lines includes them.
     """
     raw, torn = read_lines(path)
     found: list[Line] = []
@@ -137,7 +140,7 @@ def read_events(path: Path) -> tuple[list[Line], int, int]:
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
-    """Return the events of a metrics.jsonl, and how many lines are invalid. Raises ConfigError for a file that is too large."""
+    """Return the events of a metrics.jsonl and the number of invalid lines. Raises ConfigError if the file is too large."""
     found: list[Line] = []
     damaged = 0
     if (file := open_plain(path)) is None:
@@ -158,7 +161,7 @@ def read_lines(path: Path) -> tuple[list[Line], int]:
 
 
 def without_repeats(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines as an uninterrupted run would have written them: what a resumption repeats counts once."""
+    """Return the events as an uninterrupted run would have written them. Events that a resumed run repeats are there once."""
     found: list[Line] = []
     for line in lines:
         if line["event"] == "resumed":
@@ -173,7 +176,7 @@ def place_of(line: Line) -> tuple[int, int]:
 
 
 def round_times(lines: Iterable[Line]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return when each round began and ended, in seconds, as far as it is on record."""
+    """Return when each round began and when each ended, in seconds since 1970, for the rounds on record."""
     began: dict[int, float] = {}
     ended: dict[int, float] = {}
     for line in lines:

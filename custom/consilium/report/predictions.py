@@ -1,6 +1,7 @@
-"""predictions.png: the models of a run on a few pictures, beside the references. It shows patients, so it stays at the site.
+"""predictions.png: what each model of a run predicts for a few pictures, beside the references.
 
-The file says where each part lies, so a simulation can join rows of several sites, and `compare` the methods of several runs.
+It shows patients, so it stays at the site. The PNG's metadata has the positions of its parts. So a simulation can join rows
+from several sites, and `compare` can join the predictions from several runs.
 """
 
 import colorsys
@@ -29,7 +30,7 @@ from consilium.report.tables import shortened
 from consilium.tasks.base import Examples, Segmented
 
 # image grid ------------------------------------------------------------------------------------------------------------
-# Pieces of a printed figure, to the pixel: texts that fit, pictures with masks drawn on them, parts arranged on a page.
+# Draw the parts of a figure in pixels: texts that fit a width, pictures with masks on them, and a page of such parts.
 
 Colour = tuple[int, int, int]
 BLACK, GREY, WHITE = (17, 17, 17), (110, 110, 110), (255, 255, 255)
@@ -39,21 +40,21 @@ PALETTE = (
     (0, 150, 136), (240, 50, 50), (190, 240, 60), (60, 110, 255), (220, 170, 120), (255, 180, 230),
 )  # fmt: skip
 FILL = 0.25
-"""How much of a mask's inside is its colour; its outline is nothing else."""
+"""Opacity of a mask's colour inside. Its outline is opaque."""
 FINE, OUTLINE = 2, 3
-"""Masks are drawn this many times finer; their outline is so many pixels wide, in the fine grid 2 OUTLINE."""
+"""Masks are drawn on a grid FINE times finer. An outline is OUTLINE pixels wide, which is FINE * OUTLINE on that grid."""
 
 
 def colours(count: int) -> list[Colour]:
-    """Return a colour for each of `count` classes, no two equal; after the palette hues at golden steps."""
+    """Return a different colour for each of `count` classes: the palette, then hues in steps of the golden ratio."""
     more = (colorsys.hsv_to_rgb(i * 0.618034 % 1, 0.55 + 0.4 * (i % 2), 0.9) for i in range(len(PALETTE), count))
     return [*PALETTE[:count], *((round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more)]
 
 
 @cache
 def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """Return DejaVu Sans, which comes with matplotlib and knows most alphabets."""
-    home = find_spec("matplotlib")  # imported it would cost half a second
+    """Return the font DejaVu Sans, which comes with matplotlib and has the letters of most alphabets."""
+    home = find_spec("matplotlib")  # find_spec, because importing matplotlib takes half a second
     assert home is not None
     assert home.origin is not None
     name = f"DejaVuSans{'-Bold' if bold else ''}.ttf"
@@ -61,7 +62,7 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def fit(text: object, width: int, face: ImageFont.FreeTypeFont) -> str:
-    """Return a text as one visible line of at most `width` pixels; one that is longer ends in an ellipsis."""
+    """Return a text as one line of at most `width` pixels. A longer text is cut and ends in an ellipsis."""
     whole = shown(text)
     if face.getlength(whole) <= width:
         return whole
@@ -70,7 +71,7 @@ def fit(text: object, width: int, face: ImageFont.FreeTypeFont) -> str:
 
 
 def words(text: object, size: tuple[int, int], points: int, colour: Colour = BLACK, bold: bool = False) -> Image.Image:
-    """Return a text in the middle of a white strip of `size` (width, height)."""
+    """Draw a text in the middle of a white strip of `size` (width, height)."""
     strip, face = Image.new("RGB", size, WHITE), font(points, bold)
     place = (size[0] / 2, size[1] / 2)
     ImageDraw.Draw(strip).text(place, fit(text, size[0], face), colour, face, anchor="mm")
@@ -83,9 +84,9 @@ def panel(image: Tensor, size: int) -> Image.Image:
 
 
 def overlay(image: Tensor, masks: Tensor, size: int) -> Image.Image:
-    """Return a picture (3, H, W) uint8 with masks (C, H, W) bool: each a translucent fill and an outline in its colour.
+    """Draw masks (C, H, W) bool on a picture (3, H, W) uint8, each as a translucent fill and an outline in its colour.
 
-    All outlines lie above all fills, so that a class inside another is seen whichever is declared first.
+    All outlines are drawn after all fills, so that a class inside another stays visible in any order of the classes.
     """
     canvas = panel(image, FINE * size)
     drawn = (pair for pair in zip(colours(len(masks)), masks, strict=True) if pair[1].any())
@@ -98,22 +99,23 @@ def overlay(image: Tensor, masks: Tensor, size: int) -> Image.Image:
     return canvas.reduce(FINE)
 
 
-def traced(canvas: Image.Image, masks: Tensor) -> Image.Image:
-    """Return a square picture with masks (C, H, W) bool on it as thin white lines with a dark edge, seen on any ground."""
+def draw_outlines(canvas: Image.Image, masks: Tensor) -> Image.Image:
+    """Draw masks (C, H, W) bool on a square picture as thin white lines with dark edges, visible on any background."""
     size = canvas.width
     fine = canvas.resize((FINE * size, FINE * size), Image.Resampling.BICUBIC)
     shapes = [_shape(mask, FINE * size) for mask in masks if mask.any()]
     for colour, width in ((BLACK, 2), (WHITE, 1)):
         for shape, corner in shapes:
-            near = shape.filter(ImageFilter.BoxBlur(width))  # 0 and 255 are where all around are; filters by rank take longer
+            # after the blur only pixels near a border are between 0 and 255; a rank filter would take longer
+            near = shape.filter(ImageFilter.BoxBlur(width))
             fine.paste(colour, corner, near.point(lambda v: 255 * (0 < v < 255)))
     return fine.reduce(FINE)
 
 
 def _shape(mask: Tensor, size: int) -> tuple[Image.Image, tuple[int, int]]:
-    """Return a mask (H, W) as 0 and 255 on a finer grid, its border smooth: what is not empty, and its upper left corner.
+    """Return a mask (H, W) enlarged to `size` with a smooth border, as 0 and 255, cropped to its object; and the crop's corner.
 
-    An outline's width around it is empty too, where the grid goes on: it is what a blur at the mask's border must see.
+    The crop has an empty margin of an outline's width, as far as the grid allows, because a blur at the border reads it.
     """
     enlarged = Image.fromarray(mask.byte().numpy() * 255).resize((size, size), Image.Resampling.BILINEAR)
     whole, room = enlarged.point(lambda v: 255 * (v > 127)), FINE * OUTLINE + 1
@@ -123,7 +125,7 @@ def _shape(mask: Tensor, size: int) -> tuple[Image.Image, tuple[int, int]]:
 
 
 def arrange(parts: Iterable[tuple[int, int, Image.Image]], size: tuple[int, int] = (0, 0)) -> Image.Image:
-    """Return parts (x, y, picture) on white, on a page of at least `size` pixels."""
+    """Paste parts (x, y, picture) onto a white page of at least `size` pixels."""
     parts = list(parts)
     width = max([size[0], *(x + part.width for x, _, part in parts)])
     page = Image.new("RGB", (width, max([size[1], *(y + part.height for _, y, part in parts)])), WHITE)
@@ -136,28 +138,28 @@ def arrange(parts: Iterable[tuple[int, int, Image.Image]], size: tuple[int, int]
 
 PREDICTIONS = "predictions.png"
 SITES = 4
-"""A joint page shows at most this many sites."""
+"""Sites on a joint page, at most."""
 PANEL, GAP, MARGIN = 300, 12, 16
-"""Pixels: a tile's width, between tiles, and around a page."""
+"""Pixels of a tile's width, of the gap between tiles, and of the margin around a page."""
 LINE, POINTS = 40, 24
-"""Pixels of a line of text and of its letters; a tile is PANEL high, and a line for a score below."""
+"""Pixels of a line of text, and of its letters. A tile is PANEL + LINE high: a picture and a line for its score."""
 EDGE = 48
-"""Pixels of a strip for a site's name."""
+"""Width in pixels of the strip for a site's name."""
 KEYS = 24
-"""A key names at most this many classes."""
+"""Classes named in a key, at most."""
 MOST_PIXELS = 2**25
-"""Of a page that is read: a run draws 6 pictures at most, and as many predictions of each of its models."""
+"""Pixels of a page that is read, at most. A run draws at most 6 rows, each with a picture, a reference and the models."""
 LAYOUT, PICTURE, REFERENCE = "layout", "picture", "reference"
-"""The PNG's text with the layout, and the columns beside those of models."""
+"""The name of the PNG's metadata with the layout, and the headings of the two columns before those of the models."""
 Tiles = Mapping[str, Sequence[Image.Image]]
-"""Columns of equal numbers of tiles, by their headings."""
+"""Columns by heading. All have the same number of tiles."""
 Page = tuple[Tiles, Image.Image]
-"""What a page shows, and the key below."""
+"""The tiles of a page, and the key below them."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a page holds: the headings of its columns, how many rows, and how high its headings are."""
+    """Layout of a page: `titles` of its columns, number of `rows`, and the height of the headings, `top`, in pixels."""
 
     titles: Annotated[list[str], Field(min_length=2, max_length=12)]
     rows: Annotated[int, Field(ge=1, le=100)]
@@ -168,26 +170,26 @@ _LAYOUT = TypeAdapter(Layout)
 
 
 def write_predictions(path: Path, found: Mapping[Stage, Examples]) -> None:
-    """Draw the examples of every stage there is; without any there is no picture. The file is the user's alone."""
+    """Draw the examples of all models, if there are any, into a file that only this user can read."""
     if any(stage in found for stage in Stage):
         write_page(path, _page({stage: found[stage] for stage in Stage if stage in found}))
 
 
 def drawn(found: Mapping[Stage, Examples]) -> np.ndarray:
-    """Return a page of examples (H, W, 3) uint8, at half the size of a printed one."""
+    """Return the examples as a picture (H, W, 3) uint8, at half the size of predictions.png."""
     body, _ = _sheet(_page(found))
     return np.asarray(body.resize((body.width // 2, body.height // 2), Image.Resampling.BOX))
 
 
 def join_predictions(pictures: Mapping[str, Path], path: Path) -> bool:
-    """Put the first row of each site's picture on one page, of SITES sites at most; tell whether there is any to show.
+    """Draw the first row of each site's predictions.png on one page, for at most SITES sites. Return whether there was any.
 
-    `pictures` by site, in the order of the page; missing ones are left out.
+    `pictures`: the sites' files, in the order of the page. Missing files are left out.
     """
     pages = {site: page for site, picture in pictures.items() if (page := read_page(picture)) is not None}
     if not pages:
         return False
-    columns, key = max(pages.values(), key=lambda page: len(page[0]))  # a site that never trained has one model less
+    columns, key = max(pages.values(), key=lambda page: len(page[0]))  # a site that never trained has one model fewer
     shown, blank = dict(list(pages.items())[:SITES]), [Image.new("RGB", (PANEL, PANEL + LINE), WHITE)]
     joint = {title: [tiles.get(title, blank)[0] for tiles, _ in shown.values()] for title in columns}
     write_page(path, (joint, key), list(shown))
@@ -195,7 +197,10 @@ def join_predictions(pictures: Mapping[str, Path], path: Path) -> bool:
 
 
 def _page(stages: Mapping[Stage, Examples]) -> Page:
-    """Return the examples of all stages, which are of one kind: a row per picture, its reference, and each model's answer."""
+    """Return a page with a row per picture: the picture, its reference, and each model's prediction.
+
+    All examples are of one kind: masks or classes.
+    """
     first = next(iter(stages.values()))
     columns: dict[str, list[Image.Image]] = {PICTURE: [panel(image, PANEL) for image in first.images]}
     if isinstance(first, Segmented):
@@ -222,7 +227,7 @@ def _page(stages: Mapping[Stage, Examples]) -> Page:
 
 
 def _key(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
-    """Return the classes' names behind their colours and the grid of the scores, in as many lines as they need."""
+    """Draw each class's colour and name, and the grid on which scores are taken, in as many lines as needed."""
     face, side = font(POINTS), 22
     entries = []
     for name, colour in zip(classes[:KEYS], colours(KEYS), strict=False):
@@ -245,9 +250,9 @@ def _key(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
 
 
 def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
-    """Return a page of tiles under their headings, `names` of the rows upright at its left edge, and where all lies."""
+    """Return a picture of the tiles under their headings, with the rows' `names` upright at the left; and its layout."""
     (columns, key), step, high = page, PANEL + GAP, PANEL + LINE + GAP
-    lines = [_two_lines(title) for title in _written(list(columns))]
+    lines = [_two_lines(title) for title in _fit_headings(list(columns))]
     top, left, rows = LINE * (1 + any(second for _, second in lines)) + 8, EDGE * bool(names), len(columns[PICTURE])
     parts = []
     for x, heading, tiles in zip(range(left, left + 100 * step, step), lines, columns.values(), strict=False):
@@ -262,13 +267,13 @@ def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
 
 
 def _two_lines(name: str) -> tuple[str, str]:
-    """Return a name in two lines; the second is empty where it needs one."""
+    """Return a name in two lines. The second is empty if the name fits into one."""
     half = name if len(name) <= 20 else name[:20].rpartition(" ")[0] or name[:20]
     return half, name[len(half) :].strip()
 
 
-def _written(names: Sequence[str]) -> list[str]:
-    """Return names, shortened in the middle until both lines of each fit over a tile, different ones different."""
+def _fit_headings(names: Sequence[str]) -> list[str]:
+    """Return names, shortened in the middle until each fits over a tile in two lines. Different names stay different."""
     face = font(POINTS, True)
     for cells in range(max(map(cell_len, names)), 0, -1):
         found = shortened(names, cells)
@@ -278,7 +283,7 @@ def _written(names: Sequence[str]) -> list[str]:
 
 
 def write_page(path: Path, page: Page, names: Sequence[str] = ()) -> None:
-    """Write a page as a PNG of 300 dots per inch, which says where its tiles are."""
+    """Write a page as a PNG of 300 dots per inch whose metadata has the layout."""
     (body, layout), notes, file = _sheet(page, names), PngInfo(), io.BytesIO()
     notes.add_text(LAYOUT, _LAYOUT.dump_json(layout).decode())
     sheet = arrange([(MARGIN, MARGIN, body)], (body.width + 2 * MARGIN, body.height + 2 * MARGIN))
@@ -287,9 +292,10 @@ def write_page(path: Path, page: Page, names: Sequence[str] = ()) -> None:
 
 
 def read_page(path: Path) -> Page | None:
-    """Return a site's page that a run drew; None where there is none, it is damaged, another program's, or behind a link.
+    """Return the page in a site's predictions.png; None if it is missing, damaged, reached by a link, or not written by a run.
 
-    The file may be a stranger's: only PIL's PNG reader sees it, within MOST_PIXELS, and all tiles must lie on it.
+    Anybody may have written the file. So only PIL's PNG reader opens it, it has MOST_PIXELS at most, and all tiles must be
+    inside the picture.
     """
     if path.parent.is_symlink() or path.parent.parent.is_symlink() or (data := read_plain(path)) is None:
         return None
@@ -305,7 +311,7 @@ def read_page(path: Path) -> Page | None:
                 return None
             body = sheet.convert("RGB")
     except (OSError, KeyError, ValueError, SyntaxError, ValidationError, Image.DecompressionBombError):
-        return None  # a torn PNG is a SyntaxError too
+        return None  # PIL raises SyntaxError for a truncated PNG
     columns = {}
     for x, title in zip(range(MARGIN, right, step), layout.titles, strict=True):
         columns[title] = [body.crop((x, y, x + PANEL, y + PANEL + LINE)) for y in range(top, bottom, high)]

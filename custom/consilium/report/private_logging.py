@@ -1,7 +1,7 @@
-"""What may name a file of the data, and so a patient: where such lines go, and what is told in their place.
+"""Keep log lines that may name a data file, and so a patient, out of FLARE's logs, which many people read.
 
-FLARE's logs have many readers, and events go there. A site's process has these loggers write to a private file; see
-flare/job/private_log.py.
+At a site, the loggers in OF_DATA write to a private file; see flare/job/private_log.py. Events, which go to FLARE's logs, get
+only what may be public.
 """
 
 import json
@@ -18,31 +18,34 @@ OF_DATA = (
     "consilium.privacy.dpsgd",
     "consilium.privacy.secagg.arithmetic",
 )
-"""Loggers of code that reads, shows or trains on samples. Their lines name files, or tell what a record holds."""
+"""Loggers of code that reads, shows or trains on samples. Their lines may name files or quote a record."""
 PLACES = ("event", "site", "round", "phase", "stage", "what", "reason")
-"""What an event of private training may tell: none of these holds a number that follows from the data."""
+"""Fields of an event of private training that may be public. None has a number that depends on the data."""
 _log = logging.getLogger(__name__)
 
 
-def say_to(handler: logging.Handler) -> None:
-    """Have what these loggers say go to `handler` only, from now on in this process."""
+def log_only_to(handler: logging.Handler) -> None:
+    """Send the lines of the loggers in OF_DATA to `handler` only, from now on in this process."""
     for logger in map(logging.getLogger, OF_DATA):
         logger.handlers, logger.propagate = [handler], False
 
 
-def places(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what may be told of an event of private training: losses, scores and norms have no noise. All goes to the log."""
+def public_fields(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the public fields of an event of private training, and log all of it privately.
+
+    Losses, scores and norms are left out, because they have no noise.
+    """
     _log.info(json.dumps(dict(event)))
     return {key: event[key] for key in PLACES if key in event}
 
 
 def keep(text: str) -> None:
-    """Log what follows from the data, where such lines belong."""
+    """Log a text that depends on the data, to the private log."""
     _log.info(text)
 
 
 def undrawn(what: str, error: Exception) -> str:
-    """Return what may be told of a thing that could not be shown: its name and the error's kind; the log has the text."""
+    """Return a public line on a picture or file that failed: its name and the error's type. Log the error privately."""
     _log.warning(f"{what}: {type(error).__name__}: {error}")
     system = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
     return f"{what}: {type(error).__name__}" + (f" ({system})" if system else "")

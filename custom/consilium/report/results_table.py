@@ -1,4 +1,4 @@
-"""Tables of a run: closing scores, every model on every site's data, and which class was taken for which."""
+"""Tables of a run: closing scores, the score of each model on each site's data, and confusion tables of classes."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -22,7 +22,7 @@ from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER, Scores
 MEAN, BY_N = "mean", "mean by n"
 INTERVAL = "95 %"
 LEVEL = 0.02
-"""A score that is better than the frozen model's by no more shows nothing."""
+"""A score shows nothing about a method unless it exceeds the frozen model's by more than this."""
 NO_SCORES = MappingProxyType[str, float]({})
 
 
@@ -36,8 +36,8 @@ def results_table(
 ) -> Table:
     """Return a row per site: the leading score of each model with its interval, then the global model's other scores.
 
-    `test_only` sites stand below the means and are in none. The title names sites that were `refused` in the closing
-    evaluation. Without any score, rows have the last training `losses`.
+    `test_only` sites are below the means and in no mean. The title names the sites that were `refused` in the closing
+    evaluation. If there is no score at all, the rows have the last training `losses`.
     """
     missing = f"; {few(sorted(refused)) if len(refused) < 4 else f'{len(refused)} sites'} refused in the closing evaluation"
     missing = missing if refused else ""
@@ -76,12 +76,12 @@ def _notes(results: Results, split: str, scores: Scores) -> list[str]:
     without = [site for site in sorted(results) if split and not any(name.startswith(f"{split}/") for name in results[site])]
     skipped = [f"{site} {one[SKIPPED]:.0f}" for site, one in sorted(results.items()) if one.get(SKIPPED)]
     notes = [f"no {split} split, so not scored here: {', '.join(without)}"] if without else []
-    notes += _too_small(results, split, scores)
+    notes += _too_small_notes(results, split, scores)
     return notes + ([f"samples left out because they cannot be read: {', '.join(skipped)}"] if skipped else [])
 
 
-def _too_small(results: Results, split: str, scores: Scores) -> list[str]:
-    """Return a line of how many pictures show a structure too small for the model's size, by site, split and class."""
+def _too_small_notes(results: Results, split: str, scores: Scores) -> list[str]:
+    """Return a note with the numbers of pictures whose structure vanishes at the model's size, by site, split and class."""
     start, found = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/")), []
     for site, one in sorted(results.items()):
         told = [
@@ -99,7 +99,7 @@ def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:
 
 
 def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
-    """Return the cell of a mean over sites; the mean by n has the sum of n, and an interval has no mean."""
+    """Return a cell of a row of means. In the column n, the mean by n has the sum; an interval's cell is empty."""
     if key.metric == COUNT:
         return _count(sum(one.get(str(key), 0) for one in results.values())) if weighted else ""
     return "" if key.metric.endswith(LOW) else number(mean_of(results, str(key), weighted))
@@ -110,7 +110,7 @@ def _count(value: float | None) -> str:
 
 
 def mean_of(results: Results, metric: str, weighted: bool = False) -> float | None:
-    """Return the mean over the sites that report a metric, `weighted` by how many each scored; None where none tells it."""
+    """Return the mean over the sites that report a metric, `weighted` by the number of units each scored; None without any."""
     key = MetricKey.parse(metric)
     count = str(replace(key, metric=COUNT)) if weighted and key else ""
     found = [
@@ -124,7 +124,7 @@ def mean_of(results: Results, metric: str, weighted: bool = False) -> float | No
 
 
 def frozen_level(record: RunRecord) -> str:
-    """Return a sentence where the global model scores no better than the frozen one by LEVEL; "" elsewhere."""
+    """Return a warning if the global model is not better than the frozen model by more than LEVEL; else ""."""
     sites = sorted(record.closing.keys() - record.test_only) if record.results and record.config.trains else []
     both = [[record.score(site, stage, record.metric) for stage in (Stage.PRETRAINED, Stage.GLOBAL)] for site in sites]
     pairs = [(before, after) for before, after in both if known(before) is not None and known(after) is not None]
@@ -141,20 +141,21 @@ def frozen_level(record: RunRecord) -> str:
 
 
 # matrices --------------------------------------------------------------------------------------------------------------
-# Numbers with names on both sides: every model on every site's data, and which class was taken for which.
+# Tables of numbers with named rows and columns: the score of each model on each site's data, and confusion tables.
 
 PICTURE, VALUES = "cross_sites.png", "cross_sites.json"
 SHARED = "(shared)"
-"""The name of the model that all sites share, each with its own local factors; no site can have this name."""
+"""Row name of the shared model, which each site runs with its own local factors. No site can have this name."""
 WORDS = "rows: whose model; columns: whose data"
 CONFUSION = "confusion/"
 
 
 @dataclass(frozen=True)
 class CrossSiteMatrix:
-    """A score of every model on every site's data: `values` (models, sites), None where there is none.
+    """The score of each model on each site's data: `values` (models, sites), None for a missing score.
 
-    `models` are named by their sites, or SHARED; `stages`: each model's; `grid`: whose pixels are scored, "" for no masks.
+    `models`: the site whose model a row is, or SHARED. `stages`: global or personalized, per model. `grid`: the grid on which
+    masks are scored, "" if the task has no masks.
     """
 
     metric: str
@@ -167,7 +168,7 @@ class CrossSiteMatrix:
 
     @property
     def title(self) -> str:
-        """What is scored, in a line."""
+        """The title of the table and of the picture."""
         of = " and ".join(dict.fromkeys(map(str, self.stages)))
         grid = f" ({self.grid})" if self.grid else ""
         return f"{self.metric}{grid} of the {of} models on every site's {self.split} data"
@@ -189,7 +190,10 @@ class CrossSiteMatrix:
 
 
 def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, Results]], grid: str = "") -> CrossSiteMatrix:
-    """Return the matrix of `metric`, of rows (model, stage, metrics by site)."""
+    """Return the matrix of one metric. Its columns are the sites in any row, sorted by name.
+
+    `rows`: per model its name, its stage, and by site the metrics that it reached there. `metric`: a name in these metrics.
+    """
     sites = sorted({site for _, _, found in rows for site in found})
     values = [[known(found.get(site, {}).get(metric)) for site in sites] for _, _, found in rows]
     models, stages = tuple(model for model, _, _ in rows), tuple(stage for _, stage, _ in rows)
@@ -200,7 +204,7 @@ _MATRIX = TypeAdapter(CrossSiteMatrix)
 
 
 def read_matrix(raw: Any) -> CrossSiteMatrix | None:
-    """Return the matrix of a cross_sites.json, which anybody may have written; None if it is invalid."""
+    """Return the matrix in the contents of a cross_sites.json, which anybody may have written; None if it is invalid."""
     try:
         found = _MATRIX.validate_python(raw)
     except ValidationError:
@@ -211,7 +215,10 @@ def read_matrix(raw: Any) -> CrossSiteMatrix | None:
 
 
 def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return counts (C, C), rows true and columns predicted, by stage, summed over sites; {} where none reports any."""
+    """Return confusion counts (C, C) by stage, summed over sites. Rows are true classes and columns predicted ones.
+
+    {} if no site reports such counts.
+    """
     pairs = {f"{CONFUSION}{true}/{said}": (i, j) for i, true in enumerate(classes) for j, said in enumerate(classes)}
     found: dict[str, np.ndarray] = {}
     for name, count in ((n, c) for metrics in results.values() for n, c in metrics.items()):
@@ -222,9 +229,10 @@ def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray
 
 
 def confusion_tables(results: Results, classes: Sequence[str], most: int = 24) -> dict[str, list[Table]]:
-    """Return a table per model, by site, at first of all sites together where there are several; {} for no such task.
+    """Return confusion tables, one per model: of all sites together if there are several, then of each site.
 
-    A row is a true class; recall is the share of it that was found. Over `most` classes there is no table.
+    A row is a true class; recall is the share of its samples that were predicted as this class. {} for a task without classes,
+    and for more than `most` classes.
     """
     if not 1 < len(classes) <= most:
         return {}

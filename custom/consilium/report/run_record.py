@@ -1,6 +1,6 @@
-"""RunRecord: the one reader of a run's folder, for pages, comparisons, result tables, studies, commands; and a study's cells.
+"""RunRecord, by which pages, comparisons, result tables, studies and commands read a run's folder; and a study's cells.
 
-A run's files may have been written by others, or be torn. `read_run` keeps what is whole, and notes what is not;
+Others may have written a run's files, and files may be damaged. `read_run` takes the valid files and notes the damaged ones.
 `read_finished` refuses a run that has not ended or has a damaged file.
 """
 
@@ -31,17 +31,17 @@ from consilium.tasks.registry import TASKS, Scores
 Results = Mapping[str, Mapping[str, float]]
 """Metrics of the closing evaluation by site."""
 Curve = dict[int, float]
-"""A measure by rounds done."""
+"""A measure, by the number of rounds done."""
 OWNER = "owner.json"
-"""In every run's folder of a startup kit, at the server and at a site."""
+"""A file in each run's folder of a startup kit, at the server and at a site. A simulation has none."""
 PACKAGES = (
     "consilium", "nvflare", "torch", "transformers", "monai", "peft", "opacus", "segment-anything", "safetensors", "numpy"
 )  # fmt: skip
-"""Of versions.json beside MACHINE and the code; any other is a plug-in's."""
+"""Packages in versions.json. Other names there are MACHINE, the code's digest and plug-ins' packages."""
 MACHINE = ("python", "platform")
-"""Fields of versions.json that say where a run was, not which code it ran."""
+"""Fields of versions.json that describe the machine, not the code."""
 POOLED = "centralized"
-"""The name under which a run on pooled data joins, in place of its sites."""
+"""The name of the one participant in a run on pooled data."""
 
 
 _EPSILON = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
@@ -54,12 +54,14 @@ _FILES: dict[str, TypeAdapter[Any]] = {
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, finished or not.
+    """A run, finished or not, as its files describe it.
 
-    `settings`: job.yaml by dotted field. `lines`: its known events, without what a resumption repeats. `results`: None before
-    the end. `content`: a digest of each site's data, of a simulation. `damaged`: names of files that hold what no run writes;
-    `lost_lines`: lines of metrics.jsonl that are torn or damaged. Of a study's cell: `labels` by axis; `data`: the data's
-    folder and a digest of the samples read; `whole`: a digest of all samples. "" where it is unknown.
+    `settings`: job.yaml by dotted field. `lines`: the events of metrics.jsonl; those that a resumed run repeats are there once.
+    `results`: None before the end. `content`: of a simulation, a digest of each site's data. `damaged`: names of files with
+    values that no run writes. `lost_lines`: number of damaged lines in metrics.jsonl.
+
+    A study's cell also has `labels`, its value on each axis; `data`, the data's folder and a digest of the samples that it
+    reads; and `whole`, a digest of all samples. Unknown ones are "".
     """
 
     name: str
@@ -84,33 +86,33 @@ class RunRecord:
 
     @property
     def seed(self) -> int:
-        """Of training; generated data follow it too."""
+        """The seed of training, and of generated data."""
         return int(self.settings["training.seed"])
 
     @property
     def private(self) -> bool:
-        """Whether its job is; its epsilon may still be unknown."""
+        """Whether the job asks for differential privacy. The epsilon may be unknown even so."""
         return bool(self.settings["privacy.unit"] != "none")
 
     @property
     def pooled(self) -> bool:
-        """Whether the sites' data travelled in place of updates."""
+        """Whether the run trained on all sites' data in one place, so that no updates were sent."""
         return self.config.strategy.traits.pools_data
 
     @cached_property
     def sites(self) -> frozenset[str]:
-        """Sites that took part or asked to."""
+        """Sites that took part, and sites that were refused when they joined."""
         joined = {line["site"] for line in self.lines if "site" in line and (line["event"] != "refused" or line.get("joining"))}
         return frozenset({*joined, *(self.results or ())} - {POOLED})
 
     @cached_property
     def test_only(self) -> frozenset[str]:
-        """Sites that do not train: they are in no mean."""
+        """Sites that only test. They are in no mean."""
         return frozenset(line["site"] for line in self.of("joined") if line.get("test_only") is True)
 
     @cached_property
     def seeded(self) -> list[str]:
-        """Sites whose noise came from a seed: their promise is void."""
+        """Sites whose noise came from a seed, so that their privacy promise is void."""
         return sorted({line["site"] for line in self.of("joined") if line.get("seeded") is True})
 
     @cached_property
@@ -120,19 +122,19 @@ class RunRecord:
 
     @property
     def last_round(self) -> int:
-        """After how many rounds the closing evaluation comes, or came."""
+        """The number of rounds before the closing evaluation."""
         return int(self.ended["round"] if self.ended else self.settings["training.rounds"])
 
     @cached_property
     def unscored(self) -> dict[str, str]:
-        """Why sites have no closing scores, by site: they were refused in the closing evaluation."""
+        """Sites without closing scores because they were refused in the closing evaluation, each with the reason."""
         scored = {line["site"] for line in self.of("final") if line["round"] >= self.last_round}
         refused = [one for one in self.of("refused") if one["round"] >= self.last_round and not one.get("joining")]
         return {line["site"]: line["reason"] for line in refused if line["site"] not in scored}
 
     @cached_property
     def closing(self) -> Results:
-        """The closing scores by site; before the end the last ones on validation data."""
+        """The closing scores by site. Before the end of the run, the last scores on validation data."""
         found: dict[str, dict[str, float]] = {}
         for line in self.of("result", "final"):
             found.setdefault(line["site"], {}).update({n: v for n, v in line["metrics"].items() if MetricKey.parse(n)})
@@ -140,20 +142,20 @@ class RunRecord:
 
     @cached_property
     def split(self) -> str | None:
-        """What was scored: test where any site has it; None where nothing was."""
+        """The split that was scored: test if any site has test scores, else validation; None without scores."""
         return split_of(self.closing)
 
     @cached_property
     def metric(self) -> str:
-        """The score that the task is judged by, of those reported."""
+        """The leading score of the task, among those reported."""
         return self.scores.lead(key.metric for one in self.closing.values() for name in one if (key := MetricKey.parse(name)))
 
     def score(self, site: str, stage: Stage, metric: str) -> float | None:
-        """Return a closing score, which may be NaN; None where there is none."""
+        """Return a closing score, which may be NaN; None if the site has none."""
         return self.closing.get(site, {}).get(str(MetricKey(self.split or SPLITS[-1], stage, metric)))
 
     def curves(self, metric: str, after: bool) -> dict[str, Curve]:
-        """Return a metric by site and rounds done; `after`: it was measured after a round's training, else before it."""
+        """Return a metric by site and number of rounds done. `after`: the metric was measured after a round's training."""
         found: dict[str, Curve] = {}
         for (round, phase, site), metrics in sorted(self.rounds.items()):
             if (value := known(metrics.get(metric))) is not None and (after or phase <= 0):
@@ -161,9 +163,9 @@ class RunRecord:
         return found
 
     def validation(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
-        """Return a validation score, by default the leading one, by the rounds of training behind the model.
+        """Return each site's validation scores of a model, by the number of rounds that the model was trained.
 
-        The last point is of the model that the closing evaluation scores.
+        `metric`: by default the leading score. The last point belongs to the model that the closing evaluation scores.
         """
         name = str(MetricKey("validation", stage, metric or self.metric))
         found = self.curves(name, stage is Stage.PERSONALIZED)
@@ -173,7 +175,10 @@ class RunRecord:
         return found
 
     def held_out(self, metric: str) -> float | None:
-        """Return the mean validation score, before the last round, of the sites that it did not ask to train; None for none."""
+        """Return the mean validation score of the sites that the last round did not ask to train, taken before that round.
+
+        None if there is no such score.
+        """
         key, found = str(MetricKey("validation", Stage.GLOBAL, metric)), dict[int, list[float]]()
         for (round, phase, _), metrics in self.rounds.items():
             if phase == HELD_OUT and key in metrics:
@@ -188,12 +193,12 @@ class RunRecord:
 
     @cached_property
     def diagnostics(self) -> dict[tuple[int, int], dict[str, float]]:
-        """Finite numbers that the run measured of itself, by round and phase."""
+        """The finite diagnostics of the run, such as drift, by round and phase."""
         found = {(one["round"], one["phase"]): one["values"] for one in self.of("diagnostics")}
         return {place: {name: v for name, v in one.items() if math.isfinite(v)} for place, one in found.items()}
 
     def total(self, *names: str) -> float | None:
-        """Return a sum over sites and rounds of training; None unless every result of every round has these metrics."""
+        """Return the sum of metrics over all sites and training rounds; None unless every result of every round has them."""
         trained = {place: one for place, one in self.rounds.items() if place[1] != HELD_OUT}
         if not {round for round, *_ in trained} >= {*range(self.last_round)}:
             return None
@@ -202,17 +207,17 @@ class RunRecord:
 
     @property
     def bytes(self) -> float | None:
-        """Of tensors, up and down; None where data travelled instead, or not all of it is on record."""
+        """Bytes of tensors sent up and down; None for a run on pooled data, and if not all of them are on record."""
         return None if self.pooled else self.total(BYTES_UP, BYTES_DOWN)
 
     @property
     def seconds(self) -> float | None:
-        """Of the sites' training, summed; None where not all of it is on record."""
+        """Seconds of training, summed over sites; None if not all of them are on record."""
         return self.total(TRAIN_SECONDS)
 
     @cached_property
     def epsilon(self) -> float | None:
-        """The epsilon guaranteed at the job's delta; None where the run is not private or does not tell it."""
+        """The epsilon guaranteed at the job's delta; None if the run is not private or the epsilon is not on record."""
         private = self.config.privacy
         return None if private is None else (self.privacy or {"epsilon": {}})["epsilon"].get(f"{private.delta:g}")
 
@@ -223,13 +228,13 @@ class RunRecord:
 
     @cached_property
     def trained(self) -> dict[Role, int] | None:
-        """How many parameters travel, stay at a site and do not train; None where the run does not tell."""
+        """Numbers of shared, local and frozen parameters, by role; None if they are not on record."""
         recorded = next(self.of("parameters"), None)
         return None if recorded is None else {role: recorded[role.value] for role in Role}
 
     @cached_property
     def base(self) -> str:
-        """The SHA-256 of the frozen weights, from the server's checkpoint; "" where the package has them or it is unknown."""
+        """The SHA-256 of the frozen weights, from the server's state; "" if it is unknown or the package has the weights."""
         path = self.folder / "server" / "state.safetensors"
         try:
             with safe_open("" if path.is_symlink() else path, framework="np") as file:
@@ -240,7 +245,7 @@ class RunRecord:
 
 
 def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
-    """Return the job of a run's or an adapter's folder. Raises ConfigError, which names a plug-in's package that is missing."""
+    """Return the job in a run's or an adapter's folder. Raises ConfigError; it names a plug-in's package that is missing."""
     try:
         return load_run_job(folder, plugins)
     except ConfigError:
@@ -264,7 +269,7 @@ def distribution_there(name: str) -> bool:
 
 
 def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
-    """Return the run of a folder, as far as it is whole. Raises ConfigError where the folder holds none."""
+    """Return the run in a folder, without damaged files. Raises ConfigError if the folder holds no run."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
     if not (folder / "job.yaml").is_file() or (folder / "job.yaml").is_symlink():
@@ -300,7 +305,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
 
 
 def read_finished(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
-    """Return the finished run of a folder. Raises ConfigError if it holds none, has not ended, or a file is damaged."""
+    """Return the finished run in a folder. Raises ConfigError if there is none, it has not ended, or a file is damaged."""
     found = read_run(folder, name, labels)
     if (linked := folder / "results.json").is_symlink():
         raise ConfigError(f"{linked}: is a link, which may lead anywhere; put the file itself there")
@@ -312,30 +317,33 @@ def read_finished(folder: Path, name: str = "", labels: Mapping[str, str] | None
 
 
 def is_simulation(folder: Path) -> bool:
-    """Tell whether a run's folder is that of a simulation, whose sites' folders are in it; a startup kit's never is."""
+    """Tell whether a run's folder is from a simulation, so that it has the sites' own folders. A startup kit's never is."""
     return (folder / SIMULATION).is_file() and not (folder / OWNER).exists() and not (folder / OWNER).is_symlink()
 
 
 def split_of(results: Results) -> str | None:
-    """Return what was scored: test where any site has it; None where nothing was."""
+    """Return the split that was scored: test if any site has test scores, else validation; None without scores."""
     keys = {key.split for metrics in results.values() for name in metrics if (key := MetricKey.parse(name))}
     return next((split for split in reversed(SPLITS) if split in keys), None)
 
 
 def known(value: float | None) -> float | None:
-    """Return a finite number; None for any other."""
+    """Return the value if it is a finite number, else None."""
     return None if value is None or not math.isfinite(value) else value
 
 
 def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
-    """Return each tensor's role over round 1 and the rounds of a period: shared if it is ever shared."""
+    """Return each tensor's role: shared if any round shares it, else local if any round trains it, else frozen.
+
+    The rounds looked at are those of the strategy's role schedule from round 1 on.
+    """
     places = strategy.traits.role_schedule(1, len(strategy.traits.phases))
     all_of = {name: {strategy.role(name, *place) for place in places} for name in names}
     return {name: next(r for r in (Role.SHARED, Role.LOCAL, Role.FROZEN) if r in found) for name, found in all_of.items()}
 
 
 # study cells -----------------------------------------------------------------------------------------------------------
-# Which cells the studies of a workspace have now: written by `study run`, read by reports, comparisons and `use`.
+# The list of the cells that each study in a workspace has now. `study run` writes it; reports, comparisons and `use` read it.
 
 CELLS, KEPT = "cells", "studies.json"
 
@@ -345,36 +353,36 @@ _CELLS = TypeAdapter(dict[str, dict[str, dict[str, str]]])
 
 @dataclass(frozen=True)
 class StudyCell:
-    """A cell of a study: its folder, and its values on all axes."""
+    """A cell of a study: its folder, and its value on each axis."""
 
     folder: Path
     labels: Mapping[str, str]
 
     @property
     def name(self) -> str:
-        """Its values on all axes, as `method=IAT,seed=0`; "" where it has none."""
+        """Its value on each axis, as in `method=IAT,seed=0`; "" for a cell without labels."""
         return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in self.labels.items())
 
 
-def keep_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]]) -> None:
-    """Keep a study's cells, by folder and in its order; other studies' stay."""
+def save_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]]) -> None:
+    """Save the labels of a study's cells, by folder, in the study's order. The entries of other studies stay."""
     with locked(workspace):
-        write_atomic(workspace / KEPT, json.dumps(_kept(workspace) | {study: dict(cells)}, indent=1).encode())
+        write_atomic(workspace / KEPT, json.dumps(_read_study_cells(workspace) | {study: dict(cells)}, indent=1).encode())
 
 
 def study_cells(workspace: Path) -> list[StudyCell]:
-    """Return the cells that have begun and are of a study as it was last run; of a workspace that does not say, all."""
+    """Return the cells of the workspace's studies, as last run, that have begun. Without a saved list, return all cells."""
     there = {one.name: one for one in subfolders(workspace / CELLS)}
-    if kept := _kept(workspace):
+    if kept := _read_study_cells(workspace):
         labels = {name: one for cells in kept.values() for name, one in cells.items() if name in there}
         return [StudyCell(there[name], one) for name, one in labels.items()]
-    return [StudyCell(folder, _labels(folder)) for folder in there.values()]
+    return [StudyCell(folder, _read_labels(folder)) for folder in there.values()]
 
 
 def cell_folder(path: Path) -> Path:
-    """Return the run of a study that STUDY/AXIS=VALUE,AXIS=VALUE names, or the path as it is.
+    """Return the folder of the cell that a path STUDY/AXIS=VALUE,AXIS=VALUE names; any other path is returned unchanged.
 
-    Raises ConfigError, naming the runs there are, for a study alone, or values that no run of it has, or two have.
+    Raises ConfigError, with a list of the finished cells, if the path names a study only, or no cell or two cells fit.
     """
     study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
     if (path.exists() and study != path) or not (study / CELLS).is_dir():
@@ -392,28 +400,31 @@ def cell_folder(path: Path) -> Path:
 
 
 def join_names(names: list[str]) -> str:
-    """Return names separated by commas, twenty at most."""
+    """Return at most twenty names separated by commas, and the number of the others; "none" for no names."""
     return ", ".join(map(shown, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "") or "none"
 
 
 def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:
-    """Return the folders of cells that neither a study, which now has those `present`, nor another one here has any more."""
-    known = {*present, *(name for key, cells in _kept(workspace).items() if key != study for name in cells)}
+    """Return the folders of cells that belong to no study any more.
+
+    `present`: the cells that `study` has now. Other studies have the cells in the workspace's list.
+    """
+    known = {*present, *(name for key, cells in _read_study_cells(workspace).items() if key != study for name in cells)}
     return [one for one in subfolders(workspace / CELLS) if one.name not in known and (one / "cell.json").is_file()]
 
 
 def values_of_cell(folder: Path) -> str:
-    """Return a study's run's values on all axes, as `method=IAT,seed=0`; "" for any other run."""
-    return StudyCell(folder, _labels(folder)).name
+    """Return the value on each axis of the cell in a folder, as in `method=IAT,seed=0`; "" for a run of no study."""
+    return StudyCell(folder, _read_labels(folder)).name
 
 
-def _labels(folder: Path) -> dict[str, str]:
+def _read_labels(folder: Path) -> dict[str, str]:
     labels = read_json(folder / "cell.json").get("labels")
     return labels if isinstance(labels, dict) else {}
 
 
-def _kept(workspace: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """Return what is kept of each study, the labels of its cells; without what is damaged or of a former version."""
+def _read_study_cells(workspace: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Return the saved labels of each study's cells; {} if the file is missing, damaged or from a former version."""
     try:
         return _CELLS.validate_python(read_json(workspace / KEPT), strict=True)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""How sites differ, by the statistics they gave: a table of 80 columns and a picture."""
+"""The result of a statistics job: a table of 80 columns and a picture that compare the sites' data."""
 
 from collections.abc import Iterator, Mapping
 from io import StringIO
@@ -13,21 +13,22 @@ from consilium.report.tables import Column, Table, folding
 
 WIDTH = 80
 Answers = Mapping[str, Mapping[str, Any]]
-"""By site what it told, see privacy/statistics.py, or {"refused": why}."""
+"""By site its statistics, see privacy/statistics.py, or {"refused": why}."""
 
 
 def text(job: str, sites: Answers) -> str:
-    """Return plain text of at most 80 columns: a row for everything a site told, the samples first."""
+    """Return a table as plain text of at most 80 columns: per site a row for each statistic, the numbers of samples first."""
     rows = []
     for name, told in sites.items():
-        rows += [[name if number == 0 else "", *pair] for number, pair in enumerate(_rows(told))]
+        rows += [[name if number == 0 else "", *pair] for number, pair in enumerate(_rows_of_site(told))]
     grid = folding(Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows))
     console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
     console.print(grid)
     return file.getvalue()
 
 
-def _rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows_of_site(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (statistic, its counts in words) for one site, or its refusal."""
     if "refused" in told:
         yield "refuses", str(told["refused"])
         return
@@ -49,13 +50,13 @@ def _rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _joined(names: list[str]) -> str:
-    """Return the names of merged cells: all of a few, the ends of many."""
+    """Return the names of merged cells in one text: all names if there are under four, else the first and the last."""
     told = [shown(name, 64) for name in names]
     return " + ".join(told) if len(told) < 4 else f"{told[0]} ... {told[-1]}"
 
 
 def where(portions: list[Mapping[str, Any]], share: float) -> str:
-    """Return the cells in which this share of the whole, counted from the first cell on, is reached."""
+    """Return the names of the cells in which the running sum of the portions' shares reaches `share`."""
     total = 0.0
     for portion in portions:
         total += portion["share"]
@@ -66,7 +67,7 @@ def where(portions: list[Mapping[str, Any]], share: float) -> str:
 
 
 def plot(path: Path, sites: Answers) -> None:
-    """Draw the classes, sizes and grey levels of all sites that told them; the others are named as not telling."""
+    """Draw the classes, sizes and grey levels of each site. Sites that did not report a measure are marked as "not told"."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

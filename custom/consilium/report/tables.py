@@ -1,4 +1,7 @@
-"""A table of text and its formats: terminal, Markdown, LaTeX, and templates/parts.html of pages. No text in it is markup."""
+"""A table of texts, and its output for terminals, Markdown, LaTeX and CSV. Pages print it by templates/parts.html.
+
+Every format escapes the texts, so no text acts as markup.
+"""
 
 import csv
 import io
@@ -19,22 +22,23 @@ from rich.text import Text
 from consilium.core.sanitize import cell, harmless, line, shown
 
 NARROW = 14
-"""Characters of a shortened heading at most."""
+"""Characters of a shortened heading, at most."""
 ROOMS = (48, 36, 28, 22, 16)
-"""Widths to which names are shortened in a table that is too wide, in characters, tried in turn."""
+"""Widths in characters to which names in a table that is too wide are shortened. They are tried in turn."""
 TEX_COLUMN, TEX_PAGE = 229.0, 469.0
-"""Points of a column and of a page of LaTeX's article in two columns; those of journals are not narrower."""
+"""Widths in points of a column and of a page of LaTeX's two-column article. Journals' columns are not narrower."""
 TEX_LETTER, TEX_GAP, TEX_TEXT = 4.5, 6.0, 60.0
-"""Points of most letters in \\footnotesize and between two columns, and the least that a column of text is wrapped to."""
+"""Points: the width of most letters in \\footnotesize, the gap between columns, the least width of a wrapped column."""
 MOST_ROWS = 50
-"""Rows of a table on a printed page."""
+"""Rows of a table on a printed page, at most."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading. `rank`: a narrow terminal drops columns of the highest rank first, rank 0 never; `right`: numbers.
+    """A column of a table: its heading and its layout.
 
-    `detail`: a paper has it in an appendix.
+    `rank`: a terminal that is too narrow drops the columns of the highest rank first and never those of rank 0. `right`: align
+    right, as for numbers. `detail`: LaTeX puts the column into a separate table for an appendix.
     """
 
     heading: str
@@ -45,10 +49,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text, whose first column names a row. `best`: cells (row, column) to stand out; `sums`: rows of means.
+    """A table of texts. The first column names the rows.
 
-    `caption`, `detail_caption`: whole sentences for a paper, of the table and of its columns of details, in place of title and
-    notes. `whole`: no name in it is shortened.
+    `best`: cells (row, column) in bold. `sums`: rows of means or sums. `caption`, `detail_caption`: whole sentences that LaTeX
+    prints in place of title and notes, for the table and for its table of details. `whole`: names are never shortened.
     """
 
     title: str
@@ -63,31 +67,32 @@ class Table:
 
 
 def columns(*headings: str) -> list[Column]:
-    """Return columns of numbers behind a column of names."""
+    """Return a column of names, by the first heading, and columns of numbers by the others."""
     return [Column(heading, right=place > 0) for place, heading in enumerate(headings)]
 
 
 def number(value: float | None) -> str:
-    """Return a score as tables show it; "-" for none."""
+    """Return a score as tables show it: three digits after the point, or "-" for None and NaN."""
     return "-" if value is None or value != value else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def difference(value: float) -> str:
-    """Return a difference of scores as tables show it; one that prints as zero has no sign."""
+    """Return a difference of scores as tables show it, with its sign, but "0.000" if it rounds to zero."""
     found = f"{value:+.3f}"
     return found if float(found) else "0.000"
 
 
 def few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first `most` names as a text, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def terminal(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
     """Return a table for a terminal of `width` cells, with its notes.
 
-    A table that is too wide gets headings in two lines, then short ones and, unless they stay whole, shortened names, then
-    loses columns by rank, which it names with where they are (`elsewhere`). If nothing is left to drop, each cell gets a line.
+    If the table is too wide, headings are put into two lines and shortened, and names are shortened (unless `whole`). If that
+    is not enough, columns are dropped by rank, and a note names them and says where to find them (`elsewhere`). If no column
+    can be dropped any more, each cell gets a line of its own.
     """
     texts, right = [[shown(text) for text in row] for row in table.rows], [one.right for one in table.columns]
     names = [text for row in texts for text, number in zip(row, right, strict=True) if not number]
@@ -98,7 +103,7 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
     rooms = [shortened(names, longest), *(shortened(names, room) for room in ROOMS if room < longest and not table.whole)]
 
     def room(place: int, head: Sequence[str], written: Mapping[str, str]) -> int:
-        """Return the cells that a column takes, with a blank on each side."""
+        """Return a column's width in terminal cells, with a blank on each side."""
         parts = [*head[place].split("\n"), *(row[place] if right[place] else written[row[place]] for row in texts)]
         return 2 + max(map(cell_len, parts))
 
@@ -121,14 +126,14 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
 
 
 def _two_lines(heading: str) -> str:
-    """Return a heading broken at the blank nearest to its middle."""
+    """Return a heading, broken into two lines at the blank nearest to its middle."""
     blanks = [i for i, letter in enumerate(heading) if letter == " "]
     middle = min(blanks, key=lambda i: abs(2 * i - len(heading)), default=None)
     return heading if middle is None else f"{heading[:middle]}\n{heading[middle + 1 :]}"
 
 
 def _grid(table: Table, places: Sequence[int], heads: Sequence[str], cells: Sequence[Sequence[str]]) -> Grid:
-    """Return some columns of a table, no cell broken; the best cells and the rows of means are bold."""
+    """Return the columns at `places` as a grid without wrapping. The best cells and the rows of `sums` are bold."""
     grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for i, head in zip(places, heads, strict=True):
         grid.add_column(Text(head), justify="right" if table.columns[i].right else "left", no_wrap=True)
@@ -141,7 +146,7 @@ def _grid(table: Table, places: Sequence[int], heads: Sequence[str], cells: Sequ
 
 
 def folding(table: Table) -> Grid:
-    """Return a table whose cells are all whole, in as many lines as they need; a row of `sums` begins a section."""
+    """Return a table as a grid whose cells wrap and lose no text. Each row of `sums` begins a section."""
     headed = any(one.heading for one in table.columns)
     grid = Grid(box=SIMPLE, pad_edge=False, show_header=headed, title=line(table.title) if table.title else None)
     grid.title_justify = "left"
@@ -156,16 +161,16 @@ def folding(table: Table) -> Grid:
 
 
 def shortened(names: Sequence[str], width: int) -> dict[str, str]:
-    """Return how each name is written in at most `width` cells: whole, or its two ends; different names stay different.
+    """Return for each name a text of at most `width` terminal cells: the name, or its beginning and end.
 
-    Where so many names are alike that `width` cannot tell them apart, some are longer than it.
+    Different names get different texts. If `width` is too small for that, some texts are longer.
     """
     found: dict[str, str] = {}
     used: set[str] = set()
     tried: Counter[str] = Counter()
     for name in sorted(set(names), key=lambda n: (cell_len(n) > width, n)):
         first = short = _ends(name, width, "…")
-        while short in used:  # names that begin and end alike count on from one another
+        while short in used:  # number the names that would be shortened to the same text
             tried[first] += 1
             short = _ends(name, width, f"…{tried[first] + 1}")
         found[name] = short
@@ -174,7 +179,7 @@ def shortened(names: Sequence[str], width: int) -> dict[str, str]:
 
 
 def _ends(name: str, width: int, mark: str) -> str:
-    """Return the name itself, or as much of its beginning and end, equally, as fits with `mark` between them."""
+    """Return the name if it fits, else equal parts of its beginning and end around `mark`, as long as fits."""
     if cell_len(name) <= width and mark == "…":
         return name
     cuts = (name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :] for kept in range(len(name), -1, -1))
@@ -182,7 +187,7 @@ def _ends(name: str, width: int, mark: str) -> str:
 
 
 def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
-    """Return tables as a Markdown page; the best of a column is bold."""
+    """Return notes and tables as Markdown. The best cells are bold."""
 
     def line_of(cells: Iterable[str], bold: Set[int] = frozenset()) -> str:
         return "| " + " | ".join(f"**{cell(c)}**" if i in bold else cell(c) for i, c in enumerate(cells)) + " |"
@@ -200,7 +205,7 @@ _TEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "–": "--", "±": r"$\pm$", "…": r"\ldots{}",
 }  # fmt: skip
-"""How LaTeX prints a character that it would read."""
+"""LaTeX for each character that LaTeX would interpret or cannot print."""
 _GREEK = {
     0x3B1: "alpha beta gamma delta varepsilon zeta eta theta iota kappa lambda mu nu xi o pi rho varsigma sigma tau upsilon "
     "varphi chi psi omega",
@@ -212,24 +217,24 @@ _SIGNS = {"≥": "geq", "≤": "leq", "≠": "neq", "≈": "approx", "∼": "sim
 _SIGNS |= {chr(first + i): n for first, names in _GREEK.items() for i, n in enumerate(names.split())}
 _TEX |= {c: rf"$\{name}$" if len(name) > 1 else name for c, name in _SIGNS.items()} | {"−": "$-$"}
 _QUIET = frozenset("‘’“”„‚–—†‡•‰€™")
-"""Beside Latin letters, which end at U+017F, what pdfLaTeX prints with T1 and textcomp."""
+"""Characters beyond U+017F, where Latin letters end, that pdfLaTeX prints with T1 and textcomp."""
 
 
 def tex(text: str) -> str:
-    """Return a text that LaTeX prints as it is."""
+    """Return a text escaped for LaTeX."""
     return "".join(_TEX.get(c, c) for c in shown(text, 2000))
 
 
 _Piece = Mapping[int, float]
-"""A part of a table that fits a column or a page: the points of each of its columns, by place."""
+"""Columns of a table that together fit a column or a page of a paper: each column's width in points, by its index."""
 
 
 def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
-    """Return tables for a paper in two columns, in letters of 8 points, none wider than the page.
+    """Return tables as LaTeX for a two-column paper, in letters of 8 points, none wider than the page.
 
-    A table that fits a column stays in it. Columns of details go to a table of their own, behind the others, and columns
-    without a value are left out. Of a table that is too wide texts are wrapped, then its columns are shared out over several
-    tables. The first lines say which packages they need, and which engine.
+    A table that fits into one column of the paper stays there. Columns of details go into tables of their own at the end, and
+    columns without values are left out. If a table is too wide, its texts are wrapped; if that is not enough, it is split into
+    several tables. The first lines name the packages and the LaTeX engine that are needed.
     """
     main, more = list[str](), list[str]()
     for table in tables:
@@ -248,10 +253,10 @@ def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
 
 
 def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
-    """Return the parts of a table with the first column and these, each as wide as a page at most."""
+    """Split a table's columns at `places` into pieces that fit a page. Each piece has the first column too."""
 
     def width(place: int) -> float:
-        """Return the points that a column takes with no text wrapped: its widest cell or line of heading."""
+        """Return a column's width in points without wrapped texts: its widest cell or line of heading, and the gap."""
         return TEX_GAP + max(map(_points, [*_cells(table, place), *_head_lines(table, place)]))
 
     whole = {place: width(place) for place in (0, *places)}
@@ -274,7 +279,7 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
 
 
 def _points(text: str) -> float:
-    """Return how wide a text is at most in \\footnotesize, also in bold, in points."""
+    """Return an upper bound of a text's width in points, in \\footnotesize, also in bold."""
     return sum(8.8 if c in "MWmw@%" or c > "\u024f" else 6.8 if c.isupper() or c == "±" else TEX_LETTER for c in text)
 
 
@@ -283,14 +288,14 @@ def _cells(table: Table, place: int) -> list[str]:
 
 
 def _head_lines(table: Table, place: int) -> list[str]:
-    """Return a heading in lines of about its column's width, of 30 letters at most."""
+    """Return a heading as lines of about its column's width, at most 30 letters each."""
     heading, width = shown(table.columns[place].heading), max([10, *map(len, _cells(table, place))])
     lines = textwrap.wrap(heading, width, break_long_words=False)
     return [part for line in lines for part in textwrap.wrap(line, 30)] or [""]
 
 
 def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list[str]:
-    """Return a table environment with some columns and rows of a table."""
+    """Return the lines of a LaTeX table environment with one piece's columns and the given rows."""
     wrapped = {
         place: room - TEX_GAP
         for place, room in piece.items()
@@ -299,7 +304,7 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
 
     def line_of(cells: Iterable[str]) -> str:
         row = " & ".join(cells) + r" \\"
-        return "{}" + row if row.startswith(("[", "*")) else row  # else an option of the line before
+        return "{}" + row if row.startswith(("[", "*")) else row  # LaTeX would read [ or * as an option of the line before
 
     def written(row: int, place: int) -> str:
         text = tex(table.rows[row][place])
@@ -331,7 +336,7 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
 
 
 def sentence(text: str) -> str:
-    """Return a text that begins with a capital letter, unless it is a symbol, and ends with a full stop."""
+    """Return a text with a capital first letter, if it is an ASCII letter, and a full stop at the end."""
     return f"{text[:1].upper() if text[:1].isascii() else text[:1]}{text[1:]}".rstrip(".") + "."
 
 
@@ -345,7 +350,7 @@ def csv_text(rows: Sequence[Mapping[str, Any]], heads: Sequence[str] = ()) -> st
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in words."""
+    """Return a number of bytes as a text with its unit."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= factor:
             return f"{count / factor:,.2f} {unit}"
@@ -353,7 +358,7 @@ def size(count: float) -> str:
 
 
 def stamp(seconds: float) -> str:
-    """Return a time in words, in UTC."""
+    """Return a time, in seconds since 1970, as a date and time in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):
@@ -361,5 +366,5 @@ def stamp(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words."""
+    """Return a duration as a text in seconds, minutes or hours."""
     return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

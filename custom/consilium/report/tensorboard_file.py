@@ -1,4 +1,4 @@
-"""TensorBoard's files, whose folders and files are the user's alone, and what a site keeps there for itself."""
+"""Write TensorBoard's event files, readable by this user only; and a site's own curves and pictures in them."""
 
 import io
 import os
@@ -19,15 +19,15 @@ from consilium.tasks.base import Examples
 
 FOLDER = "tb_events"
 PICTURES = 20
-"""A run has pictures of at most about so many rounds, evenly spread, the last one among them."""
+"""Rounds with pictures, about at most. They are evenly spread and include the last."""
 Complain = Callable[[str], None]
 
 
 class EventFile:
-    """A file of TensorBoard's in a folder of its own, which nobody else may open; both are made with the first entry.
+    """A TensorBoard event file in a folder of its own, private to this user. The first entry creates both.
 
-    An entry is on the disk when it was added, and between two nothing is open: torch's SummaryWriter keeps a file and a thread,
-    of which a server with a thousand sites would have a thousand. Raises OSError where nothing can be written.
+    Each entry is written to disk at once, and the file is closed in between. torch's SummaryWriter would keep a file and a
+    thread open per site, so a thousand of them at a server with a thousand sites. Raises OSError if nothing can be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,14 +35,14 @@ class EventFile:
         self._path: Path | None = None
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add numbers of one step."""
+        """Add the numbers of one step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if values:
             self._add(Summary(value=[Summary.Value(tag=tag(name), simple_value=value) for name, value in values.items()]), step)
 
     def image(self, title: str, pixels: np.ndarray, step: int) -> None:
-        """Add a picture: uint8, height x width x 3 colours."""
+        """Add a picture (height, width, 3), uint8."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         png = io.BytesIO()
@@ -66,9 +66,10 @@ class EventFile:
 
 
 class SiteEvents:
-    """What a site shows its own people while it trains: scores, rates, sizes, and pictures of the same validation samples.
+    """A site's own TensorBoard file: scores, learning rates, sizes of updates, and pictures of the same validation samples.
 
-    All stays in `folder`. Whatever goes wrong is told to `complain` by its kind, once, and costs training nothing.
+    The file stays in `folder` at the site. An error never stops training: the first one calls `complain` with its kind, and
+    then nothing more is written.
     """
 
     def __init__(self, folder: Path, rounds: int, complain: Complain) -> None:
@@ -77,19 +78,19 @@ class SiteEvents:
         self._file, self._broken = EventFile(folder), False
 
     def draws(self, round: int) -> bool:
-        """Tell whether the pictures of this round are wanted."""
+        """Tell whether this round's pictures are drawn."""
         return not self._broken and (round % self._every == 0 or round == self._rounds - 1)
 
     def step(self, number: int, values: Mapping[str, float]) -> None:
-        """Note numbers of one optimizer step of the run."""
+        """Write the numbers of one optimizer step."""
         self._try(lambda: self._file.scalars(values, number))
 
     def round(self, round: int, values: Mapping[str, float]) -> None:
-        """Note numbers of a round."""
+        """Write the numbers of a round."""
         self._try(lambda: self._file.scalars(values, round))
 
     def pictures(self, round: int, stage: Stage, make: Callable[[], Examples | None]) -> None:
-        """Draw what a model says of the samples that `make` returns, None for a task without pictures."""
+        """Draw a model's predictions, which `make` returns, if this round has pictures. None: the task has no pictures."""
 
         def write() -> None:
             if (found := make()) is not None:

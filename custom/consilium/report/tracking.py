@@ -1,6 +1,6 @@
-"""A run's numbers in MLflow, where the server's administrator wants them; whatever becomes of that, the run goes on.
+"""Send a run's numbers to MLflow, if the server's administrator asks for it. A failure of MLflow never stops the run.
 
-The numbers, settings and files are those that the server has anyway, and that who submitted the job may download.
+MLflow gets only numbers, settings and files that the server has, and that the job's submitter may download.
 """
 
 import json
@@ -23,7 +23,7 @@ from consilium.core.schema import dotted
 from consilium.core.storage import private_folder, write_atomic
 
 ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapters")
-"""What goes to MLflow of a run that came to its end, where the server has it; no picture."""
+"""Files that MLflow gets at the end of a finished run, if the server has them. No picture is among them."""
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -32,25 +32,25 @@ ENVIRONMENT = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-"""MLflow reports its use to its makers unless it is told not to, waits for minutes, calls a folder outdated, and prints."""
+"""Settings for MLflow. Without them it reports its use to its makers, waits for minutes, refuses a folder, and prints."""
 PATIENCE = 60.0
-"""Seconds that the end of a run waits for MLflow to take the last numbers and files."""
+"""Seconds to wait at the end of a run until MLflow has the last numbers and files."""
 LONGEST, MOST = 500, 100
-"""Characters of a setting, and settings a message, that MLflow takes."""
+"""Characters per setting, and settings per message, that MLflow accepts."""
 LONGEST_PART, LONGEST_NAME = 60, 250
-"""Characters of a metric's source, and of its whole name: MLflow refuses longer names, and its file store longer files."""
+"""Characters of each part of a metric's name, and of the whole name. MLflow and its file store refuse longer ones."""
 KEPT = Path("server", "mlflow.json")
-"""Where the server notes MLflow's name of the run, so that a resumed run goes on in it."""
+"""File with MLflow's id of the run, so that a resumed run continues in it."""
 
 
 def check_installed() -> None:
-    """Raise ConfigError where there is no MLflow to call."""
+    """Raise ConfigError if MLflow is not installed."""
     if find_spec("mlflow") is None:
         raise ConfigError("mlflow: is not installed; pip install 'consilium-flare[mlflow]', or leave the option out")
 
 
 class Tracker:
-    """Hands a run's numbers to MLflow in a thread of its own. The first failure ends it, with one line for the observer."""
+    """Sends a run's numbers to MLflow from a thread of its own. The first failure ends this, with a warning to the observer."""
 
     def __init__(self, uri: str, folder: Path, config: JobConfig, observer: Observer) -> None:
         self._uri, self._folder, self._config, self._observer = uri, folder, config, observer
@@ -60,7 +60,7 @@ class Tracker:
         self._thread.start()
 
     def metrics(self, source: str, values: Mapping[str, float], step: int) -> None:
-        """Note numbers of a site, of the server or of all sites."""
+        """Send numbers of a site, of the server or of all sites to MLflow."""
         if self._over or not values:
             return
         now = int(time.time() * 1000)
@@ -74,7 +74,7 @@ class Tracker:
         self._todo.put(log)
 
     def close(self, finished: bool) -> None:
-        """Hand over the files of a `finished` run and end; wait for that, but not long."""
+        """Send the files of a `finished` run, and end. Wait for at most PATIENCE seconds."""
 
         def end(client: Any, run: str) -> None:
             stored = urlparse(client.get_run(run).info.artifact_uri).scheme
@@ -111,7 +111,7 @@ class Tracker:
             self._observer({"event": "warning", "text": text})
 
     def _begin(self) -> tuple[Any, str]:
-        """Return a client and the run's name in MLflow: the one of before the interruption, or a new one."""
+        """Return a client and MLflow's id of the run: of the interrupted run if there is one, else of a new run."""
         if urlparse(self._uri).scheme == "file":
             private_folder(Path(url2pathname(urlparse(self._uri).path)))
         from mlflow.entities import Param
@@ -139,27 +139,27 @@ class Tracker:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # it went to another MLflow before
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # the run was in another MLflow before
                 return None
             raise
         return run
 
 
 def metric_name(source: str, name: str) -> str:
-    """Return the name in MLflow of a metric of a site, of the server ("server") or of all sites, at most LONGEST_NAME long.
+    """Return a metric's name in MLflow, at most LONGEST_NAME characters. `source`: a site, "server", or the mean of sites.
 
-    One name that MLflow refuses would end the tracking of a run, so no part is empty or too long for a file's name in UTF-8.
+    A name that MLflow refuses would end the tracking of the run. So no part is empty, or too long for a file's name in UTF-8.
     """
     short = [tag(part)[:LONGEST_PART].strip(".") or "-" for part in (source.strip("()"), *flat_name(name).split("/"))]
     return "/".join(short)[:LONGEST_NAME].rstrip("/")
 
 
 def flat_name(name: str) -> str:
-    """Return a metric's name with a class behind a dot: in MLflow's file store "dice" and "dice/cup" cannot both be."""
+    """Return a metric's name with a dot before its class: MLflow's file store cannot have both "dice" and "dice/cup"."""
     key = MetricKey.parse(name)
     return name if key is None else str(MetricKey(key.split, key.stage, key.metric.replace("/", ".")))
 
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name, without those that are not set."""
+    """Return settings by dotted name, without None and {}."""
     return {name: value for name, value in dotted(values).items() if value is not None and value != {}}

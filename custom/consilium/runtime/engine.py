@@ -21,7 +21,7 @@ from consilium.runtime.run_loop import RunLoop, Take
 from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
 from consilium.runtime.site_probe import SiteProbe
 from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool, simulated_sites
-from consilium.server import initialization
+from consilium.server import run_start
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_run, former_state
 from consilium.server.masked_round import Asked, MaskedRounds, aggregate_for
@@ -92,7 +92,7 @@ def simulate(
 
 def _check_goes_on(job: Job, workspace: Path) -> None:
     """Raise ConsiliumError if this job cannot resume the run in `workspace`. It is called before any file is written."""
-    rounds = initialization.load_for_resume(workspace, job).state.round
+    rounds = run_start.load_for_resume(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
         what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
         raise ConfigError(f"{what}; start anew in another --workspace")

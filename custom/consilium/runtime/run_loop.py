@@ -105,10 +105,10 @@ class RunLoop:
         def score(payloads: Mapping[str, Payload]) -> None:
             ask(Kind.EVALUATE, payloads, crossing.accept, lambda: crossing.answered >= c.quorum)
 
-        score(crossing.shared())
+        score(crossing.shared_model_payloads())
         for owner in crossing.owners:
             ask(Kind.MODEL, {owner: None}, crossing.take_model, lambda: False)
-            score(crossing.model_payloads())
+            score(crossing.owner_model_payloads())
         crossing.finish()
 
     def finish(self) -> None:

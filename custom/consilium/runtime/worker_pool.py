@@ -15,7 +15,7 @@ from consilium.client.client import Client, perform
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, check_packages
-from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send
+from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send_by_value
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading
 from consilium.core.schema import validate
@@ -133,7 +133,7 @@ class Worker(ChildProcess):
         if self.waiting and not self.busy:
             self.busy = True
             with suppress(OSError):  # the worker has ended, which `_take` reports
-                send(self.pipe, self.waiting.popleft())
+                send_by_value(self.pipe, self.waiting.popleft())
 
 
 class WorkerPool:
@@ -159,7 +159,7 @@ class WorkerPool:
             dealt = {name: _with_gpu(sites[name], number) for name in names if self.of[name] is worker}
             setup = WorkerSetup(number, job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
             with suppress(OSError):
-                send(worker.pipe, setup)
+                send_by_value(worker.pipe, setup)
             worker.busy = True
 
     def __enter__(self) -> Self:
@@ -169,7 +169,7 @@ class WorkerPool:
         for worker in self.workers:
             if error[0] is None:
                 with suppress(OSError):
-                    send(worker.pipe, None)  # the worker then closes its files and ends
+                    send_by_value(worker.pipe, None)  # the worker then closes its files and ends
                     worker.process.join(5)
             worker.process.terminate()
         for worker in self.workers:
@@ -243,14 +243,14 @@ def work(pipe: connection.Connection) -> None:
     setup: WorkerSetup = receive(pipe)
 
     def tell(event: Mapping[str, Any]) -> None:
-        send(pipe, (None, dict(event)))
+        send_by_value(pipe, (None, dict(event)))
 
     members: dict[str, SimulatedSite] = {}
     with suppress(EOFError, OSError):
-        send(pipe, (setup.number, _result_or_failure(lambda: members.update(_make_sites(setup, tell)))))
+        send_by_value(pipe, (setup.number, _result_or_failure(lambda: members.update(_make_sites(setup, tell)))))
         while (question := receive(pipe)) is not None:
             site, *words = question
-            send(pipe, (site, _result_or_failure(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
+            send_by_value(pipe, (site, _result_or_failure(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
     for member in members.values():
         member.close()
 

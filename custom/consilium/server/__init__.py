@@ -1,1 +1,1 @@
-"""The server's side of a run: coordinator, aggregation, checks of results."""
+"""The server's side of a run: the coordinator, aggregation, and checks of messages from sites."""

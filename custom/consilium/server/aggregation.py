@@ -1,4 +1,7 @@
-"""A phase's results at the server: an exact running mean, or all of them where the strategy needs that."""
+"""Aggregation of a phase's results at the server, and the server optimizer's step.
+
+Results are aggregated in an exact running mean, or all of them are stored if the strategy or a robust mean needs that.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,38 +22,40 @@ from consilium.strategies.strategy import RoundResults, ServerState, SiteResult,
 from consilium.training.loop import make_optimizer, restore_optimizer, state_of
 
 # server optimizer ------------------------------------------------------------------------------------------------------
-# What stands between the sites' updates and a strategy's merge: a robust mean, and a server optimizer's step.
+# Between the sites' updates and the strategy's aggregate(): an optional robust mean, and the step of a server optimizer.
 #
-# Steps of DP-SGD over all sites have an optimizer of their own: PyTorch's, by the job's `training:` section.
+# DP-SGD steps over all sites use PyTorch's optimizer of the job's `training:` section instead.
 #
-# Optimizers, with D the mean update of the round, x the shared tensors, all of them per number:
+# Optimizers, elementwise, with D the mean update of the round and x the shared tensors:
 #
 #     momentum    m = beta1 m + D                 x = x + lr m
 #     adam        m = beta1 m + (1 - beta1) D     v = beta2 v + (1 - beta2) D^2
 #     yogi        m as adam's                     v = v - (1 - beta2) D^2 sign(v - D^2)
 #     adam, yogi                                  x = x + lr m / (sqrt(v) + tau)
 #
-# m = 0 and v = tau^2 at the start; no bias correction. (Flower's FedAdam starts v at 0 and corrects the bias.) A tensor has a
-# state of its own, which rests in a phase that does not train the tensor. All state is float64.
+# At the start m = 0 and v = tau^2. There is no bias correction. (Flower's FedAdam starts v at 0 and corrects the bias.) Each
+# tensor has its own state, which does not change in a phase that does not train the tensor. All state is float64.
 #
-#     median      of the sites' values, the mean of the middle two of an even number
-#     trimmed     the mean of what is left without the `trim` largest and smallest shares of the values
+# Robust means, elementwise:
+#
+#     median      the median of the sites' values; for an even number of sites, the mean of the middle two
+#     trimmed     the mean without the fraction `trim` of the largest and of the smallest values
 #
 # Source of FedAdam and FedYogi: S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan,
 # "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (source's formula; v = tau^2 is the least start it allows). Source
 # of FedAvgM: T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
 # Classification", arXiv 1909.06335, 2019 (source's formula; lr is ours, 1 in the paper). Source of median and trimmed mean: D.
 # Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML
-# 2018, Definitions 1 and 2. Our reading: of n sites, trim n is rounded up, and a value is left.
+# 2018, Definitions 1 and 2. Our choice: for n sites, trim * n is rounded up, but at least one value remains.
 
 FIRST, SECOND = "first", "second"
-"""What the optimizer's state is called in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
+"""Prefixes of names in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
 
 
 def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
-    """Return what the job's optimizer at the server makes of a mean update, as `step` does.
+    """Apply the job's server optimizer to a mean update. Return the state with new moments, and the step to add.
 
-    What travels and is not trained, as FedDBE's mean of features, is not a descent: it is added as it is.
+    Tensors that are shared but not trained, such as FedDBE's mean of features, are added unchanged.
     """
     config = job.config
     if config.dpsgd is not None and config.dpsgd.trust == "distributed":
@@ -63,7 +68,10 @@ def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, T
 
 
 def merged(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
-    """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
+    """Return the next state after aggregating `mean`. Raises ConsiliumError if the result has NaN or Inf, or an error occurs.
+
+    `state` is not changed.
+    """
     try:
         after = job.strategy.aggregate(*advance(job, state, mean))
     except RuntimeError as error:  # a decomposition that does not converge
@@ -77,23 +85,23 @@ def merged(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
 
 
 def step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
-    """Return the state with the optimizer's new moments, and what the strategy is to add in place of the mean, float64.
+    """Return the state with the optimizer's new moments, and the step that the strategy adds instead of the mean, float64.
 
-    An update of a smaller shape than its tensor, as dp_dylora's, is of the tensor's leading rows and columns.
+    An update with a smaller shape than its tensor (as with dp_dylora) applies to the tensor's leading rows and columns.
     """
     if config.optimizer is None:
         return state, mean
     kept, steps = dict(state.optimizer), dict[str, Tensor]()
     for name, update in mean.items():
-        steps[name] = _advance(config, kept, name, state.shared[name], update.double())
+        steps[name] = _tensor_step(config, kept, name, state.shared[name], update.double())
     return replace(state, optimizer=kept), steps
 
 
 def gradient_step(config: TrainingConfig, state: ServerState, descent: Tensors) -> tuple[ServerState, Tensors]:
-    """Return what `training.optimizer` makes of a step of DP-SGD over all sites, and its new state, as `step` does.
+    """Apply `training.optimizer` to one DP-SGD step over all sites. Return the state with its new state, and the step to add.
 
-    `descent`: minus the noisy gradient, float64. It is PyTorch's optimizer with the state of all steps before, so that one
-    step here is one step of training on all data in one place.
+    `descent`: minus the noisy gradient, float64. The optimizer is PyTorch's, with the state of all earlier steps. So one step
+    here equals one step of training on pooled data.
     """
     parameters = {name: nn.Parameter(state.shared[name].clone()) for name in descent}
     for name, parameter in parameters.items():
@@ -105,15 +113,15 @@ def gradient_step(config: TrainingConfig, state: ServerState, descent: Tensors) 
     return replace(state, optimizer=state.optimizer | state_of(optimizer, list(parameters))), steps
 
 
-def _advance(config: ServerConfig, kept: Tensors, name: str, whole: Tensor, update: Tensor) -> Tensor:
-    """Return one tensor's step, and write its new moments into `kept`."""
+def _tensor_step(config: ServerConfig, kept: Tensors, name: str, whole: Tensor, update: Tensor) -> Tensor:
+    """Return the step of one tensor, and store its new moments in `kept`."""
     part = tuple(slice(size) for size in update.shape)
-    first = _moment(kept, f"{FIRST}/{name}", whole, 0.0)[part]
+    first = _copy_moment(kept, f"{FIRST}/{name}", whole, 0.0)[part]
     share = 1.0 if config.optimizer == "momentum" else 1 - config.beta1
     first.mul_(config.beta1).add_(update, alpha=share)
     if config.optimizer == "momentum":
         return config.step_size * first
-    second, square = _moment(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
+    second, square = _copy_moment(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
     if config.optimizer == "adam":
         second.mul_(config.beta2).add_(square, alpha=1 - config.beta2)
     else:
@@ -121,15 +129,15 @@ def _advance(config: ServerConfig, kept: Tensors, name: str, whole: Tensor, upda
     return config.step_size * first / (second.sqrt() + config.tau)
 
 
-def _moment(kept: Tensors, name: str, whole: Tensor, start: float) -> Tensor:
-    """Put a copy of a moment, or its start, into `kept` and return it, to be changed in place."""
+def _copy_moment(kept: Tensors, name: str, whole: Tensor, start: float) -> Tensor:
+    """Store a copy of a moment, or its initial value, in `kept`. Return it, to be changed in place."""
     before = kept.get(name)
     kept[name] = torch.full(whole.shape, start, dtype=torch.float64) if before is None else before.clone()
     return kept[name]
 
 
 def robust_mean(config: ServerConfig, updates: Sequence[Tensors]) -> Tensors:
-    """Return the median or trimmed mean of updates, float64, whatever their order. Raises RefusedError for none."""
+    """Return the median or trimmed mean of updates, float64, independent of their order. Raises RefusedError for no update."""
     if not updates:
         raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
     count = len(updates)
@@ -142,21 +150,21 @@ def robust_mean(config: ServerConfig, updates: Sequence[Tensors]) -> Tensors:
 # aggregation -----------------------------------------------------------------------------------------------------------
 
 MEAN_UNIT = UNIT
-"""Grid of the exact mean: updates are rounded to multiples of this before they are summed."""
+"""The grid of the exact mean. Updates are rounded to multiples of it before they are summed."""
 
 PARTIES = 1024
-"""How many updates a mean has room for by default."""
+"""The default number of updates for which a mean leaves room."""
 
 
 Piece = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and shapes of the tensors whose numbers are summed in one."""
+"""Names and shapes of the tensors that are concatenated and summed as one vector."""
 
 
 class ExactMean:
-    """Weighted mean that keeps one running sum and does not depend on the order of arrival.
+    """A weighted mean with one running sum. The result does not depend on the order of arrival.
 
-    Updates are summed as 64-bit integers in units of `MEAN_UNIT`: integer addition never rounds, so it is associative.
-    Memory: one int64 number for each of an update's, however many sites report.
+    Updates are summed as 64-bit integers in units of `MEAN_UNIT`. Integer addition never rounds, so it is associative. The
+    memory is one int64 per number of an update, for any number of sites.
     """
 
     def __init__(self, parties: int = PARTIES) -> None:
@@ -164,16 +172,15 @@ class ExactMean:
         self._weight, self._parties = 0.0, parties
 
     def add(self, update: Tensors, weight: int) -> None:
-        """Add one site's update with a positive integer weight. Raises RefusedError, adding nothing, if it cannot be exact.
+        """Add one site's update with a positive integer weight. int64 tensors are in units already.
 
-        Tensors of int64 are in units already.
-
-        Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, in any order of arrival.
+        Raises RefusedError and adds nothing if a value is NaN or too large. Each of the `parties` may use an equal part of the
+        range of 62 bits, so that one update never makes another overflow, in any order of arrival.
         """
         pieces = {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in concat_small(update)}
         units = {piece: MEAN_UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
         tops = [float(t.abs().max()) * units[piece] for piece, t in pieces.items() if t.numel()]
-        if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # so is NaN refused
+        if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # refuses NaN too
             largest = next((top for top in tops if math.isnan(top)), max(tops))
             raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
         for piece, numbers in pieces.items():
@@ -183,12 +190,12 @@ class ExactMean:
         self._weight += weight
 
     def put(self, sums: Tensors, weight: float) -> None:
-        """Take sums that were made elsewhere: int64 in units of `MEAN_UNIT`, and their weights' (or another divisor)."""
+        """Set the sums to `sums` (int64 in units of `MEAN_UNIT`), and their divisor to `weight`."""
         self._sums = {((name, tuple(total.shape)),): total.reshape(-1) for name, total in sums.items()}
         self._names, self._weight = dict.fromkeys(sums), weight
 
     def value(self) -> Tensors:
-        """Return the mean in float64, {} of empty updates. Raises RefusedError if nothing was added."""
+        """Return the mean in float64, {} for empty updates. Raises RefusedError if nothing was added."""
         return {name: total.double().mul_(MEAN_UNIT / self._weight) for name, total in self.sums().items()}
 
     def sums(self) -> Tensors:
@@ -203,14 +210,14 @@ class ExactMean:
 
 
 class RoundAggregate:
-    """One phase's results as they come in: a running mean, or all of them where the strategy or a robust mean needs that."""
+    """Collects one phase's results: as a running mean, or all of them if the strategy or a robust mean needs that."""
 
     def __init__(self, strategy: Strategy, server: ServerConfig | None = None) -> None:
         self.strategy, self.server = strategy, server or ServerConfig()
         self.reset()
 
     def reset(self, parties: int = PARTIES) -> None:
-        """Forget everything added; there is room for the results of so many `parties`."""
+        """Forget everything added, and leave room for the results of `parties` sites."""
         self._mean = ExactMean(parties)
         self._uploads: dict[str, SiteResult] = {}
 
@@ -222,7 +229,7 @@ class RoundAggregate:
             self._mean.add(update.tensors, weight)
 
     def take(self) -> RoundResults:
-        """Return the mean, or the results in the order of sites' names, and forget them."""
+        """Return the mean, or all results in the order of sites' names if the strategy needs them; forget them."""
         if self.strategy.traits.needs == "sums":
             return self.mean()
         uploads = {name: self._uploads[name] for name in sorted(self._uploads)}
@@ -236,7 +243,7 @@ class RoundAggregate:
         return sums
 
     def mean(self) -> Tensors:
-        """Return the mean update so far, float64, as the job's `server.mean` says, and forget what was added."""
+        """Return the mean update in float64, by the job's `server.mean`, and forget the results."""
         updates = [result.update.tensors for result in self._uploads.values()]
         mean = robust_mean(self.server, updates) if self.server.robust else self._mean.value()
         self.reset()
@@ -244,7 +251,7 @@ class RoundAggregate:
 
 
 def penalized(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the loss with and without the strategy's penalty, means over the sites that send both; {} where none does."""
+    """Return the loss with and without the strategy's penalty, as means over the sites that report both; {} if none does."""
     told = [one for one in trained if TRAIN_PENALTY in one and TRAIN_LOSS in one]
     if not told:
         return {}

@@ -1,6 +1,6 @@
 """The server's checks of a site's messages: hello, results, scores. A refused message never ends the round.
 
-The messages come from another machine: types are checked before values are touched, and no text of a site is quoted whole.
+The messages come from another machine. So types are checked before values are used, and a site's text is never quoted whole.
 """
 
 import math
@@ -26,19 +26,19 @@ from consilium.report.plain_files import LARGEST
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
 SMALLEST = 1e-3
-"""The fewest ranks a layer that a site may offer on average."""
+"""The smallest average number of ranks per layer that a site may report as its capacity."""
 SAMPLES = 10**9
-"""The most training samples that a site may report."""
+"""The largest number of training samples that a site may report."""
 _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
-"""A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
+"""The form of a site's name. It becomes a folder in TensorBoard and a part of tensor names in the checkpoint."""
 MOST_NAMED = 5
-"""Sites that an error names, of those that gave one reason."""
+"""The largest number of sites that an error names for one reason."""
 
 
 def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
-    """Raise RefusedError unless every value has its kind and range, and versions may take part with the server's.
+    """Raise RefusedError unless every value of a hello has its type and range, and its versions fit the server's.
 
-    `packages`: the other packages that the job's kinds come from at the server, with their versions.
+    `packages`: the packages that define the job's kinds at the server, with their versions.
     """
     if (
         not isinstance(hello.name, str)
@@ -49,7 +49,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
     check_versions(hello)
     name = hello.name
-    # types first: an object of a site could claim to be equal
+    # types first, because an object from a site could define its own equality
     texts = type(hello.plugins) is dict and all(type(word) is str for pair in hello.plugins.items() for word in pair)
     if not texts or hello.plugins != packages:
         wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
@@ -73,10 +73,10 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
 
 
 def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless `result` is an update in answer to `sent`, and of a likely size."""
+    """Raise RefusedError unless `result` is an update that answers `sent`, with a plausible norm."""
     check_result(job, result)
     expected = upload_shapes(job.strategy, sent)
-    if job.config.secure_aggregation is not None:  # of a masked update only its length can be seen
+    if job.config.secure_aggregation is not None:  # only the length of a masked update is visible
         length, size = tuple(result.tensors[MASKED].shape), size_of(layout(expected))
         if length != (size,):
             raise RefusedError(f"masked update has shape {length}, not {(size,)}")
@@ -88,27 +88,27 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
 
 
 def check_result(job: Job, result: Payload) -> None:
-    """Raise RefusedError unless tensors and scalars are exactly what the strategy uploads, and metrics such as the task has.
+    """Raise RefusedError unless `result` has exactly the tensors and scalars that the strategy uploads, and known metrics.
 
-    Tensors: by name, plain, of the adapter's own type and finite. Numbers: real and finite.
+    Tensors must be plain, finite, and of the adapter's type. Numbers must be real and finite.
     """
     masked, names = job.config.secure_aggregation, job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
     expected = {MASKED: torch.int64} if masked else {name: job.initial[name].dtype for name in names}
     if wrong := set(expected) ^ result.tensors.keys():
-        raise RefusedError(f"tensor {_first(wrong)!r} is {'missing' if wrong & set(expected) else 'not expected'}")
+        raise RefusedError(f"tensor {_first_name(wrong)!r} is {'missing' if wrong & set(expected) else 'not expected'}")
     for name, dtype in expected.items():
         _check_tensor(name, result.tensors[name], dtype)
     _check_finite(result.tensors)
     if wrong := result.scalars.keys() ^ job.strategy.traits.upload_scalars:
         missing = wrong & job.strategy.traits.upload_scalars
-        raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
+        raise RefusedError(f"scalar {_first_name(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
     _check_numbers("scalar", result.scalars)
     _check_seal(result)
     _check_metrics(job, result.metrics)
 
 
 def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
-    """Raise RefusedError unless `result` is nothing but the scores of the evaluation at this place."""
+    """Raise RefusedError unless `result` has only the scores of the evaluation in this round and phase."""
     if (result.round, result.phase) != (round, phase):
         raise RefusedError("stale: the evaluation of another round; it is not recorded")
     if result.tensors or result.scalars:
@@ -118,9 +118,9 @@ def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
 
 
 def check_shared_model(job: Job, result: Payload) -> None:
-    """Raise RefusedError unless `result` is a site's whole model, for other sites to score: known names, finite numbers."""
+    """Raise RefusedError unless `result` is one site's whole model, with known names and finite numbers, to be scored."""
     if extra := [name for name in result.tensors if not isinstance(name, str) or not is_adapter_tensor(name, job.initial)]:
-        raise RefusedError(f"tensor {_first(extra)!r} is none of the adapter's")
+        raise RefusedError(f"tensor {_first_name(extra)!r} is none of the adapter's")
     for name, tensor in result.tensors.items():
         own = job.initial.get(name)
         _check_tensor(name, tensor, torch.float32 if own is None else own.dtype)
@@ -141,7 +141,7 @@ def _check_seal(result: Payload) -> None:
 
 
 def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
-    """Raise RefusedError unless it holds numbers of `dtype`, no more than its memory has room for."""
+    """Raise RefusedError unless `tensor` is a plain CPU tensor of `dtype` that claims no more numbers than it contains."""
     if (
         type(tensor) is not Tensor
         or tensor.requires_grad
@@ -157,17 +157,17 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
 
 
 def _check_finite(tensors: Tensors) -> None:
-    """Raise RefusedError where one of them, each of which `_check_tensor` has seen, holds NaN or Inf."""
+    """Raise RefusedError if a tensor has NaN or Inf. `_check_tensor` must have checked each tensor before."""
     if wrong := non_finite(tensors):
-        raise RefusedError(f"tensor {_first(wrong)!r} has NaN or Inf")
+        raise RefusedError(f"tensor {_first_name(wrong)!r} has NaN or Inf")
 
 
 def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
-    """Raise RefusedError for an update far larger than the adapter: one site's fault would ruin the mean for all.
+    """Raise RefusedError for an update far larger than the adapter: one site's error would ruin the mean for all sites.
 
-    The measure is the whole adapter as all sites started from it: one that grew with what was accepted would let a site push
-    further every round. For one that starts at 0 throughout, 1 stands in its place. Site-level noise is large by design: what
-    it is expected to add is allowed for.
+    The norm is compared with that of the initial adapter (1 if that is 0). The norm of the current adapter would grow with
+    accepted updates, so a site could send larger ones each round. Site-level noise is large by design, so its expected norm is
+    added to the limit.
     """
     adapter, update = job.norm or 1.0, norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
@@ -179,10 +179,10 @@ def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
 
 
 def _check_metrics(job: Job, metrics: Mapping[str, Any]) -> None:
-    """Raise RefusedError unless every metric is one that the guard of an honest site lets out, and a real number."""
+    """Raise RefusedError unless every metric is a real number that the guard of an honest site may release."""
     known: Set[str] = allowed_metrics(metric_names(job.config))
     if extra := metrics.keys() - known:
-        raise RefusedError(f"metric {_first(extra)!r} is none of the job's")
+        raise RefusedError(f"metric {_first_name(extra)!r} is none of the job's")
     _check_numbers("metric", metrics)
 
 
@@ -193,17 +193,20 @@ def _check_numbers(kind: str, values: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether it is a number that neither a record nor a picture stumbles over; NaN is not."""
+    """Tell whether a value is a number that records and pictures can represent. NaN is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def _first(names: Iterable[Any]) -> str:
-    """Return one of the names, the same every time, as it may be quoted."""
+def _first_name(names: Iterable[Any]) -> str:
+    """Return the first name in alphabetical order, sanitized for a message."""
     return min(shown(name, 80) for name in names)
 
 
 def check_next(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
-    """Raise ConsiliumError where merge returned no next state: the sites would refuse it oddly, or the run would never end."""
+    """Raise ConsiliumError if the strategy's aggregate() returned no valid next state.
+
+    Otherwise the sites would refuse it for an unclear reason, or the run would never end.
+    """
     who = f"strategy {strategy.name!r}: aggregate()"
     if not isinstance(merged, ServerState):
         raise ConsiliumError(f"{who} returned {type(merged).__name__}; return the next ServerState")
@@ -211,7 +214,7 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
         raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().aggregate(), which counts")
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
         raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is not a tensor; write torch.tensor(...)")
-    if strategy.traits.needs == "sums":  # one that sees single sites may send each another set of tensors
+    if strategy.traits.needs == "sums":  # others may send each site a different set of tensors
         if lost := state.shared.keys() - merged.shared.keys():
             raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
         for name, tensor in state.shared.items():
@@ -221,9 +224,9 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
 
 
 def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
-    """Return which sites did `what` and why, as the beginning of a sentence about what follows from it; "" for none.
+    """Return which sites did `what` and why, as the beginning of a message that continues with the consequence; "" for none.
 
-    Sites with one reason are named together.
+    Sites with the same reason are named together.
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(reasons.items()):
@@ -234,10 +237,9 @@ def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
 
 
 def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
-    """Return the remedy for a round that too few of the `asked` sites answered, by the last refusal `reasons` of the others.
+    """Return the remedy for a round that too few of the `asked` sites answered. `reasons`: by site, its last refusal.
 
-    A site that is ahead of this checkpoint, or has lost what it must know of the run, stays so, whoever of the others comes
-    back.
+    A site that is ahead of this checkpoint, or has lost its record of the run, cannot take part again, even if others return.
     """
     ahead, lost = (list(reasons.values()).count(word.text) for word in (Reason.TASK, Reason.LEDGER))
     if ahead + lost and len(asked) - ahead - lost < quorum:

@@ -1,4 +1,4 @@
-"""The server's side of one run: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
+"""The coordinator of one run at the server: registers sites, samples them, accepts results, ends rounds, writes checkpoints."""
 
 import json
 import math
@@ -25,43 +25,43 @@ from consilium.privacy.guard.release_checks import geometries, noised_sum, sent_
 from consilium.privacy.mechanism import Geometry, in_reals, privatize, restored
 from consilium.privacy.plan import Plan, make_plan, not_private
 from consilium.privacy.randomness import Randomness
-from consilium.report.run_log import RunLog
+from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
-from consilium.server import initialization
+from consilium.server import run_start
 from consilium.server.aggregation import RoundAggregate, merged, penalized
 from consilium.server.checks import check_evaluation, check_hello, check_update, next_step, refusals
-from consilium.server.early_stopping import ending, unheard, validated
-from consilium.server.initialization import Saved, server_start
+from consilium.server.early_stopping import early_end, no_score_warning, record_validation
+from consilium.server.run_start import Saved, server_start
 from consilium.server.statistics_round import StatisticsRound
 from consilium.strategies.strategy import RoundResults, SiteResult, scaling_of
 
 # ledger seals ----------------------------------------------------------------------------------------------------------
 # The last seal of each site's privacy ledger that the server has received, over all runs.
 #
-# A site cannot detect that its ledger and records were restored together from an older state. The server sends the seal with
-# its next hello (Coordinator), and the site looks for it in its ledger (ledger.py).
+# A site cannot detect that its ledger and records were restored together from an older state. So the server sends the seal with
+# its next hello, and the site looks for it in its ledger (ledger.py).
 
 FILE = "seals.json"
-"""In the server kit's folder of ours: {site: seal}."""
+"""The file with the last seal of each site, {site: seal}, in the server kit's folder for consilium."""
 
 
 class Seals:
-    """The seals in one file, for any number of processes; without a `path` none are kept, as in a simulation.
+    """The seals in one file, for any number of processes. Without a `path`, as in a simulation, no seals are stored.
 
-    A file that cannot be read or written costs the sites this check, and no job.
+    If the file cannot be read or written, sites lose this check, but jobs continue.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
 
     def note(self, site: str, seal: str) -> None:
-        """Keep the seal that a site has just sent; "" is that of a ledger without rows, which says nothing."""
+        """Store the seal that a site has just sent. "", the seal of an empty ledger, is not stored."""
         if self._path and seal and self.of(site) != seal:
             with suppress(OSError), locked(self._path.parent):
                 write_atomic(self._path, json.dumps(self._read() | {site: seal}).encode())
 
     def of(self, site: str) -> str:
-        """Return the last seal of a site; "" where none is known."""
+        """Return the last seal of a site; "" if none is known."""
         return self._read().get(site, "")
 
     def _read(self) -> dict[str, str]:
@@ -76,11 +76,11 @@ class Seals:
 
 
 class Coordinator:
-    """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
+    """Coordinates one run. Both engines (in-process and FLARE) call the same methods in the same order.
 
-    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs;
-    `seals`: the last seals of sites' ledgers, over all runs.
-    welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
+    The order is welcome* -> (start -> accept* -> conclude) until done -> final_payloads -> accept_final* -> finish. welcome and
+    accept may be called from several threads. `own`: the server's settings: the base's checkpoint, for strategies that start
+    from its weights, and the place of run tracking; `seals`: the last seals of sites' ledgers, over all runs.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Coordinator:
         self._results: dict[str, SiteResult] = {}
         self.accepted, self._trained, self.reasons = set[str](), list[dict[str, float]](), dict[str, str]()
         self.declined: dict[str, str] = {}
-        """Why sites may not join, or did not, by name."""
+        """By site, why it may not join or did not join."""
         self._lock = threading.Lock()
         self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        saved = initialization.load_for_resume(folder, job) if resume else self._fresh(own)
+        saved = run_start.load_for_resume(folder, job) if resume else self._new_run(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             for changed in self.log.resumed(self.state):
@@ -116,9 +116,9 @@ class Coordinator:
                 observer({"event": "warning", "text": text})
         else:
             self.log.trains(job.strategy, job.initial)
-            self._save()  # a run interrupted in its first round resumes under its own name, so that no site pays twice
+            self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
 
-    def _fresh(self, own: SiteConfig) -> Saved:
+    def _new_run(self, own: SiteConfig) -> Saved:
         """Return the state of a new run."""
         start = server_start(self.job, own)
         if start.adapter:
@@ -127,27 +127,27 @@ class Coordinator:
 
     @property
     def done(self) -> bool:
-        """True after the last round, at an early end, and always where there is no round."""
+        """True after the last round, after early stopping, and for a job without rounds."""
         config, over = self.job.config, self.state.round >= self.job.config.training.rounds
-        return not config.trains or over or ending(config, self.state, self.validations) is not None
+        return not config.trains or over or early_end(config, self.state, self.validations) is not None
 
     @property
     def quorum(self) -> int:
-        """How many results a round needs; a centralized reference run has a single, pooled site."""
+        """The number of results that a round needs. A centralized reference run has one pooled site, so it needs 1."""
         return 1 if self.job.strategy.traits.pools_data else self.job.config.federation.min_sites
 
     @property
     def has_quorum(self) -> bool:
-        """True once this phase has enough accepted results."""
+        """True if this phase has enough accepted results."""
         return len(self.accepted) >= self.quorum
 
     @property
     def trainers(self) -> dict[str, SiteInfo]:
-        """The sites that rounds may ask and that count for the quorum: not those that only test."""
+        """The sites that train and count for the quorum: all except those that only test."""
         return {name: site for name, site in self.sites.items() if site.num_samples}
 
     def welcome(self, hello: Hello) -> None:
-        """Register a site. Raises RefusedError, whose text is for the site's log, if the site cannot take part."""
+        """Register a site. Raises RefusedError, with a text for the site's log, if the site cannot take part."""
         check_hello(hello, self.job.config.packages)
         named = self.job.config.model.checkpoint_sha256
         if (wanted := named or self.checkpoint) is not None and hello.checkpoint != wanted:
@@ -168,14 +168,17 @@ class Coordinator:
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def start(self, names: Collection[str] = ()) -> dict[str, Payload]:
-        """Begin a phase, of the sites `names` if given: return everybody's payload. Raises ConsiliumError under the quorum."""
+        """Begin a phase, with the sites `names` if given; return the payload of each site.
+
+        Raises ConsiliumError if there are fewer sites than the quorum.
+        """
         with self._lock:
             if len(self.trainers) < self.quorum:
                 have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
                 raise ConsiliumError(f"round {self.state.round}: {refusals(out, 'refused')}{have}; {step}")
-            self.asked = {name: self.sites[name] for name in names or self._sample()}
+            self.asked = {name: self.sites[name] for name in names or self._sample_sites()}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
@@ -183,7 +186,7 @@ class Coordinator:
             for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
                 self.observer({"event": "warning", "text": warning})
             if self.plan is not None:
-                shapes = upload_shapes(self.job.strategy, self._payload())
+                shapes = upload_shapes(self.job.strategy, self._common_payload())
                 warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.asked))
                 self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
         place = {
@@ -199,7 +202,7 @@ class Coordinator:
         return dict(self.sent)
 
     def evaluation_payloads(self) -> dict[str, Payload]:
-        """Return, by site, the payload of each that does not train in this round and is to evaluate (`fraction_evaluate`)."""
+        """Return, by site, the payloads for sites that evaluate but do not train in this round (`fraction_evaluate`)."""
         if self.state.phase:
             return {}
         names = sorted(self.trainers.keys() - self.asked.keys())
@@ -208,7 +211,7 @@ class Coordinator:
         return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
 
     def accept_held_out(self, name: str, result: Payload) -> str | None:
-        """Store the metrics of a site that was held out of this round. Returns None, or why they were refused."""
+        """Store the metrics of a site that does not train in this round. Return None, or why they were refused."""
         try:
             check_evaluation(self.job, result, self.state.round, HELD_OUT)
         except RefusedError as refusal:
@@ -217,19 +220,19 @@ class Coordinator:
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
-    def _sample(self) -> list[str]:
-        """Return this round's cohort: the same for all its phases, fixed by seed and round."""
+    def _sample_sites(self) -> list[str]:
+        """Return the sites that train in this round. They follow from seed and round, so all phases have the same."""
         names, config = sorted(self.trainers), self.job.config
         count = min(len(names), max(self.quorum, math.ceil(config.federation.fraction_train * len(names))))
         return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
 
     def accept(self, name: str, result: Payload) -> str | None:
-        """Add one site's result to the round. Returns None, or why it was refused; a refusal never stops the round."""
+        """Add one site's result to the round. Return None, or why it was refused. A refusal never stops the round."""
         with self._lock:
             try:
                 sent = self.check(name, result)
                 weight = self.job.config.weight(self.asked[name].num_samples)
-                self.aggregate.add(self.asked[name], self._clipped(result), weight, sent)
+                self.aggregate.add(self.asked[name], self._clip_again(result), weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             if self.job.config.diagnostics.deviation:
@@ -243,10 +246,13 @@ class Coordinator:
         return None
 
     def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
-        """Note why a site has no usable answer, or may not join; return it, bounded. `word`: the kind of a site's own text."""
+        """Record why a site has no usable answer or may not join (`joining`). Return the reason, cut to 1,000 characters.
+
+        `word`: the Reason, if the text comes from the site itself.
+        """
         reason = shown(reason, 1000)
         told = self.declined if joining else self.reasons
-        told[name] = word.text if word else reason  # other people see the kind alone: a site's own text may name data
+        told[name] = word.text if word else reason  # others see only the Reason: a site's text may name data
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
@@ -254,7 +260,7 @@ class Coordinator:
         return reason
 
     def check(self, name: str, result: Payload) -> Payload:
-        """Return the payload that the site was sent in this phase. Raises RefusedError unless the result answers it."""
+        """Return the payload that was sent to the site in this phase. Raises RefusedError unless the result answers it."""
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
         if (result.round, result.phase) != (self.state.round, self.state.phase):
@@ -266,36 +272,39 @@ class Coordinator:
         return sent
 
     def conclude(self, seen: Mapping[str, float] | None = None) -> None:
-        """End the phase: merge, write the checkpoint, log the measurements `seen`. Raises ConsiliumError under the quorum."""
+        """End the phase: aggregate, write the checkpoint, and log the measurements `seen`.
+
+        Raises ConsiliumError if there are fewer results than the quorum, or if they cannot be aggregated.
+        """
         config = self.job.config
         with self._lock:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 step = next_step(self.reasons, self.asked, self.quorum)
                 raise ConsiliumError(f"round {self.state.round}: {refusals(self.reasons)}{few}; {step}")
-            if plan := self._central:  # sigma S of noise over the number of sites that answered
+            if plan := self._central:  # noise of sigma S on the sum, then divided by the number of results
                 noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
                 means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}
-                mean: RoundResults = restored(self._maps(noised), means)
+                mean: RoundResults = restored(self._whitening_maps(noised), means)
             else:
                 mean = self.aggregate.take()
-            self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
+            self.log.concluded(self.state, sorted(self.accepted), self._epsilon_after_phase(), mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
             if config.diagnostics.deviation:
                 curves |= deviation(self.job.strategy, self.state, self._results, config.adapter.product_scaling)
             self.log.diagnostics(self.state, curves | dict(seen or {}))
             after = merged(self.job, self.state, mean)
             place = config, self.job.strategy, self.state
-            self.validations = validated(*place, self.validations, self._trained)
-            if warning := unheard(*place, self.validations):
+            self.validations = record_validation(*place, self.validations, self._trained)
+            if warning := no_score_warning(*place, self.validations):
                 self.observer({"event": "warning", "text": warning})
             self.state = after
             self.log.figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
-            self._save()
+            self._write_checkpoint()
             self.asked, self.sent, self._results = {}, {}, {}
 
-    def _epsilon(self) -> float | None:
-        """Return the epsilon that a site which answered every phase has spent after this one; None without a plan."""
+    def _epsilon_after_phase(self) -> float | None:
+        """Return the epsilon, after this phase, of a site that answered every phase; None without a plan."""
         if self.plan is None:
             return None
         before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
@@ -303,34 +312,37 @@ class Coordinator:
 
     @property
     def _central(self) -> Plan | None:
-        """The plan by which the server adds the noise (trust central), None where it adds none."""
+        """The plan if the server adds the noise (trust central), otherwise None."""
         return self.plan if self.plan and self.plan.config.trust == "central" else None
 
-    def _clipped(self, result: Payload) -> Payload:
-        """Return a result as it is summed. Where the server adds the noise, single updates are coordinates on the grid.
+    def _clip_again(self, result: Payload) -> Payload:
+        """Return a result in the form in which it is summed.
 
-        They are clipped again, in integers: sites clip, but send float32. Raises RefusedError.
+        With trust central and without masks, that is whitened coordinates on the grid, clipped once more in integers, because
+        sites clip but send float32. Raises RefusedError for values that are not finite.
         """
         plan = self._central
         if plan is None or sent_as_sums(self.job.config):
             return result
-        coordinates, _ = privatize(result.tensors, self._maps(result.tensors), plan.config.clip, 0, each=plan.by_tensor)
+        coordinates, _ = privatize(
+            result.tensors, self._whitening_maps(result.tensors), plan.config.clip, 0, each=plan.by_tensor
+        )
         return replace(result, tensors=coordinates)
 
-    def _maps(self, tensors: Tensors) -> dict[str, Geometry]:
-        """Return the whitening of what this phase sums."""
+    def _whitening_maps(self, tensors: Tensors) -> dict[str, Geometry]:
+        """Return the whitening maps of the tensors that this phase sums."""
         public = self.state.shared | self.state.initial
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
 
     def final_payloads(self) -> dict[str, Payload]:
-        """Return each registered site's payload for the final evaluation. Record an early end of the rounds first."""
-        if ended := ending(self.job.config, self.state, self.validations):
+        """Record early stopping, if the run ended so, and return the payload of each site for the final evaluation."""
+        if ended := early_end(self.job.config, self.state, self.validations):
             self.log.ended(ended)
             self.observer({"event": "ended", **ended})
         return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
 
     def accept_final(self, name: str, result: Payload) -> str | None:
-        """Keep a site's final metrics. Returns None, or why they were refused."""
+        """Store a site's final metrics. Return None, or why they were refused."""
         try:
             check_evaluation(self.job, result, self.state.round, self.state.phase)
         except RefusedError as refusal:
@@ -341,7 +353,7 @@ class Coordinator:
         return None
 
     def finish(self) -> None:
-        """Write the results of a run that came to its end, and its adapter where the server has a whole one."""
+        """Write the results of a finished run, and the adapter if the server has a complete one."""
         self.log.finish(self.plan)
         strategy = self.job.strategy
         if self.job.config.trains and strategy.traits.needs == "sums" and not keeps_local(strategy, self.job.initial):
@@ -355,9 +367,9 @@ class Coordinator:
         """Close the run's files."""
         self.log.close()
 
-    def _payload(self) -> Payload:
-        """Return what any site is sent now; for strategies that send all of them the same."""
+    def _common_payload(self) -> Payload:
+        """Return the payload that any site would get now, for strategies that send all sites the same."""
         return self.job.strategy.payload(self.state, SiteInfo("", 1, joined=True))
 
-    def _save(self) -> None:
-        initialization.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))
+    def _write_checkpoint(self) -> None:
+        run_start.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

@@ -1,4 +1,4 @@
-"""A cross-site job at the server: every site scores the models of a finished run. Only scores come back."""
+"""A cross-site job at the server: every site scores the models of a finished run and returns only the scores."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,16 +12,16 @@ from consilium.core.messages import MetricKey, Payload, Stage
 from consilium.federation.job import Job
 from consilium.privacy.guard.release_checks import MODELS
 from consilium.report.results_table import SHARED, cross_site_matrix
-from consilium.server import initialization
+from consilium.server import run_start
 from consilium.server.checks import check_evaluation, check_shared_model
 from consilium.server.coordinator import Coordinator
-from consilium.server.early_stopping import ending
-from consilium.server.initialization import Saved
+from consilium.server.early_stopping import early_end
+from consilium.server.run_start import Saved
 from consilium.tasks.registry import TASKS
 
 
 def former_run(config: JobConfig, workspace: Path) -> Path | None:
-    """Return the folder of the run that a cross-site job scores: beside the workspace. None where it is not there."""
+    """Return the folder of the run that a cross-site job scores, which is beside `workspace`; None if there is none."""
     folder = workspace.resolve().parent / config.cross_site.run if config.cross_site else None
     return folder if folder and folder.is_dir() else None
 
@@ -29,7 +29,8 @@ def former_run(config: JobConfig, workspace: Path) -> Path | None:
 def former_state(job: Job, former: Path | None) -> Saved | None:
     """Return the last state of the run that a cross-site job scores; None for any other job.
 
-    `former`: the run's folder, None where there is none. Raises ConfigError for a run that has not ended, or of another job.
+    `former`: the run's folder, or None. Raises ConfigError if there is no such run, if it has not ended, or if it is of another
+    job.
     """
     if (section := job.config.cross_site) is None:
         return None
@@ -39,11 +40,11 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
         raise ConfigError(f"{where}: {what}; give an experiment that has, in a simulation a folder beside the workspace")
     for config in former_jobs(job.config):
         try:
-            saved = initialization.read(former, replace(job, config=config))
+            saved = run_start.read(former, replace(job, config=config))
         except CheckpointError as error:
             why = str(error)
             continue
-        early = ending(job.config, saved.state, saved.validations)
+        early = early_end(job.config, saved.state, saved.validations)
         if saved.state.round != job.config.training.rounds and not early:
             raise ConfigError(f"training.rounds: {job.config.training.rounds}: {where} had {saved.state.round}; write that")
         return saved
@@ -51,9 +52,10 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
 
 
 class CrossSites:
-    """Drives a cross-site job; both engines call the same methods in the same order.
+    """Coordinates a cross-site job. Both engines call the same methods in the same order.
 
-    shared -> accept*; take_model -> model_payloads -> accept* for each of `owners`; finish. `saved`: of `former_state`.
+    The order is shared_model_payloads -> accept*; then, for each of `owners`, take_model -> owner_model_payloads -> accept*;
+    then finish. `saved`: the result of `former_state`.
     """
 
     def __init__(self, coordinator: Coordinator, section: CrossSiteConfig, saved: Saved) -> None:
@@ -65,34 +67,34 @@ class CrossSites:
 
     @property
     def owners(self) -> list[str]:
-        """The sites whose personalized models are asked for: those that took part in the run, if the job wants them."""
+        """The sites that are asked for their personalized models: those that took part in the run; [] if the job wants none."""
         joined = sorted(name for name, site in self.coordinator.sites.items() if site.joined)
         return joined[:MODELS] if self.section.personalized else []
 
-    def shared(self) -> dict[str, Payload]:
-        """Return the shared model for every site, which it scores with its own local factors."""
+    def shared_model_payloads(self) -> dict[str, Payload]:
+        """Return, by site, the payload with the shared model. The site scores it together with its own local factors."""
         strategy, sites = self.job.strategy, self.coordinator.sites
-        self._begin(SHARED, Stage.GLOBAL)
+        self._begin_row(SHARED, Stage.GLOBAL)
         return {name: replace(strategy.final(self.state, site), phase=0) for name, site in sorted(sites.items())}
 
     def take_model(self, owner: str, result: Payload) -> None:
-        """Store a site's own model until it is scored. Raises RefusedError for an invalid one."""
+        """Store the model of the site `owner` until it is sent to be scored. Raises RefusedError for an invalid model."""
         check_shared_model(self.job, result)
         place = self.state.round, len(self._rows)
         self._model = Payload(*place, result.tensors, result.scalars)
-        self._begin(owner, Stage.PERSONALIZED)
+        self._begin_row(owner, Stage.PERSONALIZED)
 
-    def model_payloads(self) -> dict[str, Payload]:
-        """Return the one stored model as the payload of each site; {} if no model is stored."""
+    def owner_model_payloads(self) -> dict[str, Payload]:
+        """Return, by site, the payload with the stored model of its owner, and forget the model; {} if none is stored."""
         model, self._model = self._model, None
         return {name: model for name in sorted(self.coordinator.sites)} if model else {}
 
-    def _begin(self, model: str, stage: Stage) -> None:
+    def _begin_row(self, model: str, stage: Stage) -> None:
         self._rows.append((model, stage, {}))
         self._asked = set(self.coordinator.sites)
 
     def accept(self, name: str, result: Payload) -> str | None:
-        """Store a site's scores of the current model. Returns None, or why they were refused."""
+        """Store a site's scores of the current model. Return None, or why they were refused."""
         place = self.state.round, len(self._rows) - 1
         try:
             if name not in self._asked:
@@ -104,22 +106,22 @@ class CrossSites:
         if place[1] == 0:
             self.coordinator.log.final(name, result)
         _, stage, row = self._rows[-1]
-        row[name] = self._scores(result.metrics, stage)
+        row[name] = self._asked_scores(result.metrics, stage)
         self.coordinator.observer({"event": "final", "site": name, "metrics": result.metrics})
         return None
 
-    def _scores(self, metrics: Mapping[str, float], stage: Stage) -> dict[str, float]:
-        """Return the metrics of the split and model that were asked for, by their own names."""
+    def _asked_scores(self, metrics: Mapping[str, float], stage: Stage) -> dict[str, float]:
+        """Return the metrics of the job's split and this stage, by metric name."""
         keys = {key: value for name, value in metrics.items() if (key := MetricKey.parse(name))}
         return {key.metric: value for key, value in keys.items() if (key.split, key.stage) == (self.section.split, stage)}
 
     @property
     def answered(self) -> int:
-        """How many sites have scored the current model."""
+        """The number of sites that have scored the current model."""
         return len(self._rows[-1][2]) if self._rows else 0
 
     def finish(self) -> None:
-        """Write the matrix, as a picture and as JSON."""
+        """Write the matrix of scores as a picture and as JSON."""
         reported = {metric for _, _, row in self._rows for found in row.values() for metric in found}
         scores = TASKS[self.job.config.task.name].scores(self.job.config.task)
         cross_site_matrix(scores.lead(reported), self.section.split, self._rows, scores.grid).write(self.coordinator.folder)

@@ -1,7 +1,7 @@
-"""Early stopping (`training.validate.patience`): a run ends when its validation score has not improved for so long.
+"""Early stopping: a run ends when its validation score has not improved for `training.validate.patience` validations.
 
-The score is the one by which sites keep their best adapters: the task's leading one, of the global model. It is the plain mean
-over the sites that train and tell it. A run ends between rounds only, and rounds of a strategy's warm-up do not count.
+The score is the task's leading score of the global model, by which sites also choose their best adapters. It is the unweighted
+mean over the sites that train and report it. A run ends only between rounds. Rounds of a strategy's warm-up do not count.
 """
 
 import math
@@ -11,16 +11,17 @@ from typing import Any
 from consilium.config.job import JobConfig
 from consilium.core.messages import MetricKey, Stage
 from consilium.federation.saved_model import leading
-from consilium.report.run_log import mean_metrics
+from consilium.report.run_files import mean_metrics
 from consilium.strategies.strategy import ServerState, Strategy
 from consilium.tasks.registry import LOWER
 
 
 @dataclass(frozen=True)
 class Validations:
-    """What the server remembers of a run's validations. `metric`: by which they go, "" before the first.
+    """The server's record of a run's validations. `metric`: the name of the score, "" before the first validation.
 
-    `best`: the best score, None for none; `round`: how many rounds its model had behind it; `worse`: validations since.
+    `best`: the best score, or None; `round`: the number of rounds of the model with that score; `worse`: the number of
+    validations since then.
     """
 
     metric: str = ""
@@ -29,42 +30,42 @@ class Validations:
     worse: int = 0
 
     def after(self, metric: str, round: int, score: float) -> "Validations":
-        """Return what is known after one more validation, by the same metric. An equal score, or NaN, is no better."""
+        """Return the record after one more validation by `metric`. An equal score or NaN is not better."""
         better = not math.isnan(score) and (self.best is None or (score < self.best if metric in LOWER else score > self.best))
         return Validations(metric, score, round) if better else replace(self, metric=metric, worse=self.worse + 1)
 
 
-def validated(
+def record_validation(
     config: JobConfig, strategy: Strategy, state: ServerState, before: Validations, told: list[dict[str, float]]
 ) -> Validations:
-    """Return what is known after a phase, given the metrics of the sites that trained in it, and the state before it."""
-    if not _counts(config, strategy, state):
+    """Return the record after a phase. `state`: before the phase; `told`: the metrics of each site that trained in it."""
+    if not _validates_now(config, strategy, state):
         return before
     means, meant = mean_metrics(told), ("validation", Stage.GLOBAL)
     found = {key.metric: means[name] for name in means if (key := MetricKey.parse(name)) and (key.split, key.stage) == meant}
-    if not found:  # no site told one: that is not a validation
+    if not found:  # no site reported a score, so this is not a validation
         return before
     metric = before.metric or leading(config, found)
     return before.after(metric, state.round, found.get(metric, math.nan))
 
 
-def _counts(config: JobConfig, strategy: Strategy, state: ServerState) -> bool:
-    """Tell whether sites score, in this phase, the model that a whole round has left."""
+def _validates_now(config: JobConfig, strategy: Strategy, state: ServerState) -> bool:
+    """Tell whether sites validate in this phase the model of a complete round, and early stopping is on."""
     due = config.training.validates(state.round, Stage.GLOBAL) and state.phase == 0
     return due and config.training.validation.patience > 0 and state.round >= strategy.traits.warm_up
 
 
-def unheard(config: JobConfig, strategy: Strategy, state: ServerState, known: Validations) -> str | None:
-    """Return the warning of a run whose first validation no site told anything of, None for any other phase."""
+def no_score_warning(config: JobConfig, strategy: Strategy, state: ServerState, known: Validations) -> str | None:
+    """Return a warning if no site reported a score in the run's first validation, otherwise None."""
     first = state.round < strategy.traits.warm_up + config.training.validation.every
-    if known.metric or not first or not _counts(config, strategy, state):
+    if known.metric or not first or not _validates_now(config, strategy, state):
         return None
     what = "no site told a validation score, and without one the run goes to its last round"
     return f"training.validate.patience: {what}; give sites a validation split, and share_metrics in site.yaml"
 
 
-def ending(config: JobConfig, state: ServerState, known: Validations) -> dict[str, Any] | None:
-    """Return where and why a run has ended before its last round, as it is recorded; None for one that has not."""
+def early_end(config: JobConfig, state: ServerState, known: Validations) -> dict[str, Any] | None:
+    """Return the record of early stopping (round, validations, best round) if the run ends now, otherwise None."""
     patience, rounds = config.training.validation.patience, config.training.rounds
     if not patience or known.worse < patience or state.phase or state.round >= rounds:
         return None

@@ -1,13 +1,13 @@
-"""A phase whose updates are masked: prepare, train, confirm, reveal, and the sum in the place of sites' updates.
+"""A phase with masked updates at the server: prepare, train, confirm, reveal. The result is the opened sum of the updates.
 
-The engine's transport asks the sites. This module decides the questions, their order, and what an answer counts for. A phase
-that too few sites complete is cancelled and tried once more. If that fails too, the run stops, and a resumed run goes on with
-the stored answers.
+The engine's transport asks the sites. This module decides the questions and their order, and processes the answers. A phase
+that too few sites complete is cancelled and tried once more. If that fails too, the run stops. A resumed run continues with the
+stored answers.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cryptography import x509
 
@@ -28,18 +28,21 @@ from consilium.strategies.strategy import ServerState
 FOLDER = "masks"
 Asked = Payload | Message
 Ask = Callable[[Kind, Mapping[str, Asked], Callable[[str, Any], None], Callable[[], bool]], None]
-"""Sends each named site its message and hands the answers to the third argument as they come; a RefusedError of it refuses an
-answer. Returns when all sites have answered or failed, or some time after the fourth argument returns True."""
+"""A function (kind, message by site, take, enough) that sends each site its message and calls take(site, answer) per answer.
+
+If `take` raises RefusedError, the answer is refused. The function returns when all sites have answered or failed, or some time
+after enough() returns True.
+"""
 
 
 class MaskedAggregate(RoundAggregate):
-    """The opened sum, instead of a running mean of single updates."""
+    """An aggregate that is filled with the opened sum instead of single updates."""
 
     def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
-        """Do nothing: the update is in the sum already."""
+        """Do nothing, because the update is already in the sum."""
 
     def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
-        """Take the opened sums (int64, units), their divisor, and the maps that turn whitened coordinates into updates."""
+        """Set the opened sums (int64, units), their divisor, and the maps from whitened coordinates back to updates."""
         self._mean.put(sums, divisor)
         self._maps = dict(maps)
 
@@ -48,28 +51,38 @@ class MaskedAggregate(RoundAggregate):
         return restored(self._maps, super().mean())
 
 
-def opened_mean(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
-    """Return (sums, divisor, maps): the opened sums, what divides them, and the geometry behind whitened coordinates.
+class OpenedSums(NamedTuple):
+    """The opened sums of a phase (int64, units), their divisor, and the maps from whitened coordinates back to updates.
 
-    The maps turn whitened coordinates back into updates; {} where none were whitened. Steps of DP-SGD are divided by the job's
-    constant, which tells nothing of what was drawn.
+    `maps`: by tensor name; {} if no tensor is whitened.
+    """
+
+    sums: Tensors
+    divisor: float
+    maps: dict[str, Geometry]
+
+
+def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> OpenedSums:
+    """Return the opened `sums` with their divisor and maps. `weight`: the sum of the sites' weights.
+
+    A DP-SGD step is divided by the job's constant, which does not depend on what was drawn.
     """
     public = state.shared | state.initial
     if not sent_as_sums(job.config):
-        return sums, weight, {}
+        return OpenedSums(sums, weight, {})
     divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
-    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
+    return OpenedSums(sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase))
 
 
 def aggregate_for(job: Job) -> RoundAggregate:
-    """Return the aggregate that collects a job's results."""
+    """Return the aggregate that collects a job's results: masked or not."""
     kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
     return kind(job.strategy, job.config.server)
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The fixed parts of a phase: the attempt, its parties, the layout of their updates, and the context of their masks."""
+    """The fixed parts of a sum: the attempt, its parties, the layout of their updates (`order`), and the mask context."""
 
     attempt: Attempt
     parties: list[str]
@@ -78,35 +91,37 @@ class Sum:
 
 
 class MaskedRounds:
-    """Drives the masked phases of one run. `root`: the federation's certificate; `server`: the name that no site may have."""
+    """Runs the masked phases of one run. `root`: the federation's root certificate; `server`: the server's name."""
 
     def __init__(self, coordinator: Coordinator, root: x509.Certificate, server: str) -> None:
         self.coordinator, config = coordinator, coordinator.job.config
-        run = f"{coordinator.run}.{config.digest[:16]}"  # as the guards name it
+        run = f"{coordinator.run}.{config.digest[:16]}"  # the guards use the same name
         self._away: set[str] = set()
         self.bare = config.sums_without_noise
         self.collector = Collector(coordinator.folder / "server" / FOLDER, config, run, root, server)
 
     def phase(self, ask: Ask, begun: Callable[[], None]) -> None:
         """Run one phase to its conclusion. `begun` is called after the sites are chosen. Raises ConsiliumError."""
-        self._meet(ask)
+        self._ask_roster_entries(ask)
         attempt, payloads = self._begin()
         begun()
         try:
-            opened = self._attempted(ask, attempt, payloads) or self._attempted(ask, self._again(ask, attempt), payloads)
+            opened = self._run_attempt(ask, attempt, payloads) or self._run_attempt(
+                ask, self._cancel_and_retry(ask, attempt), payloads
+            )
             if opened is None:
                 what = "secure aggregation: too few sites stay to the end of a phase"
-                raise self._failed(what, attempt)
-            self._conclude(opened)
+                raise self._too_few_error(what, attempt)
+            self._open_and_conclude(opened)
         finally:
             for name in self._away:
                 self.coordinator.sites.pop(name, None)
             self._away = set()
 
-    def _meet(self, ask: Ask) -> None:
-        """Ask new sites for their keys. A site without one takes no part, and is asked again later.
+    def _ask_roster_entries(self, ask: Ask) -> None:
+        """Ask new sites for their roster entries. A site that gives none does not take part, and is asked again later.
 
-        Without noise no site joins once masks were asked for: the sum over a larger set would show its update.
+        Without noise no site may join after the first phase has begun, because a sum over a larger set would reveal its update.
         """
         c, roster = self.coordinator, self.collector.roster
         new = [name for name in sorted(c.trainers) if name not in roster]
@@ -123,7 +138,7 @@ class MaskedRounds:
                 del c.sites[name]
 
     def _begin(self) -> tuple[Attempt, dict[str, Payload]]:
-        """Choose sites, or go on with those of an interrupted phase. Return the attempt and the payloads by site."""
+        """Choose the sites of a phase, or continue an interrupted phase. Return the attempt and the payloads by site."""
         c = self.coordinator
         attempt = self.collector.stored(c.state.round, c.state.phase)
         if attempt is None:
@@ -131,25 +146,26 @@ class MaskedRounds:
             cohort = set(self.collector.roster) if self.bare else asked
             attempt = self.collector.begin(c.state.round, c.state.phase, cohort)
             return attempt, c.sent
-        self._away = {n for n in attempt.cohort if n not in c.sites and attempt.masked(n)}  # their updates are here
+        # absent sites whose updates are stored
+        self._away = {n for n in attempt.cohort if n not in c.sites and attempt.masked(n)}
         c.sites |= {name: SiteInfo(name, 1, joined=True) for name in self._away}
         c.start([name for name in attempt.cohort if name in c.sites])
         return attempt, c.sent
 
-    def _attempted(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
-        """Run an attempt until its sum can be opened. Return None where too few sites are left."""
+    def _run_attempt(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
+        """Run an attempt until its sum can be opened. Return the sum and the survivors, None if too few sites remain."""
         if attempt.answers.of("cancel"):
-            return None  # its end has begun
+            return None  # it is being cancelled
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
         least = attempt.terms.least
         first = {name: attempt.prepare_question(self.collector.past(name)) for name in attempt.silent("prepare", present)}
         ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.of("prepare")) >= least)
-        # Fix the parties of the sum. Raises ConsiliumError where too few have prepared.
+        # Fix the parties of the sum. Raises ConsiliumError if too few have prepared.
         c = self.coordinator
         try:
             parties = attempt.close_prepared()
         except ConsiliumError as few:
-            raise self._failed(str(few), attempt) from None
+            raise self._too_few_error(str(few), attempt) from None
         sent = c.job.strategy.payload(c.state, SiteInfo("", 1, joined=False))
         order = layout(upload_shapes(c.job.strategy, sent))
         summed = Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
@@ -164,7 +180,7 @@ class MaskedRounds:
         return (summed, survivors) if attempt.has("reveal") else None
 
     def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
-        """Ask the present survivors to sign the sum."""
+        """Ask the survivors in `there`, the sites that are present, to sign the sum."""
         attempt, silent = summed.attempt, summed.attempt.silent("confirm", there)
 
         def take(name: str, answer: Any) -> None:
@@ -197,34 +213,35 @@ class MaskedRounds:
 
         ask(Kind.TRAIN, tasks, take, lambda: count >= attempt.terms.least)
 
-    def _again(self, ask: Ask, attempt: Attempt) -> Attempt:
-        """Return a new attempt, once enough sites have cancelled the last that it cannot be opened. Raises ConsiliumError.
+    def _cancel_and_retry(self, ask: Ask, attempt: Attempt) -> Attempt:
+        """Cancel an attempt and return a new one. Raises ConsiliumError if too few sites cancel.
 
-        No site is asked to cancel unless enough were there a moment ago: a site that has cancelled cannot help to open the sum.
+        Sites are asked to cancel only if enough sites answered the last question, because a site that has cancelled can no
+        longer help to open the sum.
         """
-        able = [name for name in self._there(attempt) if name not in attempt.answers.of("reveal")]
+        able = [name for name in self._present_sites(attempt) if name not in attempt.answers.of("reveal")]
         asked = attempt.silent("cancel", able)
         if len(able) >= cancellations(attempt.terms):
             question = attempt.cancel_question()
             ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
         if not attempt.is_cancelled:
             what = "too few sites are left to open this phase's sum, and too few to cancel it and ask anew"
-            raise self._failed(f"secure aggregation: {what}", attempt)
+            raise self._too_few_error(f"secure aggregation: {what}", attempt)
         return self.collector.again(attempt)
 
-    def _failed(self, what: str, attempt: Attempt) -> ConsiliumError:
-        """Return the error of a phase that too few sites completed: why, what follows, and the remedy."""
+    def _too_few_error(self, what: str, attempt: Attempt) -> ConsiliumError:
+        """Return the error for a phase that too few sites completed: the reasons, the consequence `what`, and the remedy."""
         reasons = self.coordinator.reasons
         step = next_step(reasons, self.coordinator.asked, attempt.terms.least)
         return ConsiliumError(f"{refusals(reasons)}{what}; {step}")
 
-    def _there(self, attempt: Attempt) -> list[str]:
-        """Return the sites that answered the last question, or have cancelled."""
+    def _present_sites(self, attempt: Attempt) -> list[str]:
+        """Return the registered sites that answered the attempt's last question, or have cancelled it."""
         last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.masked(name)]
         return sorted({*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys())
 
-    def _conclude(self, opened: tuple[Sum, list[str]]) -> None:
-        """Open the sum, and conclude the phase with it as with single updates."""
+    def _open_and_conclude(self, opened: tuple[Sum, list[str]]) -> None:
+        """Open the sum, and conclude the phase with it."""
         (summed, survivors), c = opened, self.coordinator
         words = summed.attempt.unmask(summed.parties, survivors, summed.masks, summed.order)
         for name in survivors:
@@ -233,7 +250,7 @@ class MaskedRounds:
             if (reason := c.accept(name, result)) is not None:
                 raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")
         assert isinstance(c.aggregate, MaskedAggregate)
-        c.aggregate.fill(*opened_mean(c.job, c.state, *unflat(words, summed.order)))
+        c.aggregate.fill(*opened_sums(c.job, c.state, *unflat(words, summed.order)))
         self.collector.prove(summed.attempt, summed.attempt.proof(summed.parties, survivors))
         c.conclude()
         self.collector.forget(summed.attempt)

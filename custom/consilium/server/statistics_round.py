@@ -1,4 +1,4 @@
-"""The sites' statistics at the server: collected once, before the first round, and shown side by side."""
+"""Collects the sites' statistics at the server, once before the first round, and writes them side by side."""
 
 import json
 from collections.abc import Iterable
@@ -9,18 +9,21 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Observer
 from consilium.core.storage import write_atomic
-from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_names, greys
+from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_names, grey_bin_names
 from consilium.data.datalist import SPLITS
 from consilium.privacy.statistics import Group, Portion, SiteStatistics
 from consilium.report import shift
 
 FILE = "statistics.json"
 SLACK = 0.02
-"""By how much the sum of rounded shares may exceed 1."""
+"""The largest amount by which a sum of rounded shares may exceed 1."""
 
 
 class StatisticsRound:
-    """One run's statistics. begin -> (accept or decline)* -> finish, which writes statistics.json, .txt and .png."""
+    """The statistics of one run. The order of calls is begin -> (accept or decline)* -> finish.
+
+    `finish` writes statistics.json, statistics.txt and statistics.png.
+    """
 
     def __init__(self, config: JobConfig, folder: Path, observer: Observer) -> None:
         self.config, self.folder, self.observer = config, folder, observer
@@ -30,12 +33,12 @@ class StatisticsRound:
 
     @property
     def wanted(self) -> bool:
-        """Whether the job asks for statistics that are not there yet."""
-        asks = self.config.statistics is not None and self.config.cross_site is None  # whose run has asked before
+        """Whether the job asks for statistics and they are not written yet."""
+        asks = self.config.statistics is not None and self.config.cross_site is None  # the run that it scores has asked already
         return asks and not (self.folder / FILE).is_file()
 
     def begin(self, names: Iterable[str]) -> None:
-        """Note the names of the sites that are asked."""
+        """Record the names of the sites that are asked."""
         self._asked = set(names)
 
     def accept(self, name: str, values: Any) -> None:
@@ -48,12 +51,12 @@ class StatisticsRound:
         self.observer({"event": "statistics", "site": name})
 
     def decline(self, name: str, reason: str) -> None:
-        """Note why a site has no statistics, or takes no part. Does nothing once the statistics are written."""
+        """Record why a site has no statistics or takes no part. Do nothing once the statistics are written."""
         if self.wanted and name not in self.found:
             self.refused[name] = reason
 
     def finish(self) -> None:
-        """Write the statistics."""
+        """Write the statistics of all sites as JSON, text and picture."""
         refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
         silent = {name: "no answer" for name in self._asked - self.found.keys() - refused.keys()}
         said = {name: {"refused": why} for name, why in (refused | silent).items()}
@@ -76,44 +79,47 @@ def check(config: JobConfig, found: SiteStatistics) -> None:
         raise RefusedError("statistics without all three splits")
     for split in found.splits.values():
         if split is not None:
-            _counts("samples", split.samples, found.minimum)
-            _counts("patients", split.patients or found.minimum, found.minimum)
+            _check_count("samples", split.samples, found.minimum)
+            _check_count("patients", split.patients or found.minimum, found.minimum)
             named = {name for group in split.classes for name in group.names}
-            told = [name for name in names if name != OTHERS or name in named]  # a former version had no such cell
-            _groups(split.classes, told, split.samples if single else None, found.minimum)
+            told = [name for name in names if name != OTHERS or name in named]  # a former version had no cell OTHERS
+            _check_groups(split.classes, told, split.samples if single else None, found.minimum)
             if any(group.samples > split.samples for group in split.classes):
                 raise RefusedError("statistics with more samples of a class than there are")
     whole = 0 if training is None else training.samples
     for groups, cells in ((found.sizes, SIZES), (found.spacing, SPACING), (found.lengths, LENGTHS)):
-        _groups(groups, cells, whole, found.minimum)
-    _portions(found.greys, greys(section.bins), 1 + SLACK)
-    _portions(found.areas, names, None)
+        _check_groups(groups, cells, whole, found.minimum)
+    _check_portions(found.greys, grey_bin_names(section.bins), 1 + SLACK)
+    _check_portions(found.areas, names, None)
 
 
-def _counts(what: str, count: int, minimum: int) -> None:
+def _check_count(what: str, count: int, minimum: int) -> None:
     if count < minimum:
         raise RefusedError(f"statistics with a number of {what} under its own minimum")
 
 
-def _groups(groups: Iterable[Group], cells: Iterable[str], whole: int | None, minimum: int) -> None:
-    """Raise RefusedError unless groups hold the cells in their order: all of them, adding up to `whole`, or some one by one."""
+def _check_groups(groups: Iterable[Group], cells: Iterable[str], whole: int | None, minimum: int) -> None:
+    """Raise RefusedError unless the groups have the cells in order.
+
+    With `whole`, all cells must be there and the samples must add up to it. With None, some cells may be there, one per group.
+    """
     groups, cells = list(groups), list(cells)
-    _names([group.names for group in groups], cells, whole is not None)
+    _check_names([group.names for group in groups], cells, whole is not None)
     for group in groups:
         if group.samples or len(group.names) > 1:
-            _counts("samples", group.samples, minimum)
+            _check_count("samples", group.samples, minimum)
     if groups and whole is not None and sum(group.samples for group in groups) != whole:
         raise RefusedError("statistics whose cells do not add up to the samples there are")
 
 
-def _portions(portions: Iterable[Portion], cells: Iterable[str], most: float | None) -> None:
+def _check_portions(portions: Iterable[Portion], cells: Iterable[str], most: float | None) -> None:
     portions = list(portions)
-    _names([portion.names for portion in portions], list(cells), most is not None)
+    _check_names([portion.names for portion in portions], list(cells), most is not None)
     if most is not None and sum(portion.share for portion in portions) > most:
         raise RefusedError("statistics with shares of more than the whole")
 
 
-def _names(groups: list[tuple[str, ...]], cells: list[str], whole: bool) -> None:
+def _check_names(groups: list[tuple[str, ...]], cells: list[str], whole: bool) -> None:
     named = [name for group in groups for name in group]
     expected = cells if whole and groups else [name for name in cells if name in named]
     if named != expected or (not whole and any(len(group) > 1 for group in groups)):

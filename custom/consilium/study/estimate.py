@@ -1,4 +1,4 @@
-"""What a cell will send, receive and compute, by what `consilium cost` counts."""
+"""Estimate the bytes that a cell communicates and the FLOPs of a study, as `consilium cost` counts them."""
 
 import json
 import math
@@ -8,17 +8,17 @@ from consilium.estimates.communication import moved, own_cost
 from consilium.estimates.flops import Samples, Work, own_samples, run_flops, work_of
 from consilium.federation.job import assemble_job
 from consilium.federation.sites import site_names
+from consilium.study.definition import Cell, Study
 from consilium.study.records import save_flops
-from consilium.study.study import Cell, Study
 
 COUNTING = ("model", "adapter", "task", "strategy")
-"""Sections of a job that decide what a sample costs."""
+"""Sections of a job that decide how many FLOPs a sample takes."""
 
 
 def count_flops(study: Study) -> float | None:
-    """Count the FLOPs of a whole study, cache and return them; None where a cell's data have no known size.
+    """Count, cache and return the FLOPs of a whole study; None if the size of a cell's data is unknown.
 
-    Jobs that differ in rounds, seeds or noise alone are laid out once.
+    Jobs that differ only in rounds, seeds or noise are counted with one model, built without weights.
     """
     known: dict[str, Work] = {}
     total = 0.0
@@ -38,9 +38,9 @@ def count_flops(study: Study) -> float | None:
 
 
 def bytes_of(cell: Cell) -> int | None:
-    """Return the bytes of tensors up and down of a whole run, of all sites together; 0 where data are pooled.
+    """Return the bytes of tensors sent up and down in a whole run, of all sites together; 0 for pooled data.
 
-    The study or generated data say how many sites there are; None where these do not.
+    None if neither the study nor generated data say how many sites there are.
     """
     job = assemble_job(cell.load(), cell.base)
     count = _sites_of(cell, job.config)
@@ -54,7 +54,7 @@ def bytes_of(cell: Cell) -> int | None:
 
 
 def _sites_of(cell: Cell, config: JobConfig) -> int:
-    """Return how many sites the study or generated data say a cell has; 0 where these do not."""
+    """Return a cell's number of sites, as the study or generated data say; 0 if they do not."""
     if cell.sites or config.data.phantoms is not None:
         return len(site_names(cell.sites, None))
     return cell.counts.sites if cell.counts else 0

@@ -1,4 +1,4 @@
-"""What is kept of studies: the record of a cell, `cell.json`, and the FLOPs of whole studies. Loads no torch."""
+"""Files that studies store: each cell's record, `cell.json`, and a cache of the FLOPs of whole studies. Imports no torch."""
 
 import hashlib
 import json
@@ -14,19 +14,23 @@ from consilium.config.job import job_file
 from consilium.core.schema import read_yaml
 from consilium.core.storage import file_lock, private_folder, write_atomic
 from consilium.report.plain_files import read_json
-from consilium.study.study import Study, studies_folder
+from consilium.study.definition import Study, studies_folder
 
 RECORD = "cell.json"
 State = Literal["waiting", "running", "locked", "interrupted", "failed", "done"]
-"""`locked`: another process runs it; `interrupted`: it resumes from its checkpoint, also where its scores are gone."""
+"""State of a cell. `locked`: another process runs it. `interrupted`: it resumes from its checkpoint.
+
+A finished cell whose results.json is missing is `interrupted` too.
+"""
 
 
 @dataclass(frozen=True)
 class CellRecord:
-    """How far a cell is.
+    """The state of a cell, and the job, data and code with which it ran.
 
-    `data`, `whole` and `code`: see Planned, "" in records of former versions; `folder`: of its data, in `--data`, None in
-    those; `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
+    `reason`: why it failed. `seconds`: its run time, without interrupted parts. `data`, `whole` and `code`: see Planned; "" in
+    records of former versions. `folder`: the folder of its data in `--data`; None in records of former versions. `labels`,
+    `overrides`, `place`: see Cell.
     """
 
     state: State = "waiting"
@@ -41,11 +45,11 @@ class CellRecord:
     whole: str = ""
 
     def save(self, folder: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the record into a cell's folder atomically."""
         write_atomic(folder / RECORD, json.dumps(asdict(self), indent=1).encode())
 
     def outdated(self, code: str) -> bool:
-        """Tell whether a cell ran by other code than this, to its end or not. One of a version that noted none did not."""
+        """Tell whether a cell ran, finished or not, by other code than `code`; False if its record has no digest of code."""
         return self.state != "locked" and self.code not in ("", code)
 
 
@@ -53,66 +57,66 @@ _RECORD = TypeAdapter(CellRecord)
 
 
 def record_of(folder: Path) -> CellRecord:
-    """Return how far the cell in a folder is."""
-    found = stored(folder)
+    """Return the record of the cell in a folder, with `locked` or `interrupted` in place of `running`."""
+    found = read_record(folder)
     if found.state != "running":
         return found
     try:
-        with lock(folder):
+        with cell_lock(folder):
             return replace(found, state="interrupted")
     except Timeout:
         return replace(found, state="locked")
 
 
-def stored(folder: Path) -> CellRecord:
-    """Return the record in a folder; of a running cell, whether or not a process runs it."""
+def read_record(folder: Path) -> CellRecord:
+    """Return the record as stored in a folder. Its state may be `running` even if no process runs the cell any more."""
     try:
         record = _RECORD.validate_json((folder / RECORD).read_bytes(), strict=True)
-    except (OSError, ValueError):  # none yet, or damaged: it runs again
+    except (OSError, ValueError):  # missing or damaged, so the cell runs again
         return CellRecord()
-    try:  # a copy may have been interrupted
+    try:  # a copied folder may lack its results
         scored = record.state != "done" or isinstance(json.loads((folder / "results.json").read_bytes()), dict)
     except (OSError, ValueError):
         scored = False
     return record if scored else replace(record, state="interrupted")
 
 
-def lock(folder: Path) -> FileLock:
-    """Return the lock of a cell; it lies beside the folder, which may be set aside."""
+def cell_lock(folder: Path) -> FileLock:
+    """Return the lock of a cell. Its file is beside the folder, because the folder may be renamed."""
     return file_lock(private_folder(folder.parent) / f".{folder.name}.lock", wait=False)
 
 
 def log_of(folder: Path) -> Path:
-    """Return the file for the output of a cell's process; beside the folder, as it may be set aside."""
+    """Return the log file of a cell's process. It is beside the folder, because the folder may be renamed."""
     return private_folder(folder.parent) / f"{folder.name}.log"
 
 
 # FLOPs -----------------------------------------------------------------------------------------------------------------
-# Cached beside the studies' files: counting lays out every model, and a list must be quick.
+# They are cached beside the studies' files, because counting builds every model, and `study list` must be quick.
 
 CACHE = "flops.json"
-"""In the folder of the studies: FLOPs of each with a digest of its grid; None where they cannot be counted."""
+"""File in the folder of the studies: by name each study's FLOPs, None if uncountable, and a digest of its grid."""
 
 
 def digest_of(study: Study) -> str:
-    """Return a digest of a study's grid, base job and data; comments and published numbers do not count."""
+    """Return a digest of a study's grid, base job and size of data. Comments and published numbers do not change it."""
     said = study.config.model_dump(mode="json", include={"base", "set", "axes", "exclude", "counts"})
     base = read_yaml(job_file(study.path.parent / study.config.base))
     return hashlib.sha256(json.dumps([said, base], default=str).encode()).hexdigest()[:16]
 
 
 def cached_flops(folder: Path | None = None) -> dict[str, Any]:
-    """Return the entries of the studies in a folder, by default of our own, by name; {} where there are none."""
+    """Return the cache of a folder of studies, by default of Consilium's own, by study; {} without a cache."""
     return read_json((folder or studies_folder()) / CACHE)
 
 
 def known_flops(study: Study, there: Mapping[str, Any]) -> float | None:
-    """Return the FLOPs that were counted of a study as it stands now."""
+    """Return the cached FLOPs of a study; None if there are none, or the study has changed since. `there`: the cache."""
     one = there.get(study.name)
     return float(one["flops"]) if isinstance(one, dict) and one.get("digest") == digest_of(study) and one.get("flops") else None
 
 
 def save_flops(study: Study, flops: float | None) -> None:
-    """Keep the FLOPs of a study."""
+    """Write the FLOPs of a study to the cache."""
     there = cached_flops() | {study.name: {"digest": digest_of(study), "flops": flops}}
     write_atomic(studies_folder() / CACHE, (json.dumps(dict(sorted(there.items())), indent=1) + "\n").encode())

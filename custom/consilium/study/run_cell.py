@@ -1,4 +1,4 @@
-"""How one cell of a study is run, or resumed."""
+"""Run or resume one cell of a study."""
 
 import time
 import traceback
@@ -16,73 +16,81 @@ from consilium.core.storage import private_folder
 from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
-from consilium.server import initialization
-from consilium.study.plan import Planned
-from consilium.study.records import CellRecord, lock, stored
+from consilium.server import run_start
+from consilium.study.preflight import Planned
+from consilium.study.records import CellRecord, cell_lock, read_record
 
 MOST_REASON = 600
-"""Characters of why a cell failed."""
+"""Characters of the reason for a cell's failure, at most."""
 
 
-def finished(planned: Planned) -> bool:
-    """Tell whether nothing is left to do: the cell is done, with these data, and by this code if that is asked for."""
-    record = stored(planned.cell.folder)
-    return record.state == "done" and record.data == planned.data and not _unwanted(record, planned)
+def is_finished(planned: Planned) -> bool:
+    """Tell whether a cell is done with its present data and, if `rerun` asks for it, with the present code."""
+    record = read_record(planned.cell.folder)
+    return record.state == "done" and record.data == planned.data and not _must_set_aside(record, planned)
 
 
-def _unwanted(record: CellRecord, planned: Planned) -> bool:
-    """Tell whether a run is by other code and makes room: a part always, a finished one only if that is asked for."""
+def _must_set_aside(record: CellRecord, planned: Planned) -> bool:
+    """Tell whether a run must be set aside because its code has changed. A finished run is set aside only with `rerun`."""
     return record.outdated(planned.code) and (planned.rerun or record.state != "done")
 
 
-def renewed(planned: Planned) -> CellRecord:
-    """Return the record of a finished cell, with its present name in the study and the present digest of all its data."""
-    before = stored(planned.cell.folder)
-    if (now := _described(before, planned)) != before:
+def update_record(planned: Planned) -> CellRecord:
+    """Update and return the record of a finished cell, whose labels or place in the study may have changed."""
+    before = read_record(planned.cell.folder)
+    if (now := _with_description(before, planned)) != before:
         now.save(planned.cell.folder)
     return now
 
 
-def _described(record: CellRecord, planned: Planned) -> CellRecord:
-    """Return a record with the cell's name in its study."""
+def _with_description(record: CellRecord, planned: Planned) -> CellRecord:
+    """Return a record with the cell's present labels, overrides, place and data in its study."""
     cell = planned.cell
     named = replace(record, labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place)
     return replace(named, folder=cell.data, whole=planned.whole)
 
 
 def run_cell(planned: Planned, observer: Observer) -> CellRecord:
-    """Run or resume a cell, unless it is done or locked by another process; return its record."""
+    """Run or resume a cell, and return its record. A cell that is done or locked by another process is not run."""
     try:
-        with lock(planned.cell.folder):
-            if not finished(planned):
+        with cell_lock(planned.cell.folder):
+            if not is_finished(planned):
                 set_aside(planned)
-            return renewed(planned) if finished(planned) else _run(planned, observer)  # a restored run may be done
+            return (
+                update_record(planned) if is_finished(planned) else _run(planned, observer)
+            )  # a run that set_aside restored may be done
     except Timeout:
         return CellRecord("locked")
 
 
-def fail(planned: Planned, reason: str) -> CellRecord:
-    """Record that a cell failed in a process that is gone, unless another one runs it by now, or has done it."""
+def record_failure(planned: Planned, reason: str) -> CellRecord:
+    """Record that a cell failed because its process died. Return its record.
+
+    If another process has finished the cell or runs it meanwhile, nothing is written.
+    """
     try:
-        with lock(planned.cell.folder):
-            if finished(planned):
-                return renewed(planned)
-            ended = replace(stored(planned.cell.folder), state="failed", reason=shown(reason))
+        with cell_lock(planned.cell.folder):
+            if is_finished(planned):
+                return update_record(planned)
+            ended = replace(read_record(planned.cell.folder), state="failed", reason=shown(reason))
             ended.save(planned.cell.folder)
             return ended
     except Timeout:
         return CellRecord("locked")
 
 
-def begun(planned: Planned) -> CellRecord:
-    """Return the record of a cell that begins or resumes."""
-    described = _described(stored(planned.cell.folder), planned)
+def start_record(planned: Planned) -> CellRecord:
+    """Return the record of a cell at the beginning of its run, or when it resumes."""
+    described = _with_description(read_record(planned.cell.folder), planned)
     return replace(described, state="running", data=planned.data, code=planned.code)
 
 
 def _run(planned: Planned, observer: Observer) -> CellRecord:
-    """Run a cell; an error is recorded in one line: our own behind the last refusal, which is often its cause."""
-    folder, record, start, refused = planned.cell.folder, begun(planned), time.monotonic(), ""
+    """Run a cell and return its record. An error becomes the record's reason, in one line.
+
+    The last refusal of a site comes before a ConsiliumError, because it is often the cause.
+    """
+    folder, record, start, refused = planned.cell.folder, start_record(planned), time.monotonic(), ""
     record.save(folder)
 
     def hear(event: Mapping[str, Any]) -> None:
@@ -94,7 +102,7 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
     try:
         simulate_cell(planned, hear)
         ended = replace(record, state="done", reason="")
-    except Exception as error:  # the other cells go on
+    except Exception as error:  # the other cells still run
         traceback.print_exc()
         text = " ".join(str(error).split())
         reason = refused + text if isinstance(error, ConsiliumError) else f"{type(error).__name__}: {text}"
@@ -105,12 +113,12 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 
 
 def set_aside(planned: Planned) -> None:
-    """Set a run aside that is on other data, or by other code, and restore an earlier one that ran with these."""
-    folder, before = planned.cell.folder, stored(planned.cell.folder)
+    """Move away a run with other data or other code, and restore an earlier run with the present data and code."""
+    folder, before = planned.cell.folder, read_record(planned.cell.folder)
     aside = folder.parent.parent / "set-aside"
-    if before.data not in ("", planned.data) or _unwanted(before, planned):
+    if before.data not in ("", planned.data) or _must_set_aside(before, planned):
         place = private_folder(aside) / f"{folder.name}-{before.data}-{before.code}"
-        while place.exists():  # an earlier one failed in between
+        while place.exists():  # the folder already has a run with these data and code
             place = place.with_name(f"{place.name}-former")
         folder.rename(place)
     if not folder.exists():
@@ -119,11 +127,11 @@ def set_aside(planned: Planned) -> None:
 
 
 def simulate_cell(planned: Planned, observer: Observer) -> None:
-    """Leave what `consilium simulate --workspace` leaves."""
+    """Run a cell's job. Its folder gets the files that `consilium simulate --workspace` writes."""
     folder, log = planned.cell.folder, planned.cell.folder / "metrics.jsonl"
-    if not (folder / initialization.FILE).is_file():
-        log.unlink(missing_ok=True)  # it ended before its first checkpoint
+    if not (folder / run_start.FILE).is_file():
+        log.unlink(missing_ok=True)  # the run ended before its first checkpoint
     job = assemble_job(planned.cell.load(), planned.cell.base)
     simulate(job, planned.sites(), folder, observer, resume=log.exists())
-    with suppress(OSError):  # a full disk: the scores are there all the same
+    with suppress(OSError):  # if the disk is full, the scores are complete without the picture
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in planned.names}, folder / PREDICTIONS)

@@ -1,4 +1,4 @@
-"""Runs the cells of a study in worker processes: finished ones never again, interrupted ones from their checkpoint."""
+"""Run the cells of a study in worker processes. Finished cells are skipped, and interrupted cells resume."""
 
 import os
 import time
@@ -10,18 +10,18 @@ from typing import Any, TextIO
 
 from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.storage import open_private
-from consilium.study.plan import Planned
+from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, log_of
-from consilium.study.run_cell import fail, finished, renewed, run_cell
+from consilium.study.run_cell import is_finished, record_failure, run_cell, update_record
 
 # worker ----------------------------------------------------------------------------------------------------------------
-# A process of a study that runs functions one after another, and the end of it that its study holds.
+# A worker process, which calls functions one after another, and the object by which the study's process controls it.
 #
-# It ends when the study's process does, however that ends: its run then stands at its last checkpoint.
+# The worker exits when the study's process exits, also after a crash. Its run can then resume from the last checkpoint.
 
 
 class Worker(ChildProcess):
-    """A process of its own, started at once with so many `threads`. `task`: what it is busy with, for its study."""
+    """A worker process, which starts at once with this many `threads`. `task`: the cell that it runs; None if it is idle."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(serve, threads)
@@ -30,11 +30,11 @@ class Worker(ChildProcess):
     def give(self, function: Callable[..., None], task: Any) -> None:
         """Have the worker process call `function(task, pipe)`, which sends its result through the pipe."""
         self.task = task
-        with suppress(OSError):  # it is gone, as `take` will find
+        with suppress(OSError):  # the process died; `take` will find out
             self.pipe.send((function, task))
 
     def take(self) -> Any:
-        """Return an answer; None if its process is gone."""
+        """Return the next object that the worker sent; None if its process died."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
@@ -42,7 +42,10 @@ class Worker(ChildProcess):
 
 
 def serve(pipe: connection.Connection) -> None:
-    """Call the functions that come, until the study is gone. Their modules are loaded here, after all output is muted."""
+    """Call each function that arrives, until the study's process exits.
+
+    Output is muted before the functions' modules are imported, because imports may print.
+    """
     exit_with_parent()
     with open(os.devnull, "a") as nothing:
         redirect(nothing)
@@ -53,7 +56,7 @@ def serve(pipe: connection.Connection) -> None:
 
 
 def redirect(file: TextIO) -> None:
-    """Write this process's output there: libraries would print through the study's table."""
+    """Send this process's standard output and error to a file, because they would garble the study's table."""
     for number in (1, 2):
         os.dup2(file.fileno(), number)
 
@@ -61,23 +64,24 @@ def redirect(file: TextIO) -> None:
 # runner ----------------------------------------------------------------------------------------------------------------
 
 RETRY = 1.0
-"""Seconds after which a cell that another process runs is tried again."""
+"""Seconds to wait before trying again a cell that another process runs."""
 OFTEN = 0.2
-"""Seconds between two reports of a cell's progress."""
+"""Seconds between two reports of a cell's progress, at least."""
 Progress = tuple[float, str]
-"""How much of a cell is done, from 0 to 1, and where it is, in words."""
+"""The fraction of a cell that is done, from 0 to 1, and its round as a text."""
 Told = Callable[[Planned, Progress | CellRecord], None]
-"""Takes how far a cell is, or how it ended."""
+"""A function that is called with a cell's progress, or with its record at the end."""
 
 
 def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellRecord]:
-    """Run all cells, so many at a time; return how each ended, by its id. No process is left however this ends.
+    """Run all cells, `workers` at a time, and return each cell's record by its id. All worker processes are ended, always.
 
-    A cell that another process runs is waited for. With the same number of workers results are the same to the bit.
+    A cell that another process runs is waited for. Results are equal to the bit for the same number of workers. `told` is
+    called with each cell's progress and record.
     """
-    left = deque((0.0, one) for one in cells if not finished(one))
+    left = deque((0.0, one) for one in cells if not is_finished(one))
     waiting = {one.cell.id for _, one in left}
-    ended = {one.cell.id: renewed(one) for one in cells if one.cell.id not in waiting}
+    ended = {one.cell.id: update_record(one) for one in cells if one.cell.id not in waiting}
     count, threads = min(workers, len(left)), max(1, (os.cpu_count() or 1) // workers)
     crew: list[Worker] = []
     try:
@@ -94,7 +98,7 @@ def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellR
                 said, planned = worker.take(), worker.task
                 if said is None:
                     crew.remove(worker)
-                    said = fail(planned, worker.end())
+                    said = record_failure(planned, worker.end())
                 told(planned, said)
                 if isinstance(said, CellRecord):
                     worker.task = None
@@ -113,14 +117,14 @@ def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellR
 
 
 def report_cell(planned: Planned, pipe: connection.Connection) -> None:
-    """Run a cell in a worker: its output goes to the cell's log, its progress and its record through the pipe."""
+    """Run a cell in a worker process. Output goes to the cell's log; progress and the record go through the pipe."""
     with open_private(log_of(planned.cell.folder), "a") as log:
         redirect(log)
     pipe.send(run_cell(planned, ProgressReporter(pipe, planned.cell.load().training.rounds)))
 
 
 class ProgressReporter:
-    """An observer that reports how far a run of so many rounds is, not too often."""
+    """An observer that sends the progress of a run of `rounds` rounds through a pipe, at most every OFTEN seconds."""
 
     def __init__(self, pipe: connection.Connection, rounds: int) -> None:
         self.pipe, self.rounds, self.last = pipe, rounds, 0.0
@@ -137,5 +141,5 @@ class ProgressReporter:
             self.last, number = time.monotonic(), self.round["round"]
             done = sum(self.parts.values()) / max(len(self.round["sites"]), 1)
             part = (number + (self.round["phase"] + done) / self.round["phases"]) / self.rounds
-            with suppress(OSError):  # the study is gone, and this process will be
+            with suppress(OSError):  # the study's process died, so this one will exit too
                 self.pipe.send((part, f"round {number + 1}/{self.rounds}"))

@@ -1,4 +1,4 @@
-"""What a person sees of a study: a bar and the cells that run, lines where there is no terminal, and a table."""
+"""Show a study: a bar with the running cells in a terminal, plain lines elsewhere, and a table of the cells."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,24 @@ from rich.text import Text
 from consilium.core.sanitize import shown
 from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column, Table, duration
-from consilium.study.plan import Planned
+from consilium.study.definition import Cell
+from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, record_of
-from consilium.study.run_cell import finished
+from consilium.study.run_cell import is_finished
 from consilium.study.runner import Progress as Part
-from consilium.study.study import Cell
 
 Records = Mapping[str, CellRecord]
-"""By cell."""
+"""Records by cell id."""
 
 
 class StudyView(LiveScreen):
-    """Takes the progress of `run_study`.
-
-    A bar, a line for each cell that runs, an ETA by finished cells.
-    """
+    """Shows the progress of `run_study`: a bar, an ETA, and a line per running cell."""
 
     def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
         self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
-        self.records = {one.cell.id: record_of(one.cell.folder) if finished(one) else CellRecord() for one in cells}
-        self.parts: dict[str, tuple[float, str, float]] = {}  # fraction, place, when it began here
-        super().__init__(console, title, len(cells))  # which renders
+        self.records = {one.cell.id: record_of(one.cell.folder) if is_finished(one) else CellRecord() for one in cells}
+        self.parts: dict[str, tuple[float, str, float]] = {}  # fraction done, round as a text, time of the first report
+        super().__init__(console, title, len(cells))  # calls render, so it comes last
 
     def __enter__(self) -> Self:
         if (done := self._count("done")) and not self._live:
@@ -38,7 +35,7 @@ class StudyView(LiveScreen):
         return super().__enter__()
 
     def __call__(self, planned: Planned, said: "Part | CellRecord") -> None:
-        """Take how far a cell is, or how it ended."""
+        """Take a cell's progress, or its record at the end."""
         cell = planned.cell
         if not isinstance(said, CellRecord):
             began = self.parts.get(cell.id, (0.0, "", time.monotonic()))[2]
@@ -62,7 +59,7 @@ class StudyView(LiveScreen):
         return f"{self._count('done', 'failed')}/{len(self.cells)}"
 
     def eta(self) -> str:
-        """Return when all will be done, by the mean of the cells that are; "" before there is anything to go by."""
+        """Return the estimated time until all cells are done, by the mean time of finished cells; "" if unknown."""
         took = [one.seconds for one in self.records.values() if one.state == "done"]
         took += [(time.monotonic() - began) / part for part, _, began in self.parts.values() if part > 0.05 and not took]
         if not took:
@@ -71,7 +68,7 @@ class StudyView(LiveScreen):
         return duration(max(left, 0.0) * sum(took) / len(took) / max(min(self.workers, left), 1))
 
     def render(self) -> Group:
-        """Return the bar and what is running."""
+        """Return the bar and a line per running cell."""
         done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
         failed = f", {count} failed" if (count := self._count("failed")) else ""
         bar = self.bar(done, f"{shown(self.title, 40)} {self._place()}{failed}", self.eta())
@@ -81,7 +78,10 @@ class StudyView(LiveScreen):
 
 
 def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None]) -> Table:
-    """Return a row per cell: its values, how far it is, what it took and will send."""
+    """Return a row per cell: its values on the axes, its state, its run time, the MB that it communicates, its folder.
+
+    `sizes`: bytes by cell id, None if unknown.
+    """
     heads = [*(Column(axis, right=False) for axis in cells[0].labels), Column("state", right=False)]
     heads += [Column("took"), Column("MB"), Column("folder", right=False)]
     rows = []

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from consilium.data.store import Store, salted
+from consilium.data.store import Store, salted_hash
 
 
 class Embeddings:
@@ -41,8 +41,8 @@ class Embeddings:
     def _name(self, image: Tensor, device: torch.device) -> str:
         """Return a salted name made from the picture, the encoder, and the device and precision in use."""
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        content = salted(self._salt(), "picture", image.to(torch.uint8).cpu().numpy().tobytes())
-        return salted(
+        content = salted_hash(self._salt(), "picture", image.to(torch.uint8).cpu().numpy().tobytes())
+        return salted_hash(
             self._salt(), "embedding", self._identity, tuple(image.shape), content, device.type, autocast, torch.__version__
         )
 

@@ -36,7 +36,7 @@ def clipped_sum(
     """
     active, randomness = set_requires_grad(params, trained), dp.randomness()
     config = config.model_copy(update={"precision": "fp32"})  # in bf16 rounding depends on the rest of the batch
-    drawn = randomness.coins(dp.count(task.num_samples), dp.sample_rate)
+    drawn = randomness.poisson_sample(dp.count(task.num_samples), dp.sample_rate)
     clipped = ClippedSum(model, active, dp)
     model.train()
     try:

@@ -17,7 +17,7 @@ from consilium.config.job import TrainingConfig
 from consilium.core.errors import STOPS, ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
-from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
+from consilium.data.loading import AHEAD, NOTHING_LEFT, prefetch
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
 from consilium.strategies.trainer import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
@@ -313,7 +313,7 @@ def _private_step(
 def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
     """Yield (size, batch) for each unit's samples. A unit that cannot be read is left out; its error is only logged here."""
     calls = (partial(_unit, task, _device(model), part, seed) for part in parts)
-    with closing(ahead(calls, _ahead(task))) as made:
+    with closing(prefetch(calls, _ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
 
 
@@ -367,7 +367,7 @@ def stream(
     epochs = (_calls(task, config.batch_size, seed_for(seed, "epoch", epoch), device) for epoch in itertools.count())
     calls, empty, length = itertools.chain.from_iterable(epochs), 0, -(-task.num_samples // config.batch_size)
     while count and length:
-        with closing(ahead(itertools.islice(calls, count), _ahead(task))) as made:
+        with closing(prefetch(itertools.islice(calls, count), _ahead(task))) as made:
             for batch in made:
                 if batch:
                     empty, count = 0, count - 1

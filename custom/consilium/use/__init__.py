@@ -1,1 +1,1 @@
-"""Models after their run: opened again, asked for predictions, scored on other data."""
+"""Using models after their run: open, predict, score on other data, attack, export and import."""

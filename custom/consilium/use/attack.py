@@ -1,20 +1,21 @@
-"""Membership inference against a kept model: can its losses tell who was trained on, and what does that say of epsilon?
+"""Membership inference against a saved model: do its losses reveal its training samples, and which epsilon follows?
 
-Members are samples that the run trained on, the others what the data list has beside: the rest of the training split where
-the job took a part (`data.most_training`), validation and test. As many of each. With patients as the unit, all samples of a
-patient are one unit. Three scores, each higher for members:
+Members are the samples that the run trained on. The others are the remaining samples of the data list: validation, test, and
+the rest of the training split if the job used a part of it (`data.most_training`). The attack compares equal numbers of both.
+If the unit of privacy is the patient, all samples of a patient are one unit. There are three scores, each higher for members:
 
     loss          minus the model's loss (Yeom et al.)
-    calibrated    the pretrained model's loss minus the model's: a hard sample is hard for both (Watson et al.)
-    likelihood    where shadow models are given: the log likelihood ratio of two Gaussians, fitted to the log-confidences of
-                  models with and without the unit in training (LiRA, Carlini et al.). Then only units count that one
-                  shadow model trained on and another did not: shadows that never saw the test data would tell it apart
-                  whatever the model has learned
+    calibrated    the pretrained model's loss minus the model's loss, because a hard sample is hard for both (Watson et al.)
+    likelihood    if shadow models are given: the log likelihood ratio of two Gaussians, fitted to the log-confidences of
+                  shadow models with and without the unit in training (LiRA, Carlini et al.). Then only units count that
+                  one shadow model was trained on and another was not. Otherwise shadow models that never saw the test data
+                  would separate it, whatever the attacked model has learned
 
-The attacker guesses "member" of the highest, "not" of the lowest, and abstains between. How many it guesses is chosen on one
-half of the units, and counted on the other. The bound is the largest epsilon under which so many right guesses would be too
-unlikely (Steinke et al., Theorem 5.2 and Appendix D). All attacks' bounds hold together at the confidence asked for: each is
-allowed its part of the error (Bonferroni). This takes it that coins decided who is a member.
+The attacker guesses "member" for the highest scores and "not a member" for the lowest, and abstains in between. The number of
+guesses is chosen on one half of the units, and the right guesses are counted on the other half. The bound is the largest
+epsilon for which so many right guesses would be too unlikely (Steinke et al., Theorem 5.2 and Appendix D). The bounds of all
+attacks hold together at the given confidence, because each attack gets an equal part of the allowed error (Bonferroni). The
+bound assumes that membership was decided by independent fair coins.
 
 Sources: S. Yeom, I. Giacomelli, M. Fredrikson, S. Jha, "Privacy Risk in Machine Learning", CSF 2018; L. Watson, C. Guo,
 G. Cormode, A. Sablayrolles, "On the Importance of Difficulty Calibration in Membership Inference Attacks", ICLR 2022;
@@ -48,9 +49,9 @@ from consilium.training.device import autocast
 from consilium.use.model import TrainedModel
 
 DELTA = 1e-5
-"""Of a bound on a model that was trained without privacy."""
+"""The delta of a bound on a model that was trained without privacy."""
 FEWEST = 20
-"""Units under this tell nothing."""
+"""Smallest number of units for an attack."""
 Values = NDArray[np.float64]
 Key = tuple[str, str]
 """A sample's file and name."""
@@ -58,9 +59,9 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class AttackResult:
-    """What an attack came to. `auc`: 0.5 is chance; of `guesses` about the counting half, `correct` were right.
+    """The result of an attack. `auc`: 0.5 is chance. `correct` of the `guesses` on the counting half were right.
 
-    `epsilon`: a lower bound, 0 where nothing can be shown; with those of all other attacks together it has `confidence`.
+    `epsilon`: a lower bound, 0 if nothing can be shown. The bounds of all attacks together hold with `confidence`.
     """
 
     attack: str
@@ -81,19 +82,20 @@ def attack(
     confidence: float = 0.95,
     watch: Callable[[], None] = lambda: None,
 ) -> list[AttackResult]:
-    """Return what each attack on a model comes to, on the data of `site` that was called `name` in its run.
+    """Run all attacks on a model with the data of `site`, and return their results. `name`: the site's name in the run.
 
-    `shadows`: models that were trained on other parts of the same list. `folder` takes phantoms. Raises DataError.
+    `shadows`: models that were trained on other parts of the same data list. `folder`: receives generated phantoms. `watch` is
+    called for each unit. Raises DataError.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     private = opened.config.privacy
     delta = private.delta if private else DELTA
-    _check_one_list([opened, *shadows], own, name)
-    whole = list_of(opened, name, own, folder)
-    seen = [_trained_on(one, own, name, folder) for one in shadows]
-    whole = _drawn_by_coins(whole, seen) if shadows else whole
-    drawn = draw(whole, _trained_on(opened, own, name, folder), private is not None and private.unit == "patient")
-    task = build_task(all_of(opened.config), drawn.data, own)
+    _check_same_phantoms([opened, *shadows], own, name)
+    whole = read_samples(opened, name, own, folder)
+    seen = [_training_keys(one, own, name, folder) for one in shadows]
+    whole = _keep_varied_samples(whole, seen) if shadows else whole
+    drawn = draw_units(whole, _training_keys(opened, own, name, folder), private is not None and private.unit == "patient")
+    task = build_task(with_all_samples(opened.config), drawn.data, own)
     loss, before = losses(opened, task, drawn.units, watch)
     scores = {"loss": -loss, "calibrated": before - loss}
     if shadows:
@@ -101,18 +103,18 @@ def attack(
         scores["likelihood"] = likelihood_ratio(confidence_of(loss), confident, np.array([drawn.included(one) for one in seen]))
     read = np.isfinite(list(scores.values())).all(0)
     each = 1 - (1 - confidence) / len(scores)
-    found = [judged(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
+    found = [judge_guesses(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
     return [replace(one, confidence=confidence) for one in found]
 
 
-def _check_one_list(models: Sequence[TrainedModel], site: SiteConfig, name: str) -> None:
-    """Raise DataError for phantoms of several seeds: under the same names they are other pictures."""
+def _check_same_phantoms(models: Sequence[TrainedModel], site: SiteConfig, name: str) -> None:
+    """Raise DataError if the models used phantoms from different seeds: then equal names mean different pictures."""
     drawn = site.dataset(models[0].config.data.dataset, name)[1] is None
     if drawn and len({one.config.training.seed for one in models}) > 1:
         raise DataError("--shadow: generated pictures follow training.seed, so these runs had other pictures; give --data")
 
 
-def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
+def _training_keys(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
     config = opened.config.model_copy(update={"privacy": None})
     return {
         key_of(item)
@@ -120,8 +122,11 @@ def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path)
     }
 
 
-def _drawn_by_coins(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
-    """Return a list's samples that one shadow model was trained on and another was not. Raises DataError for too few."""
+def _keep_varied_samples(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
+    """Return the data list with just the samples that one shadow model was trained on and another was not.
+
+    Raises DataError if there are fewer than FEWEST.
+    """
     known = set[Key]().union(*seen) - seen[0].intersection(*seen)
     splits = {split: tuple(item for item in whole.splits[split] if key_of(item) in known) for split in SPLITS}
     if (count := sum(map(len, splits.values()))) < FEWEST:
@@ -130,20 +135,20 @@ def _drawn_by_coins(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
     return replace(whole, splits=splits)
 
 
-def list_of(opened: TrainedModel, name: str, site: SiteConfig, folder: Path) -> DataList:
-    """Return all samples of a site's list, each as it is, read as the run read them. Raises ConfigError, DataError."""
-    return site_data(all_of(opened.config), name, site, folder, quiet=opened.config.privacy is not None)
+def read_samples(opened: TrainedModel, name: str, site: SiteConfig, folder: Path) -> DataList:
+    """Return all samples of a site's data list without augmentation, read as in the run. Raises ConfigError, DataError."""
+    return site_data(with_all_samples(opened.config), name, site, folder, quiet=opened.config.privacy is not None)
 
 
-def all_of(config: JobConfig) -> JobConfig:
-    """Return a job that takes all of a list's samples, each as it is: without privacy, which has its own say of lists."""
+def with_all_samples(config: JobConfig) -> JobConfig:
+    """Return the job changed to use all samples of a list, without augmentation, and without privacy, which restricts lists."""
     task = config.task.model_copy(update={"augment": False}) if hasattr(config.task, "augment") else config.task
     data = config.data.model_copy(update={"most_training": None})
     return config.model_copy(update={"task": task, "data": data, "privacy": None, "secure_aggregation": None})
 
 
 def epsilon_bound(correct: int, guesses: int, units: int, delta: float, confidence: float) -> float:
-    """Return the epsilon that so many right guesses about so many `units` show at least; 0 where they show none."""
+    """Return a lower bound on epsilon from `correct` right guesses of `guesses` about `units`; 0 if they show none."""
     from scipy.optimize import brentq
     from scipy.stats import beta
 
@@ -152,17 +157,18 @@ def epsilon_bound(correct: int, guesses: int, units: int, delta: float, confiden
     without = math.log(share / (1 - share)) if share > 0.5 else 0.0
     if not delta or not without:
         return without
-    if _chance(correct, guesses, units, 0.0, delta) >= error:
+    if _max_chance(correct, guesses, units, 0.0, delta) >= error:
         return 0.0
-    if _chance(correct, guesses, units, without, delta) <= error:  # so small a delta is lost in rounding
+    if _max_chance(correct, guesses, units, without, delta) <= error:  # delta is below the rounding error
         return without
-    return float(brentq(lambda epsilon: _chance(correct, guesses, units, epsilon, delta) - error, 0.0, without))
+    return float(brentq(lambda epsilon: _max_chance(correct, guesses, units, epsilon, delta) - error, 0.0, without))
 
 
-def _chance(correct: int, guesses: int, units: int, epsilon: float, delta: float) -> float:
-    """Return the most likely that (epsilon, delta) makes so many right guesses or more (Steinke et al., Appendix D).
+def _max_chance(correct: int, guesses: int, units: int, epsilon: float, delta: float) -> float:
+    """Return the largest probability of `correct` or more right guesses under (epsilon, delta)-privacy.
 
-    Each is right as one of randomized response is; delta adds 2 `units` times what the best number of failed units gains each.
+    Source: Steinke et al., Appendix D. A guess is right with the probability of randomized response. Delta adds 2 x `units` x
+    delta x the largest gain per failed unit.
     """
     from scipy.stats import binom
 
@@ -172,27 +178,29 @@ def _chance(correct: int, guesses: int, units: int, epsilon: float, delta: float
     return float(binom.sf(correct - 1, guesses, right) + 2 * units * delta * gain)
 
 
-def judged(
+def judge_guesses(
     attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0
 ) -> AttackResult:
-    """Return what guesses by `scores` show; how many are made is chosen on a random half of the units."""
+    """Return the result of guessing by `scores`. The number of guesses is chosen on a random half of the units."""
     order = np.random.default_rng(seed).permutation(len(scores))
     chosen, counted = order[::2], order[1::2]
     shares = (0.05, 0.1, 0.2, 0.35, 0.5)
-    bounds = [epsilon_bound(*_right(scores[chosen], members[chosen], one), len(chosen), delta, confidence) for one in shares]
-    correct, guesses = _right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
+    bounds = [
+        epsilon_bound(*_count_right(scores[chosen], members[chosen], one), len(chosen), delta, confidence) for one in shares
+    ]
+    correct, guesses = _count_right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
     found = epsilon_bound(correct, guesses, len(counted), delta, confidence)
     return AttackResult(attack, len(scores), _auc(scores, members), guesses, correct, found, confidence)
 
 
-def _right(scores: Values, members: NDArray[np.bool_], share: float) -> tuple[int, int]:
-    """Return how many guesses are right, and how many there are: a `share` of the units at each end."""
+def _count_right(scores: Values, members: NDArray[np.bool_], share: float) -> tuple[int, int]:
+    """Return (number of right guesses, number of guesses), if a fraction `share` of the units is guessed at each end."""
     order, count = np.argsort(scores, kind="stable"), max(1, int(share * len(scores)))
     return int(members[order[-count:]].sum() + (~members[order[:count]]).sum()), 2 * count
 
 
 def _auc(scores: Values, members: NDArray[np.bool_]) -> float:
-    """Return how often a member has the higher score, ties counting half."""
+    """Return the AUC: how often a member has a higher score than another unit, where ties count half."""
     from scipy.stats import rankdata
 
     inside, outside = int(members.sum()), int((~members).sum())
@@ -201,9 +209,10 @@ def _auc(scores: Values, members: NDArray[np.bool_]) -> float:
 
 
 def likelihood_ratio(target: Values, shadows: Values, included: NDArray[np.bool_]) -> Values:
-    """Return LiRA's score of every unit, (N,): `target` log-confidences (N,), those of `shadows` (M, N), who trained on whom.
+    """Return LiRA's score of every unit, (N,). NaN for a unit that was in the training of all shadow models, or of none.
 
-    One variance for all units, which few shadow models ask for. NaN for a unit that was in all of them, or in none.
+    `target`: log-confidences of the attacked model, (N,). `shadows`: those of the shadow models, (M, N). `included`: whether a
+    shadow model was trained on a unit, (M, N). All units share one variance, because there are few shadow models.
     """
     with np.errstate(invalid="ignore"):
         inside, outside = (np.where(mask, shadows, 0).sum(0) / mask.sum(0) for mask in (included, ~included))
@@ -213,30 +222,36 @@ def likelihood_ratio(target: Values, shadows: Values, included: NDArray[np.bool_
 
 
 def confidence_of(losses: Values) -> Values:
-    """Return log(p / (1 - p)) of p = exp(-loss), which is closer to a Gaussian than the loss."""
+    """Return log(p / (1 - p)) for p = exp(-loss). Its distribution is closer to a Gaussian than that of the loss."""
     shown = np.clip(np.exp(-losses), 1e-12, 1 - 1e-12)
     return np.log(shown) - np.log1p(-shown)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is attacked: `data`, whose training split holds the samples of all `units` (by place), and which are `members`."""
+    """The attacked samples, all in the training split of `data`.
+
+    `units`: for each unit the indices of its samples in that split. `members`: whether a unit was trained on, (N,).
+    """
 
     data: DataList
     units: list[list[int]]
     members: NDArray[np.bool_]
 
     def included(self, others: Collection[Key]) -> NDArray[np.bool_]:
-        """Tell of every unit whether all of it is among other samples, as of a shadow model's training."""
+        """Return for every unit whether all its samples are in `others`, such as a shadow model's training samples; (N,)."""
         keys = [key_of(item) for item in self.data.splits["training"]]
         return np.array([all(keys[place] in others for place in unit) for unit in self.units])
 
 
-def draw(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int = 0) -> Drawn:
-    """Return as many members as others of a list, drawn at random. Raises DataError for too few, or a patient in both."""
+def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int = 0) -> Drawn:
+    """Draw equal numbers of members and other units at random from a list.
+
+    `trained`: keys of the training samples. Raises DataError if there are too few units, or if a patient is in both groups.
+    """
     samples = [item for split in SPLITS for item in whole.splits[split]]
     inside, outside = ([i for i in samples if (key_of(i) in trained) is wanted] for wanted in (True, False))
-    groups = _units(inside, by_patient), _units(outside, by_patient)
+    groups = _group_units(inside, by_patient), _group_units(outside, by_patient)
     if by_patient and (twice := groups[0].keys() & groups[1].keys()):
         what = f"{len(twice)} patients are in training and in another split"
         raise DataError(f"{whole.path}: {what}, so no attack can be judged; split the list by patients")
@@ -253,7 +268,7 @@ def draw(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int 
     )
 
 
-def _units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
+def _group_units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
     found: dict[object, list[Any]] = {}
     for place, item in enumerate(samples):
         found.setdefault((item_patient(item) or place) if by_patient else place, []).append(item)
@@ -261,7 +276,7 @@ def _units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
 
 
 def key_of(item: Any) -> Key:
-    """Return what tells a sample from all others of its list."""
+    """Return a key that is unique for a sample in its list."""
     return str(getattr(item, "image", "")), item.name
 
 
@@ -269,28 +284,32 @@ def key_of(item: Any) -> Key:
 def losses(
     opened: TrainedModel, task: Task, units: Sequence[Sequence[int]], watch: Callable[[], None]
 ) -> tuple[Values, Values]:
-    """Return every unit's mean loss under the model and under its pretrained base, (N,) each; NaN where none can be read."""
+    """Return (every unit's mean loss under the model, the same under its pretrained base), (N,) each.
+
+    NaN for a unit of which no sample can be read.
+    """
     with autocast(next(opened.model.parameters()).device, opened.config.training.precision):
         found = []
         for unit in units:
             watch()
-            own = _mean(opened, task, unit)
+            own = _unit_loss(opened, task, unit)
             with layers.disabled(opened.model):
-                found.append((own, _mean(opened, task, unit)))
+                found.append((own, _unit_loss(opened, task, unit)))
     table = np.array(found)
     return table[:, 0], table[:, 1]
 
 
-def _mean(opened: TrainedModel, task: Task, unit: Sequence[int]) -> float:
-    """Return the mean loss of a unit's samples, one at a time: none has a part in another's."""
+def _unit_loss(opened: TrainedModel, task: Task, unit: Sequence[int]) -> float:
+    """Return the mean loss of a unit's samples, each computed alone, so that samples do not influence one another."""
     parts = [float(task.loss(opened.model, batch)) for index in unit if (batch := task.batch([index], 0))]
     return sum(parts) / len(parts) if parts else math.nan
 
 
-def of_one_record(opened: TrainedModel) -> float | None:
-    """Return the epsilon that a site's promise keeps for one record, which an attack looks at; None for other promises.
+def epsilon_of_record(opened: TrainedModel) -> float | None:
+    """Return the epsilon for one record that follows from privacy with the site as unit; None for other units.
 
-    Two data sets that differ in a record may have updates twice the clip apart, so it can be more than the site's own.
+    An attack tests single records. Two data sets that differ in one record can have updates that differ by twice the clipping
+    norm, so this epsilon can be larger than the site's own.
     """
     private, names = opened.config.privacy, layers.tensors(opened.model)
     plan = make_plan(opened.config, opened.config.strategy, None, names)

@@ -1,7 +1,7 @@
-"""A model as a MONAI bundle, which `python -m monai.bundle run` runs on pictures without this package.
+"""Export of a model as a MONAI bundle, which `python -m monai.bundle run` runs on pictures without this package.
 
-Source of the layout: the MONAI bundle specification (docs.monai.io, mb_specification). models/model.pt is the state dict that
-it asks for; models/model.pt2 is the same as a program (torch.export), which needs no code of the model.
+The layout follows the MONAI bundle specification (docs.monai.io, mb_specification). models/model.pt is the state dict that the
+specification requires. models/model.pt2 is the same model as a torch.export program, which needs no code of the model.
 """
 
 import json
@@ -20,21 +20,21 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import Card
 from consilium.tasks.segmentation import prompts_of
-from consilium.use.merge import Inputs, answer, inputs_of, merge_if_possible, require_equal
+from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 CODE = Path(__file__).with_name("bundle_template.py")
-"""What becomes the bundle's scripts/pictures.py."""
+"""The source file that is copied to the bundle's scripts/pictures.py."""
 WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
-"""By task: what writes the network's answers."""
+"""For each task, the class in bundle_template.py that writes the network's outputs."""
 
 
 _CODE = re.compile(r"^[$@%]|[@%][^\s@%]")
-"""What MONAI runs or looks up in a configuration's texts: "$code", "@name", "%file"."""
+"""Matches texts that MONAI would run or look up in a configuration: "$code", "@name", "%file"."""
 
 
 def check(config: JobConfig, card: Card) -> None:
-    """Raise ConfigError for a task that no bundle does, and for names that MONAI would run as code."""
+    """Raise ConfigError for a task that bundles do not support, and for names that MONAI would run as code."""
     if not config.model.image_side or config.task.name not in WRITERS:
         what = f"bundles are of pictures, with masks or classes; task {config.task.name!r} has none"
         raise ConfigError(f"--format bundle: {what}; use merged")
@@ -43,23 +43,23 @@ def check(config: JobConfig, card: Card) -> None:
         raise ConfigError(f"--format bundle: {what}; use onnx or merged, and give it such parts")
     told = {"name": config.name, "model": card.model, "adapter": card.adapter, "site": card.site, "method": card.method}
     told |= {"job of the card": card.job, "name of the card": card.name, "version of the card": card.version}
-    for what, text in [*told.items(), *(("task.classes", name) for name in _classes(config))]:
+    for what, text in [*told.items(), *(("task.classes", name) for name in _class_names(config))]:
         if _CODE.search(str(text)):
             why = "MONAI would run a name with $, @ or % as code"
             raise ConfigError(f"--format bundle: {what}: {shown(text, 80)!r}: {why}; use onnx, or train with another name")
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
-    """Write the bundle; return how to run it, in Markdown, and how far its logits are from the model's.
+    """Write the bundle. Return (how to run it, in Markdown; the largest difference of its logits from the model's).
 
-    An adapter that can be merged is, in place. Raises ConfigError as `check`.
+    If the adapter can be merged, it is merged into `model` in place. Raises ConfigError as `check` does.
     """
     check(config, card)
     inputs = inputs_of(config, None)
-    wanted = answer(model, inputs)
+    wanted = logits_of(model, inputs)
     merge_if_possible(model, config)
-    program = _exported(model, inputs)
-    difference = require_equal("bundle", model, wanted, _answered(program, inputs))
+    program = _export_program(model, inputs)
+    difference = require_equal("bundle", model, wanted, _program_logits(program, inputs))
     (folder / "models").mkdir()
     torch.export.save(program, folder / "models/model.pt2")
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
@@ -72,17 +72,17 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     ), difference
 
 
-def _answered(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
-    """Return the logits of a program, whose inputs have an order and no names."""
+def _program_logits(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
+    """Return the logits of an exported program, whose inputs are positional."""
     module = program.module()
-    return answer(lambda **named: module(*named.values()), inputs)
+    return logits_of(lambda **named: module(*named.values()), inputs)
 
 
-def _exported(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
-    """Return the model as a program that takes batches of any size."""
+def _export_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
+    """Return the model as a torch.export program that accepts batches of any size."""
     shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter about itself
+        warnings.simplefilter("ignore")  # the exporter warns about its own code
         return torch.export.export(model.requires_grad_(False), tuple(inputs.values()), dynamic_shapes=shapes)
 
 
@@ -91,9 +91,10 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
-    """Return what configs/metadata.json holds.
+    """Return the content of configs/metadata.json.
 
-    MONAI's schema asks for both lists of packages, and its reader puts the optional one in the place of the required one.
+    MONAI's schema requires two lists of packages, required and optional. MONAI's reader replaces the first by the second, so
+    both lists are equal.
     """
     packages = {"pillow": version("pillow")}
     return {
@@ -111,53 +112,53 @@ def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "authors": "not stated; see docs/README.md",
         "copyright": "not stated; see docs/README.md",
         "intended_use": "Research. Not a medical device, and not tested for use on patients.",
-        "network_data_format": {"inputs": _inputs(config), "outputs": {"pred": _answers(config)}},
+        "network_data_format": {"inputs": _describe_inputs(config), "outputs": {"pred": _describe_outputs(config)}},
     }
 
 
-def _inputs(config: JobConfig) -> dict[str, Any]:
+def _describe_inputs(config: JobConfig) -> dict[str, Any]:
     side, whole = config.model.image_side, {"dtype": "float32", "is_patch_data": False}
     colours = {"0": "red", "1": "green", "2": "blue"}
     image = {"type": "image", "format": "magnitude", "modality": "n/a", "num_channels": 3, "spatial_shape": [side, side]}
     found = {"image": image | whole | {"value_range": [0, 255], "channel_def": colours}}
     if kind := prompts_of(config.task):
-        prompt = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_classes(config))}
-        numbers = {"spatial_shape": [len(kind.numbers)], "value_range": [0, side - 1], "channel_def": _numbered(config)}
+        prompt = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_class_names(config))}
+        numbers = {"spatial_shape": [len(kind.numbers)], "value_range": [0, side - 1], "channel_def": _numbered_classes(config)}
         found["prompts"] = prompt | numbers | whole
     return found
 
 
-def _answers(config: JobConfig) -> dict[str, Any]:
+def _describe_outputs(config: JobConfig) -> dict[str, Any]:
     side = config.model.image_side
     masks = config.task.name == "segmentation"
     return {
         "type": "image" if masks else "probabilities",
         "format": "classes",
         "modality": "n/a",
-        "num_channels": len(_classes(config)),
+        "num_channels": len(_class_names(config)),
         "spatial_shape": [side, side] if masks else [],
         "dtype": "float32",
         "value_range": [],
         "is_patch_data": False,
-        "channel_def": _numbered(config),
+        "channel_def": _numbered_classes(config),
     }
 
 
-def _classes(config: JobConfig) -> list[str]:
+def _class_names(config: JobConfig) -> list[str]:
     return list(getattr(config.task, "classes", ()))
 
 
-def _numbered(config: JobConfig) -> dict[str, str]:
-    return {str(number): name for number, name in enumerate(_classes(config))}
+def _numbered_classes(config: JobConfig) -> dict[str, str]:
+    return {str(number): name for number, name in enumerate(_class_names(config))}
 
 
 def inference(config: JobConfig) -> dict[str, Any]:
-    """Return what configs/inference.json holds: MONAI's names for its parts, so that other programs find them."""
+    """Return the content of configs/inference.json. Its sections have MONAI's names, so that other programs find them."""
     settings: Any = config.task
     window = [settings.window.center, settings.window.width] if settings.window else None
     reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}
     kind = prompts_of(settings)
-    prompts = {"prompts": f"@{kind.many}", "classes": _classes(config), "columns": list(kind.numbers)} if kind else {}
+    prompts = {"prompts": f"@{kind.many}", "classes": _class_names(config), "columns": list(kind.numbers)} if kind else {}
     return {
         "bundle_root": ".",
         "dataset_dir": "$@bundle_root + '/images'",
@@ -180,7 +181,7 @@ def inference(config: JobConfig) -> dict[str, Any]:
         "postprocessing": {
             "_target_": f"scripts.pictures.{WRITERS[config.task.name]}",
             "folder": "@output_dir",
-            "classes": _classes(config),
+            "classes": _class_names(config),
         },
         "evaluator": {
             "_target_": "scripts.pictures.Inference",
@@ -203,21 +204,21 @@ python -m monai.bundle run --config_file configs/inference.json --dataset_dir IM
 
 IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{prompts}
 The bundle cuts no tiles and opens no volumes, DICOM or slides: write their planes or tiles as pictures first, or use
-`consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` keeps it on the CPU.
-models/model.pt2 is the program that runs, models/model.pt its weights as a state dict. A bundle's configuration is code: run
-those of people you trust.
+`consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` selects the CPU.
+models/model.pt2 is the program that runs, and models/model.pt has its weights as a state dict. A bundle's configuration is
+code, so only run bundles from people you trust.
 """
 _OUT = {
-    "segmentation": "OUT receives a mask for every class, NAME_CLASS.png, 0 and 255, on the picture's own grid.",
-    "classification": "OUT receives classes.csv: a row for every picture: its likeliest class, and the probability of each.",
+    "segmentation": "OUT receives one mask per class, NAME_CLASS.png, with values 0 and 255 and the size of the picture.",
+    "classification": "OUT receives classes.csv with one row per picture: its likeliest class, and each class's probability.",
 }
 _PROMPTS = {
     "box": """
-The network takes a box for every class. `--boxes FILE` gives them: a CSV of image, class, left, top, right, bottom in the
-picture's pixels, or a JSON list of the same. Without one the box is the whole picture.
+The network takes one box per class. `--boxes FILE` gives the boxes: a CSV file of image, class, left, top, right, bottom in the
+picture's pixels, or a JSON list of such objects. Without a box, the whole picture is the box.
 """,
     "point": """
-The network takes a point for every class. `--points FILE` gives them: a CSV of image, class, x, y in the picture's pixels from
-the left and the top, or a JSON list of the same. A class without one is looked for everywhere.
+The network takes one point per class. `--points FILE` gives the points: a CSV of image, class, x, y in the picture's pixels
+from the left and the top, or a JSON list of such objects. A class without a point is searched in the whole picture.
 """,
 }

@@ -1,6 +1,6 @@
-"""What this MONAI bundle does with pictures: reads and prepares them, runs the network, writes masks or classes.
+"""Code of this MONAI bundle: reads and prepares pictures, runs the network, and writes masks or classes.
 
-It needs MONAI, torch, numpy and Pillow only. A file of the package `consilium`, which copies it into every bundle.
+It needs only MONAI, torch, numpy and Pillow. The package `consilium` copies this file into every bundle.
 """
 
 import csv
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
-"""Pillow's other readers start other programs, such as Ghostscript."""
+"""Formats that may be read. Some of Pillow's other readers start programs such as Ghostscript."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
 MOST_COUNTED = 2**22
 
 
 def load_network(path: str, device: torch.device) -> nn.Module:
-    """Return the network of an exported program on a device."""
+    """Load an exported program from `path`, and return it as a network on `device`."""
     program = torch.export.load(path)
     if device.type != "cpu":
         from torch.export.passes import move_to_device_pass
@@ -33,7 +33,7 @@ def load_network(path: str, device: torch.device) -> nn.Module:
 
 
 class Network(nn.Module):
-    """An exported program as a module like others. It has one mode, so `train` and `eval` change nothing."""
+    """An exported program as an ordinary module. It has only one mode, so `train` and `eval` have no effect."""
 
     def __init__(self, program: nn.Module) -> None:
         super().__init__()
@@ -51,10 +51,11 @@ class Network(nn.Module):
 def find_pictures(
     place: str, prompts: str = "", classes: Sequence[str] = (), columns: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return the pictures of a folder, or the one file, for a Dataset; with their boxes or points where the network takes such.
+    """Return one dict per picture in a folder, or for a single file, for MONAI's Dataset.
 
-    `prompts`: a CSV of image, class and `columns` (left, top, right, bottom, or x, y) in pixels, or a JSON list of the same.
-    One that is not there is NaN, which the network takes for the whole picture.
+    If the network takes prompts, `classes` and `columns` are given, and each dict has "prompts". The file `prompts` is a CSV
+    with image, class and `columns` (left, top, right, bottom, or x, y) in pixels, or a JSON list of such objects. A missing
+    prompt is NaN, for which the network uses the whole picture.
     """
     path = Path(place)
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS)
@@ -78,17 +79,20 @@ def _read_prompts(path: str, columns: Sequence[str]) -> dict[str, dict[str, list
 
 
 class ReadPicture:
-    """Opens data["image"] and makes it what the network takes: (3, S, S) float32 in 0..255, stretched or padded.
+    """Reads data["image"] into the network's input (3, S, S), float32 in 0..255, stretched or padded to a square.
 
-    `window`: center and width of the values that become black and white; without it 8-bit values stay, and others map their
-    0.5 to 99.5 percentiles.
+    `window`: (center, width) of the range of values that is mapped to 0..255. Without a window, 8-bit values stay as they are,
+    and other values are mapped from their 0.5 to 99.5 percentiles.
     """
 
     def __init__(self, side: int, resize: str, padding: Sequence[int], window: Sequence[float] | None = None) -> None:
         self.side, self.resize, self.padding, self.window = side, resize, padding, window
 
     def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return "image", "file", "size" (rows, columns) of the picture and "inner", what of the square it takes."""
+        """Return "image", "file", "size" (rows, columns of the picture) and "inner" (the rows, columns it fills in the square).
+
+        If `data` has prompts, "prompts" are returned too, scaled to the square.
+        """
         picture = eight_bits(read(data["image"]), self.window)
         size = picture.shape[:2]
         rows, columns = self._inner(size)
@@ -111,7 +115,7 @@ class ReadPicture:
 
 
 def read(path: str) -> np.ndarray:
-    """Return (H, W) or (H, W, 3) numbers of a picture, turned as its EXIF tag says."""
+    """Return a picture's values, (H, W) or (H, W, 3), rotated as its EXIF tag says."""
     with Image.open(path, formats=FORMATS) as opened:
         upright = ImageOps.exif_transpose(opened)
         array = np.asarray(upright if upright.mode in MODES else upright.convert("RGB"))
@@ -119,7 +123,7 @@ def read(path: str) -> np.ndarray:
 
 
 def eight_bits(values: np.ndarray, window: Sequence[float] | None) -> np.ndarray:
-    """Return (H, W, 3) of 8 bits."""
+    """Return values as 8-bit (H, W, 3); see ReadPicture for `window`."""
     if not (values.dtype == np.uint8 and (values.ndim == 3 or window is None)):
         low, high = percentiles(values) if window is None else (window[0] - window[1] / 2, window[0] + window[1] / 2)
         share = (values.astype(np.float32) - low) / max(high - low, 1e-6)
@@ -128,32 +132,32 @@ def eight_bits(values: np.ndarray, window: Sequence[float] | None) -> np.ndarray
 
 
 def percentiles(values: np.ndarray) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles, of every n-th value where there are many."""
+    """Return the 0.5 and 99.5 percentiles. Of many values, only every n-th is counted."""
     flat = values.reshape(-1)
     low, high = np.percentile(flat[:: max(1, flat.size // MOST_COUNTED)], [0.5, 99.5])
     return float(low), float(high)
 
 
 class Writer(Protocol):
-    """Takes what the network says of one picture after the other."""
+    """Writes the network's outputs, one picture at a time."""
 
     def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> None:
-        """Take the logits of one picture and what ReadPicture said of it."""
+        """Process the logits of one picture. `data`: the dict that ReadPicture returned for it."""
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining output after the last picture."""
         ...
 
 
 class WriteMasks:
-    """Writes a mask for every class, NAME_CLASS.png, 0 and 255, on the picture's own grid."""
+    """Writes one mask per class, NAME_CLASS.png, with values 0 and 255 and the size of the picture."""
 
     def __init__(self, folder: str, classes: Sequence[str]) -> None:
         self.folder, self.classes = Path(folder), classes
 
     def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> None:
-        """Write the masks where the logits (C, S, S), brought onto the picture's grid, are over 0."""
+        """Resize the logits (C, S, S) to the picture's size, and write as masks where they are over 0."""
         self.folder.mkdir(parents=True, exist_ok=True)
         rows, columns = data["inner"]
         own = F.interpolate(logits[None, :, :rows, :columns], tuple(data["size"]), mode="bilinear", align_corners=False)[0]
@@ -166,14 +170,14 @@ class WriteMasks:
 
 
 class WriteClasses:
-    """Writes classes.csv: a row for every picture with its likeliest class and the probability of each."""
+    """Writes classes.csv with one row per picture: its likeliest class, and the probability of each class."""
 
     def __init__(self, folder: str, classes: Sequence[str]) -> None:
         self.folder, self.classes = Path(folder), classes
         self.rows: list[list[str]] = []
 
     def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> None:
-        """Keep the row of logits (C,)."""
+        """Store the table row for logits (C,)."""
         probabilities = logits.softmax(0).tolist()
         likeliest = self.classes[int(logits.argmax())]
         self.rows.append([Path(data["file"]).name, likeliest, *(f"{value:.6f}" for value in probabilities)])
@@ -187,12 +191,12 @@ class WriteClasses:
 
 
 def _harmless(cell: str) -> str:
-    """Return a text that no spreadsheet takes for a formula."""
+    """Return the text, changed so that no spreadsheet reads it as a formula."""
     return f"'{cell}" if cell[:1] in "=+-@\t\r\n" and cell else cell
 
 
 class Inference:
-    """Runs the network on every picture of a dataset, one at a time, and hands its logits on."""
+    """Runs the network on every picture of a dataset, one at a time, and passes the logits to `postprocessing`."""
 
     def __init__(
         self, device: torch.device, network: nn.Module, dataset: Any, inferer: Callable[..., Tensor], postprocessing: Writer
@@ -202,7 +206,7 @@ class Inference:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Do it."""
+        """Process all pictures."""
         for data in self._samples():
             inputs = [data[name][None].to(self.device) for name in ("image", "prompts") if name in data]
             logits = self.inferer(inputs[0], self.network, *inputs[1:])

@@ -1,4 +1,4 @@
-"""Scores of a kept model on any site's data, as the closing evaluation takes them; and of all models on all sites."""
+"""Scores of a saved model on any site's data, computed as in a run's final evaluation; and of all models on all sites."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ Split = Literal["training", "validation", "test"]
 
 
 def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
-    """Return all metrics of a split, with distances and intervals. Raises DataError for a split without samples."""
+    """Return all metrics on a split, with surface distances and confidence intervals. Raises DataError for an empty split."""
     remember(opened.config, opened.model, task)
     found = all_scores(opened.model, task, opened.config, split, full=True)
     if not found:
@@ -34,20 +34,20 @@ def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
 
 
 def task_of(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> Task:
-    """Return the model's task on a site's data, read as the run read it; nothing of it is kept on disk. Raises DataError."""
+    """Return the model's task on a site's data, read as in the run but without a cache on disk. Raises DataError."""
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     return build_task(opened.config, site_data(opened.config, name, own, folder), own)
 
 
 def evaluate(opened: TrainedModel, data: Path, split: Split) -> dict[str, float]:
-    """Return the metrics of a model on one site's folder, or its data list. Raises ConfigError, DataError."""
+    """Return a model's metrics on one site's data. `data`: the site's folder or data list. Raises ConfigError, DataError."""
     site = read_site(data, opened.config)
     with tempfile.TemporaryDirectory() as place:
         return scores(opened, task_of(opened, site, data.resolve().name, Path(place)), split)
 
 
 def read_site(data: Path, config: JobConfig) -> SiteConfig:
-    """Return what one site's folder says, or a site of one data list. Raises ConfigError."""
+    """Return the configuration of a site from its folder, or one with just a data list. Raises ConfigError."""
     if not data.exists():
         raise ConfigError(f"--data: {shown(data)}: no such folder or file; give a site's folder")
     site = SiteConfig(datalist=data) if data.is_file() else read_site_folder(data)
@@ -60,9 +60,10 @@ def read_site(data: Path, config: JobConfig) -> SiteConfig:
 def cross_sites(
     run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, done: Callable[[str, str], None]
 ) -> CrossSiteMatrix:
-    """Return the leading score of every site's model on every site's data, of a run in process. `done` is told of each cell.
+    """Return the leading score of every site's model on every site's data, for a simulated run.
 
-    `data`: the folder that the run's sites had; without it their phantoms. Raises ConfigError, DataError.
+    `data`: the folder with the sites' data of the run; None for a run on generated phantoms. `done` is called with model and
+    site after each score. Raises ConfigError, DataError.
     """
     run = cell_folder(run)
     if not (models := run_sites(run)):
@@ -76,17 +77,17 @@ def cross_sites(
     given = Given(data)
     with tempfile.TemporaryDirectory() as place:
         tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}
-        table = [_row(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
+        table = [_score_at_sites(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
     names = {name for row in table for found in row.values() for name in found}
     scores = TASKS[first.config.task.name].scores(first.config.task)
     rows = [(model, stage, row) for model, row in zip(models, table, strict=True)]
     return cross_site_matrix(scores.lead(names), split, rows, scores.grid)
 
 
-def _row(
+def _score_at_sites(
     opened: TrainedModel, name: str, tasks: Mapping[str, Task], split: str, done: Callable[[str, str], None]
 ) -> dict[str, dict[str, float]]:
-    """Return one model's metrics at every site, {} where the site has nothing in the split."""
+    """Return one model's metrics for each site; {} for a site without samples in the split."""
     found = {}
     for site, task in tasks.items():
         found[site] = scores(opened, task, split) if task.has(split) else {}

@@ -20,24 +20,24 @@ from consilium.models.dtypes import QUANTIZED
 from consilium.report.run_record import job_of
 from consilium.use import bundle_export, merge, onnx_export, peft_folder
 from consilium.use.model import TrainedModel
-from consilium.use.output_folder import LICENCES, RECORD, as_the_umask_says, check_destination, new_folder, write_record
+from consilium.use.output_folder import LICENCES, RECORD, apply_umask, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An export: its folder, and the largest difference of its logits from the model's, None for a mere copy."""
+    """An export. `difference`: largest difference of its logits from the model's; None if weights were only copied."""
 
     folder: Path
     difference: float | None
 
 
 def check_possible(format: Format, folder: Path) -> None:
-    """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
+    """Raise ConfigError if the model in an adapter folder cannot be exported in this format. Its base is not loaded."""
     kept, card = read_kept(folder)
     config = job_of(folder)
-    _check_blend(kept, format)
+    _check_one_adapter(kept, format)
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
         what = f"the base is kept as {dtype}, which holds no weights that others read"
         raise ConfigError(f"--format {format}: {what}; use peft, which goes on the unchanged base")
@@ -52,32 +52,36 @@ def check_possible(format: Format, folder: Path) -> None:
 
 
 def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False, base: str = "") -> Exported:
-    """Write a model into a new `folder`; `force` replaces an earlier export there. The model is used up.
+    """Export a model into a new `folder`. The model is changed and cannot be used afterwards.
 
-    `base`: the base that a language model's PEFT folder and card name; by default its folder on this machine.
-
-    The folder takes its name last, so that a crash leaves no half one. Raises ConfigError, CheckpointError.
+    `force`: replace an earlier export in `folder`. `base`: the name of the base in a language model's PEFT folder and card; by
+    default the base's folder on this machine. The folder is renamed to its final name last, so that a crash leaves no
+    unfinished folder of this name. Raises ConfigError, CheckpointError.
     """
     check_destination(folder, force)
     check_possible(format, found.folder)
     with new_folder(folder, force) as made:
-        about, difference = _write(found, format, made, own, base)
+        about, difference = _write_format(found, format, made, own, base)
         _copy_licences(found, own, made)
         name = f"docs/{CARD}" if format == "bundle" else CARD
-        page = _page(found, format, about, difference)
-        if library := _library(found, format):
-            page = peft_folder.top(
-                page, library, base or str(_base(found, own)), _base(found, own), peft_folder.TAGS[found.config.model.name]
+        page = _model_page(found, format, about, difference)
+        if library := _opening_library(found, format):
+            page = peft_folder.with_front_matter(
+                page,
+                library,
+                base or str(_base_folder(found, own)),
+                _base_folder(found, own),
+                peft_folder.TAGS[found.config.model.name],
             )
         write_atomic(made / name, page.encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_record(made, record | {"difference": difference})
-        as_the_umask_says(made, made / RECORD)
+        apply_umask(made, made / RECORD)
     return Exported(folder, difference)
 
 
-def _check_blend(kept: SavedModel, format: Format) -> None:
-    """Raise ConfigError for a model that no file of weights can be."""
+def _check_one_adapter(kept: SavedModel, format: Format) -> None:
+    """Raise ConfigError for a model that is no single set of weights, or no single unscaled adapter for peft."""
     if kept.similar:
         what = "is weighed anew for every sample, by the site's own records, which stay there"
         raise ConfigError(f"--stage personalized: its local adapter {what}; export the global model")
@@ -87,23 +91,25 @@ def _check_blend(kept: SavedModel, format: Format) -> None:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
 
 
-def _library(found: TrainedModel, format: Format) -> str:
-    """Return the library that opens an exported model of texts, "" for other models."""
+def _opening_library(found: TrainedModel, format: Format) -> str:
+    """Return the library that opens an exported text model: peft, transformers, or "" for other models and formats."""
     return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in peft_folder.TAGS else ""
 
 
-def _base(found: TrainedModel, own: SiteConfig) -> Path:
+def _base_folder(found: TrainedModel, own: SiteConfig) -> Path:
     return (checkpoint_of(found.config.model, own) or TINY_FOLDER).resolve()
 
 
-def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
-    """Write the format's own files; return how to use them and how far the logits are from the model's."""
+def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
+    """Write the format's files into `made`. Return (how to use them, in Markdown; largest difference of logits or None)."""
     if format == "peft":
         about = _write_peft(found, made, own, base)
-        if _library(found, format):
-            peft_folder.complete(made, found.config, tokenizer_of(found.config, own), base or str(_base(found, own)))
+        if _opening_library(found, format):
+            peft_folder.complete_folder(
+                made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own))
+            )
         return about, None
-    model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
+    model, config = found.model.cpu().float(), found.config  # the base may be stored in bfloat16
     if format == "merged":
         return merge.write(made, model, config, tokenizer_of(config, own))
     return onnx_export.write(made, model, config) if format == "onnx" else bundle_export.write(made, model, config, found.card)
@@ -147,12 +153,12 @@ _BESIDE = {
     "head.safetensors": 'base.head.load_state_dict(load_file("head.safetensors"))  # the linear layer on the features\n',
 }
 _KEPT = """
-Its base was kept as {} by bitsandbytes in training and in scoring. On a base in 32 bits it answers a little otherwise.
+In training and scoring, bitsandbytes stored the base as {}. On a base in 32 bits, the outputs differ slightly.
 """
 
 
 def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
-    """Raise ConfigError where a folder holds nothing for PEFT, or not all of the model."""
+    """Raise ConfigError if PEFT cannot represent the adapter in a folder, or not all of the model."""
     if not (folder / "adapter_config.json").is_file():
         what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
         raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
@@ -161,14 +167,17 @@ def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
 
 
 def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> str:
-    """Write what PEFT reads, from the tensors that were checked: the folder's own file may hold others."""
+    """Write the files that PEFT reads, from the tensors that were checked. The adapter folder's own files may have others.
+
+    Returns how to use the files, in Markdown.
+    """
     values = with_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
     kept_as = {"fp32": "float32", "bf16": "bfloat16"}.get(found.config.model.dtype)
     text = _PEFT_CLASSES if peft_folder.is_classifier(found.config) else _PEFT_TEXT
     dtype = f', dtype="{kept_as}"' if kept_as else ""
     about = text.format(dtype=dtype, outputs=getattr(found.config.task, "outputs", 0))
-    if not _library(found, "peft"):
+    if not _opening_library(found, "peft"):
         place = base or checkpoint_of(found.config.model, own)
         beside = "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
         about = _PEFT.format(
@@ -177,40 +186,41 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
             checkpoint=f"Path({str(place)!r})" if place else "None", beside=beside,
         )  # fmt: skip
     about += _KEPT.format(found.config.model.dtype) if found.config.model.dtype in QUANTIZED else ""
-    if any(map(is_local, found.kept.values)):  # which stays where it is
+    if any(map(is_local, found.kept.values)):  # local tensors are not copied to the export
         return about
     shutil.copyfile(found.folder / TENSORS, made / TENSORS)
     return f"{about}\n`consilium predict` and `evaluate` open this folder too.\n"
 
 
 def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:
-    """Copy job.yaml, the privacy record, and the licences that lie beside the adapter or in the base's folder.
+    """Copy job.yaml, privacy.json, and the licence files in the folders of the adapter and the base.
 
-    Of the adapter's folder, which somebody may have sent, no links: they would lead to files of this user's.
+    Links in the adapter's folder are not followed. The folder may come from somebody else, and a link could lead to other files
+    of this user.
     """
     base = checkpoint_of(found.config.model, own)
     for name in ("job.yaml", "privacy.json"):
-        _copy(found.folder / name, made, links=False)
+        _copy_file(found.folder / name, made, links=False)
     for place, links in ((base, True), (found.folder, False)):
         for pattern in LICENCES if place is not None and place.is_dir() else ():
             for path in sorted(place.glob(pattern)):  # type: ignore[union-attr]
-                _copy(path, made, links)
+                _copy_file(path, made, links)
 
 
-def _copy(path: Path, made: Path, links: bool) -> None:
+def _copy_file(path: Path, made: Path, links: bool) -> None:
     if path.is_file() and (links or not path.is_symlink()):
         shutil.copyfile(path, made / path.name)
 
 
-def _page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
-    """Return the model card, as it is beside the adapter, and how to use what was written."""
+def _model_page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
+    """Return the export's page: the adapter's model card, followed by how to use the export."""
     path = found.folder / CARD
     card = (
         path.read_text(encoding="utf-8", errors="replace").partition(FILES)[0]
         if path.is_file() and not path.is_symlink()
         else ""
     )
-    parts = [card.rstrip(), f"## {_TITLES[format]}", about.rstrip(), *_inputs(found.config)]
+    parts = [card.rstrip(), f"## {_TITLES[format]}", about.rstrip(), *_describe_inputs(found.config)]
     if difference is not None:
         parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -219,8 +229,8 @@ def _page(found: TrainedModel, format: Format, about: str, difference: float | N
 _TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", "onnx": "Run it"}
 
 
-def _inputs(config: JobConfig) -> list[str]:
-    """Return how pictures become inputs, and what the logits are of, for a task of pictures."""
+def _describe_inputs(config: JobConfig) -> list[str]:
+    """For a task on pictures, return lines on how pictures become inputs, and on the order of the logits. [] for others."""
     side, resize = config.model.image_side, getattr(config.task, "resize", None)
     if not side or resize is None:
         return []

@@ -1,4 +1,4 @@
-"""What a model is to be asked about: files and folders, found as a user names them; boxes or points that somebody drew."""
+"""Inputs of `consilium predict`: finds the files in a path that the user gives, and reads prompts (boxes or points)."""
 
 import csv
 import io
@@ -18,26 +18,27 @@ from consilium.tasks.segmentation import PROMPTS
 
 TEXTS = (".jsonl",)
 TABLE = "DICOMDIR"
-"""A disc's table of contents, which is DICOM and no image."""
+"""The table of contents on a DICOM disc, which is a DICOM file but no image."""
 MOST_PROMPTS = 2**26
-"""Bytes of a file of prompts: over a million."""
+"""Largest size of a file of prompts in bytes, which is enough for over a million prompts."""
 Place = tuple[str, int | None, str]
 Prompts = Mapping[Place, tuple[float, ...]]
-"""Boxes (left, top, right, bottom), or points (x, y), in pixels of the picture, by input, plane (None: all) and class."""
+"""Boxes (left, top, right, bottom) or points (x, y) in pixels, by (input's name, plane, class). Plane None: all planes."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A picture, a volume, a folder with a DICOM series, or a file of texts. `name`: its path from what the user gave."""
+    """A picture, a volume, a folder with a DICOM series, or a file of texts. `name`: its path relative to the user's folder."""
 
     path: Path
     name: str
 
 
 def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None = None) -> list[Input]:
-    """Return what is there to predict, sorted by name; nothing in `out` counts. Raises ConfigError where there is nothing.
+    """Return the inputs in the file or folder `given`, sorted by name. Raises ConfigError if there are none.
 
-    `beside` gets the DICOM objects of a folder that are not images, such as earlier segmentations and reports.
+    `texts`: look for records instead of images. Files in `out` are ignored. DICOM objects that are not images, such as earlier
+    segmentations and reports, are appended to `beside`.
     """
     if not given.exists():
         raise ConfigError(f"{shown(given)}: no such file or folder; give pictures, volumes or a folder of them")
@@ -46,7 +47,7 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
     ends, beside = TEXTS if texts else PICTURES, [] if beside is None else beside
     if not given.is_dir():
         return [Input(given, given.name)]
-    paths = _walk(given, ends, {out.resolve(), given.resolve()}, beside)
+    paths = _find_under(given, ends, {out.resolve(), given.resolve()}, beside)
     found = [Input(path, path.relative_to(given).as_posix()) for path in paths]
     found = [one if one.name != "." else Input(given, given.resolve().name) for one in found]
     if not found:
@@ -55,10 +56,10 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
     return sorted(found, key=lambda one: one.name)
 
 
-def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
-    """Yield the inputs under a folder; of folders that links lead to, those not `seen` yet, so that no loop is endless.
+def _find_under(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
+    """Yield the inputs under a folder and its subfolders. Folders in `seen` are skipped, so that links cannot form a loop.
 
-    Links to nowhere are inputs too: they are named as bad.
+    Broken links are yielded too, so that they are reported as unusable inputs.
     """
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     files = [path for path in entries if path.is_file()]
@@ -71,31 +72,34 @@ def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Pat
         if ends is not TEXTS
         else []
     )
-    yield from _images(folder, dicom, beside)
+    yield from _dicom_images(folder, dicom, beside)
     lost = [path for path in entries if path.is_symlink() and not path.exists()]
     yield from (path for path in [*files, *lost] if path.name.lower().endswith(ends))
     for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)
-            yield from _walk(path, ends, seen, beside)
+            yield from _find_under(path, ends, seen, beside)
 
 
-def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
-    """Return the images among a folder's DICOM files if each is a series of its own, such as a radiograph; else the folder."""
+def _dicom_images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
+    """Return the inputs among a folder's DICOM files.
+
+    If each image has a series of its own, such as radiographs, these are the files. Otherwise this is [folder], as one series.
+    """
     if not files:
         return []
     try:
         import consilium.data.dicom.files  # noqa: F401
-    except ImportError:  # no pydicom: what reads the input says so
+    except ImportError:  # without pydicom, reading the input fails later with a clear error
         return files if len(files) == 1 else [folder]
-    told = {path: _kind(path) for path in files}
+    told = {path: _dicom_kind(path) for path in files}
     beside += [path for path, (other, _) in told.items() if other]
     images = {path: series for path, (other, series) in told.items() if not other}
     return list(images) if len(set(images.values())) == len(images) else [folder]
 
 
-def _kind(path: Path) -> tuple[bool, str]:
-    """Tell whether a DICOM file is not an image, and of which series it is; a damaged one is an image with a name."""
+def _dicom_kind(path: Path) -> tuple[bool, str]:
+    """Return (whether a DICOM file is not an image, its series). A damaged file counts as an image in a series of its own."""
     from consilium.data.dicom.files import is_beside, open_file, reading
 
     try:
@@ -107,15 +111,16 @@ def _kind(path: Path) -> tuple[bool, str]:
 
 
 def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
-    """Return the boxes or points, as `kind` says, of a CSV (image, class, their numbers, and slice for planes) or a JSON list.
+    """Return the prompts of a `kind` (box or point) from a CSV file, or from a JSON file with a list of objects.
 
-    Raises DataError, naming the row.
+    The columns are image, class, the numbers of the kind, and optionally slice for one plane of a volume. Raises DataError with
+    the number of the row.
     """
     text = read_text(path, f"give a CSV or JSON file of {kind} prompts", MOST_PROMPTS)
     columns = ("image", "class", *PROMPTS[kind].numbers)
     found: dict[Place, tuple[float, ...]] = {}
-    for number, row in enumerate(_rows(path, text, columns), start=1):
-        place, prompt = _prompt(f"{path}: {kind} {number}", row, columns, classes)
+    for number, row in enumerate(_read_rows(path, text, columns), start=1):
+        place, prompt = _parse_prompt(f"{path}: {kind} {number}", row, columns, classes)
         if place in found:
             raise DataError(f"{path}: {kind} {number}: {shown(place[0])} has two for {place[2]!r}; keep one")
         found[place] = prompt
@@ -124,7 +129,7 @@ def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
     return found
 
 
-def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
+def _read_rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     if path.suffix.lower() != ".json":
         try:
             yield from csv.DictReader(io.StringIO(text))
@@ -138,7 +143,7 @@ def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     yield from found
 
 
-def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) -> tuple[Place, tuple[float, ...]]:
+def _parse_prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) -> tuple[Place, tuple[float, ...]]:
     if not isinstance(row, dict) or (missing := [key for key in columns if row.get(key) in (None, "")]):
         raise DataError(f"{where}: lacks {missing[0] if isinstance(row, dict) else 'all fields'}; write {','.join(columns)}")
     if row["class"] not in classes:
@@ -150,7 +155,7 @@ def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) 
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise DataError(f"{where}: has a value that is not a number; write pixels from the left and the top") from None
-    # Raise DataError for what is neither a point nor a box.
+    # Raise DataError for numbers that are no valid point or box.
     remedy = "write pixels from the left and the top"
     if len(found) == 2 and not all(math.isfinite(one) and one >= 0 for one in found):
         raise DataError(f"{where}: x and y are not 0 or more; {remedy}")

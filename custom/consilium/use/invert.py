@@ -1,16 +1,17 @@
-"""Gradient inversion: what a server that looks at one update could draw, and tell, of the pictures behind it.
+"""Gradient inversion: which training pictures a server could reconstruct, or recognize, from a single update.
 
-The case is made easy for the attacker: a site takes one step on a batch and sends its gradient as it is; the attacker knows
-model, labels and how many pictures there were. From noise it looks for pictures whose gradient points the same way: the
-cosine distance, plus the total variation, is made small by Adam on signs (Geiping et al.). The same attack is made on
+The setting favours the attacker. A site takes one step on a batch and sends its unchanged gradient. The attacker knows the
+model, the labels and the number of pictures. It starts from noise, and searches for pictures whose gradient has the same
+direction. It minimizes the cosine distance plus the total variation by Adam on signs of gradients (Geiping et al.). The same
+attack is made on three updates:
 
     alone     the site's own update, as it leaves without secure aggregation
-    sum       the sum of several sites' updates, which is all that secure aggregation opens; all their pictures are looked for
-    masked    the site's own update under masks: words on the grid as a site sends them
+    sum       the sum of several sites' updates, which is all that secure aggregation reveals; all their pictures are searched
+    masked    the site's own update under masks, as a site sends it in secure aggregation
 
-Beside the drawing there is a question that asks for less: the attacker has a number of pictures, the right ones among them,
-and takes those whose own gradients add up to what it saw (non-negative least squares). A bad drawing proves no privacy: other
-attacks do better.
+A second, easier attack is recognition. The attacker has candidate pictures, the right ones among them. It selects those whose
+gradients add up to the observed update (non-negative least squares). A failed reconstruction proves no privacy, because other
+attacks are stronger.
 
 Source: J. Geiping, H. Bauermeister, H. Droege, M. Moeller, "Inverting Gradients - How easy is it to break privacy in federated
 learning?", NeurIPS 2020. Its augmentation, restarts and search for labels are left out.
@@ -38,26 +39,26 @@ from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, quantize, un
 from consilium.privacy.secagg.sealing import mask
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Batch, Task
-from consilium.use.attack import all_of, list_of
+from consilium.use.attack import read_samples, with_all_samples
 from consilium.use.model import TrainedModel
 
 PIXELS = 255.0
-"""What pictures range up to."""
+"""The largest value of a picture."""
 RATE, SMOOTH = 0.1, 1.0
-"""Adam's step, in parts of the range, and the weight of the total variation."""
+"""RATE: Adam's learning rate, for pictures scaled to 0..1. SMOOTH: the weight of the total variation."""
 GRAPH = [SDPBackend.MATH]
-"""Other kernels of attention have no second derivatives."""
+"""The attention kernel used here. Other kernels have no second derivatives."""
 TITLES = {"alone": "from its update", "sum": "from the sum of sites", "masked": "from its update under masks"}
 CANDIDATES = 40
-"""Pictures among which the attacker looks for the right ones, at most."""
+"""Largest number of candidate pictures for recognition."""
 
 
 @dataclass(frozen=True)
 class Inverted:
-    """What an attack came to. `pictures` (N, 3, S, S) in 0..255, drawn in the place of the site's own.
+    """The result of an attack. `pictures`: the reconstructions (N, 3, S, S) in 0..255.
 
-    `psnr`: of these, in dB, mean. `told`: how many of the site's pictures were picked of the candidates, `chance`: how many by
-    chance. `distance`: the cosine distance that was left.
+    `psnr`: their mean PSNR in dB. `told`: number of the site's pictures that were recognized among the candidates. `chance`:
+    the expected number for random guesses. `distance`: the final cosine distance.
     """
 
     attack: str
@@ -70,7 +71,10 @@ class Inverted:
 
 @dataclass(frozen=True)
 class Inversion:
-    """The site's own `pictures` (N, 3, S, S), what attacks made of them, and the psnr of the mean `candidates` picture."""
+    """The site's `pictures` (N, 3, S, S) and the results of all attacks.
+
+    `candidates`: number of candidate pictures. `guess`: mean PSNR of a trivial guess, the mean of all candidates.
+    """
 
     pictures: Tensor
     candidates: int
@@ -88,13 +92,14 @@ def inversion(
     steps: int = 400,
     watch: Callable[[], None] = lambda: None,
 ) -> Inversion:
-    """Return what each attack makes of the first `count` training pictures of `site`, called `name` in its run.
+    """Attack the first `count` training pictures of `site`, and return the results. `name`: the site's name in the run.
 
-    `sites`: how many are in the sum; the list's next pictures stand for the others'. `folder` takes phantoms. Raises
-    ConfigError for a task without pictures, DataError for too few.
+    `sites`: number of sites in the sum. The next pictures of the same list stand for the other sites' pictures. `steps`: steps
+    of each reconstruction. `folder`: receives generated phantoms. `watch` is called at each step. Raises ConfigError for a task
+    without pictures, DataError for too few pictures.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints})
-    data, config = list_of(opened, name, own, folder), all_of(opened.config)
+    data, config = read_samples(opened, name, own, folder), with_all_samples(opened.config)
     there = len(data.splits["training"])
     if there < max(2, count * sites):
         raise DataError(f"{data.path}: {there} training pictures, the sum needs {count * sites}; lower --batch or --sum")
@@ -102,45 +107,49 @@ def inversion(
     asked = [task.batch([index], 0) for index in range(min(there, max(CANDIDATES, count * sites)))]
     if not all(isinstance(one.get("image"), Tensor) and one["image"].ndim == 4 for one in asked):
         raise ConfigError(f"task.name: {config.task.name!r} trains on no pictures that could be drawn; attack another run")
-    names, near = shared_names(model, config.strategy), joined(asked[:count])
+    names, near = shared_names(model, config.strategy), join_batches(asked[:count])
     apart = [{n: t.detach() for n, t in gradient(model, task, one, names).items()} for one in asked]
     pictures = torch.cat([one["image"] for one in asked])
-    targets = {"alone": (near, mean(apart[:count])), "sum": (joined(asked[: count * sites]), mean(apart[: count * sites]))}
-    targets["masked"] = near, masked(targets["alone"][1], 0)
+    targets = {
+        "alone": (near, mean_gradient(apart[:count])),
+        "sum": (join_batches(asked[: count * sites]), mean_gradient(apart[: count * sites])),
+    }
+    targets["masked"] = near, mask_update(targets["alone"][1], 0)
     found = []
     for attack, (batch, target) in targets.items():
         drawn, distance = invert(model, task, target, batch, steps, 0, watch)
-        chosen = picked(apart, target, len(batch["image"]))
+        chosen = pick_members(apart, target, len(batch["image"]))
         told, chance = len(chosen & set(range(count))), count * len(batch["image"]) / len(asked)
         found.append(Inverted(attack, drawn[:count], psnr(drawn[:count], pictures[:count]), told, chance, distance))
     guess = psnr(pictures.mean(0, keepdim=True).expand_as(pictures[:count]), pictures[:count])
     return Inversion(pictures[:count], len(asked), guess, found)
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Return one batch of several."""
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Return the concatenation of several batches."""
     return {key: torch.cat([one[key] for one in batches]) for key in batches[0]}
 
 
-def mean(gradients: Sequence[Tensors]) -> Tensors:
-    """Return the mean of gradients, tensor by tensor."""
+def mean_gradient(gradients: Sequence[Tensors]) -> Tensors:
+    """Return the mean of several gradients."""
     return {name: torch.stack([one[name] for one in gradients]).mean(0) for name in gradients[0]}
 
 
-def picked(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
-    """Return the places of the `count` gradients of single pictures with the largest weights in a sum that comes to `target`.
+def pick_members(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
+    """Return the indices of the `count` candidates that contribute most to the gradient `target`.
 
-    The weights are of non-negative least squares; a gradient without weight is not picked.
+    `apart`: the gradient of each candidate picture. Non-negative least squares fits `target` by a weighted sum of them.
+    Candidates with weight 0 are not returned.
     """
     from scipy.optimize import nnls
 
-    every, wanted = np.stack([_vector(one) for one in apart]), _vector(target)
+    every, wanted = np.stack([_flatten_gradient(one) for one in apart]), _flatten_gradient(target)
     weights, _ = nnls(every.T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(apart))
     return {place for place in np.argsort(-weights, kind="stable")[:count].tolist() if weights[place] > 0}
 
 
-def _vector(gradient: Tensors) -> NDArray[np.float64]:
-    """Return all numbers of a gradient, (d,)."""
+def _flatten_gradient(gradient: Tensors) -> NDArray[np.float64]:
+    """Return all numbers of a gradient as a vector (d,)."""
     found: NDArray[np.float64] = torch.cat([tensor.flatten() for tensor in gradient.values()]).double().cpu().numpy()
     return found
 
@@ -152,7 +161,7 @@ def psnr(drawn: Tensor, pictures: Tensor) -> float:
 
 
 def gradient(model: nn.Module, task: Task, batch: Batch, names: Sequence[str], graph: bool = False) -> Tensors:
-    """Return the gradient of a batch's loss by the tensors that are shared; `graph`: to be differentiated again."""
+    """Return the gradient of a batch's loss with respect to the tensors `names`. `graph`: keep it differentiable."""
     live = layers.tensors(model)
     with sdpa_kernel(GRAPH):
         loss = task.loss(model, batch)
@@ -161,7 +170,7 @@ def gradient(model: nn.Module, task: Task, batch: Batch, names: Sequence[str], g
 
 
 def shared_names(model: nn.Module, strategy: Strategy) -> list[str]:
-    """Return the tensors that leave in a round's first phase and train, and let them have gradients in the model."""
+    """Return the names of trained tensors that leave in a round's first phase, and turn their gradients on."""
     live = layers.tensors(model)
     names = [name for name in strategy.names(live, Role.SHARED, 0, 0) if isinstance(live[name], nn.Parameter)]
     for name in names:
@@ -169,8 +178,8 @@ def shared_names(model: nn.Module, strategy: Strategy) -> list[str]:
     return names
 
 
-def masked(update: Tensors, seed: int) -> Tensors:
-    """Return what an update is to who lacks one mask of it: the words that a site sends, read as numbers."""
+def mask_update(update: Tensors, seed: int) -> Tensors:
+    """Return a masked update as it looks to somebody without the mask: the integers that a site sends, read as numbers."""
     order = layout({name: tuple(tensor.shape) for name, tensor in update.items()})
     words = flat(quantize(update), 1, 2**62)
     words += mask(seed.to_bytes(32, "big"), len(words))
@@ -186,9 +195,9 @@ def invert(
     seed: int,
     watch: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, float]:
-    """Return pictures (N, 3, S, S) whose gradient points where `target` does, and the cosine distance that is left.
+    """Return (pictures (N, 3, S, S) whose gradient has the direction of `target`, the final cosine distance).
 
-    `like`: the batch without its pictures, which are not looked at but for their shape.
+    `like`: a batch with the true labels. Of its pictures only the shape is used.
     """
     source = torch.Generator().manual_seed(seed)
     looked = torch.rand(like["image"].shape, generator=source).requires_grad_(True)
@@ -215,7 +224,7 @@ def invert(
 
 
 def draw(path: Path, found: Inversion) -> None:
-    """Draw every picture beside what each attack made of it."""
+    """Draw a figure with every picture beside its reconstruction by each attack, and write it to `path`."""
     columns = [("the site's own", found.pictures), *((TITLES[one.attack], one.pictures) for one in found.attacks)]
     count = len(found.pictures)
     figure = Figure(figsize=(2.2 * len(columns), 2.2 * count + 0.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""An adapter merged into its base's weights, and whether a model handed on answers as ours."""
+"""Merging an adapter into its base's weights, and checking that an exported model has the same logits as ours."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,16 +18,16 @@ from consilium.models.weight_files import WEIGHTS, save_weights
 from consilium.tasks.segmentation import prompts_of
 
 # probe -----------------------------------------------------------------------------------------------------------------
-# Whether a model handed on answers as ours: the same inputs, and how far apart two ways of adding up may lie.
+# Checks that an exported model has the logits of ours: the inputs, and the rounding errors that are allowed.
 
 ROUNDING = 2.0**-24
-"""The relative error of one operation in 32 bits."""
+"""The relative rounding error of one operation in float32."""
 SAMPLES, TOKENS = 2, 16
 Inputs = dict[str, Tensor]
 
 
 def inputs_of(config: JobConfig, tokenizer: Any) -> Inputs:
-    """Return inputs by name, the same in every process: noise as pictures, prompts where the task has them; else token ids."""
+    """Return random inputs by name, the same in every process: pictures, with prompts if the task has them; or token ids."""
     generator = torch.Generator().manual_seed(0)
     if tokenizer is not None:
         ids = torch.randint(len(tokenizer), (SAMPLES, TOKENS), generator=generator)
@@ -42,24 +42,24 @@ def inputs_of(config: JobConfig, tokenizer: Any) -> Inputs:
 
 
 @torch.no_grad()
-def answer(model: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the model's logits, in 32 bits on the CPU."""
+def logits_of(model: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the model's logits as float32 on the CPU."""
     found = model(**inputs)
     return getattr(found, "logits", found).detach().float().cpu()
 
 
 def tolerance(model: nn.Module, wanted: Tensor) -> float:
-    """Return by how much logits may differ from those `wanted`, which are the model's.
+    """Return by how much an export's logits may differ from `wanted`, the model's logits.
 
-    A sum of n products is off by about sqrt(n) roundings of its size, whatever the order; those of the layers, which stand
-    one behind the other, add up. So: layers x sqrt(widest) x 2^-24 x the largest logit.
+    The rounding error of a sum of n products is about sqrt(n) x 2^-24 of its size, in any order. The errors of successive
+    layers add up. So the tolerance is: layers x sqrt(widest layer) x 2^-24 x the largest logit (at least 1).
     """
     widths = [parameter[0].numel() for parameter in model.parameters() if parameter.ndim > 1]
     return len(widths) * sqrt(max(widths, default=1)) * ROUNDING * max(1.0, float(wanted.abs().max()))
 
 
 def require_equal(what: str, model: nn.Module, wanted: Tensor, found: Tensor) -> float:
-    """Return the largest difference of logits. Raises CheckpointError where it is no rounding."""
+    """Return the largest difference of the logits. Raises CheckpointError if it is more than rounding, see `tolerance`."""
     difference, most = float((found - wanted).abs().max()), tolerance(model, wanted)
     if found.shape != wanted.shape or not difference <= most:
         why = f"its logits differ by {difference:.2g} from the model's, over {most:.2g}"
@@ -71,14 +71,14 @@ def require_equal(what: str, model: nn.Module, wanted: Tensor, found: Tensor) ->
 
 
 def check(config: JobConfig) -> None:
-    """Raise ConfigError for an adapter that no base can hold."""
+    """Raise ConfigError for an adapter that cannot be merged into its base's weights."""
     if config.adapter_kind.merge is None:
         what = f"adapter.kind {config.adapter.kind!r} adds layers that the base does not have"
         raise ConfigError(f"--format merged: {what}, so there is nothing to merge into; use bundle or onnx")
 
 
 def merge(model: nn.Module, config: JobConfig) -> None:
-    """Write what the adapter does into the base's layers and take it out, in place. Raises ConfigError."""
+    """Merge the adapter into the base's layers and remove it, in place. Raises ConfigError if that is not possible."""
     check(config)
     if blocks := layers.left_out(model):
         what = f"the model runs without {blocks[0]!r}, which the base's own code would run"
@@ -92,20 +92,20 @@ def merge(model: nn.Module, config: JobConfig) -> None:
 
 
 def merge_if_possible(model: nn.Module, config: JobConfig) -> None:
-    """Merge, in place, where a base can hold what the adapter does; else the model stays as it is, which answers the same."""
+    """Merge the adapter in place if that is possible; otherwise leave the model unchanged. The logits do not change."""
     with suppress(ConfigError):
         merge(model, config)
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any) -> tuple[str, float]:
-    """Write the merged model; return how to load it, in Markdown, and how far its logits are from the model's.
+    """Merge the model in place and write it. Return (how to load it, in Markdown; largest difference from the model's logits).
 
-    The model is merged in place. Raises ConfigError.
+    Raises ConfigError, CheckpointError.
     """
     inputs, base = inputs_of(config, tokenizer), MODELS[config.model.name]
-    wanted = answer(model, inputs)
+    wanted = logits_of(model, inputs)
     merge(model, config)
-    difference = require_equal("merged", model, wanted, answer(model, inputs))
+    difference = require_equal("merged", model, wanted, logits_of(model, inputs))
     if base.save is not None:
         return base.save(folder, model, config.model, config.task, tokenizer), difference
     save_weights(folder, model)

@@ -1,4 +1,7 @@
-"""Opening a model that a run has kept: the one way, with the checks that nothing else repeats. Nothing pickled is read."""
+"""Opening a model that a run has saved, with all checks of its files. No pickled file is read.
+
+Every command that uses a trained model opens it with this module.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +18,16 @@ from consilium.core.storage import checkpoint_hash
 from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
-from consilium.report.run_log import VERSIONS, other_version
+from consilium.report.run_files import VERSIONS, other_version
 from consilium.report.run_record import cell_folder, job_of, join_names
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that is ready to be used: `model` has its adapter loaded, in evaluation mode, on its device.
+    """A trained model that is ready for use. `model` has its adapter loaded, is in evaluation mode, and is on its device.
 
-    `folder`: the adapter folder that it came from; `card`: what is known of it; `kept`: its tensors, as sites keep them; `own`:
-    where its base was found.
+    `folder`: the adapter folder it was loaded from. `card`: its model card. `kept`: its saved tensors, in the form that sites
+    save. `own`: the settings with which its base checkpoint was found.
     """
 
     config: JobConfig
@@ -42,10 +45,11 @@ def open_model(
     own: SiteConfig = SiteConfig(),  # noqa: B008
     best: bool = False,
 ) -> TrainedModel:
-    """Return the model of an adapter folder, or of a run's folder: that of a `site`, or else what the run's sites share.
+    """Load and return the model in an adapter folder or in a run's folder.
 
-    `best`: by validation, instead of the last. `own` says where the base's checkpoint lies and which device to use.
-    Raises ConfigError, CheckpointError.
+    In a run's folder, `site` selects a site's model; by default the model that all sites share is opened. `stage`: global or
+    personalized. `best`: the best model by validation instead of the last. `own`: the folder of base checkpoints, and the
+    device. Raises ConfigError, CheckpointError.
     """
     folder = adapter_folder(path, site, stage, best)
     kept, card = read_kept(folder)
@@ -61,16 +65,16 @@ def open_model(
 
 
 def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = None, best: bool = False) -> Path:
-    """Return the adapter folder that is meant, of a run by default the global one's.
+    """Return the adapter folder that the arguments select; see `open_model`. By default, this is a run's global adapter.
 
-    A run of a study may be named as in `cell_folder`. Raises ConfigError, naming what there is, where there is none.
+    `path` may name a run of a study, see `cell_folder`. If there is no such folder, raises ConfigError with the existing ones.
     """
     path = cell_folder(path)
     if (path / TENSORS).is_file():
         if site is not None:
             raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
         if stage is not None or best:
-            _check_meant(path, stage, best)
+            _check_options(path, stage, best)
         return path
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
@@ -79,19 +83,19 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
-    raise ConfigError(_nothing_there(path, site, folder))
+    raise ConfigError(_missing_model_text(path, site, folder))
 
 
-def _check_meant(path: Path, stage: Stage | None, best: bool) -> None:
-    """Raise ConfigError where an adapter folder is not the model that the options name."""
+def _check_options(path: Path, stage: Stage | None, best: bool) -> None:
+    """Raise ConfigError if an adapter folder is not the model that `stage` and `best` select."""
     card = read_kept(path)[1]
     if card.name != f"{stage or card.stage}{BEST if best else ''}":
         option = f"--stage {stage}" if stage is not None else "--best"
         raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
 
 
-def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
-    """Return the line that says why a run has no such adapter, and what it has."""
+def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
+    """Return a line that says why a run has no such adapter, and which adapters it has."""
     sites = run_sites(path)
     if site is not None and site not in sites:
         return f"--site {shown(site)}: {path} keeps no model of it; it has: {join_names(sites)}"
@@ -108,12 +112,12 @@ def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
 
 
 def run_sites(path: Path) -> list[str]:
-    """Return the sites of a run whose models are in its folder."""
+    """Return the names of the sites whose models are in a run's folder."""
     return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})
 
 
 def _check_base(config: JobConfig, card: Card, own: SiteConfig, folder: Path) -> None:
-    """Raise CheckpointError where the base here is not the one that the adapter was trained on."""
+    """Raise CheckpointError unless the base on this machine is the one that the adapter was trained on."""
     checkpoint = checkpoint_of(config.model, own, "your")
     found = checkpoint_hash(checkpoint) if checkpoint else ""
     if found != card.base_sha256:

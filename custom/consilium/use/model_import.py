@@ -1,7 +1,7 @@
-"""Importing a causal language model: a GGUF file or a folder of `transformers`, with an adapter merged first if wanted.
+"""`consilium models import`: import a causal language model from a GGUF file or a `transformers` folder.
 
-The written folder is what `model.checkpoint` names. `provenance.json` in it says where the weights came from. The command
-`consilium models import` calls this. Nothing is downloaded, and of a source only listed plain files are read.
+The written folder can be named in `model.checkpoint`. An adapter can be merged first. `provenance.json` in the folder says
+where the weights came from. Nothing is downloaded, and of the source only known plain files are read.
 """
 
 import json
@@ -35,30 +35,33 @@ from consilium.models.transformers_folder import short
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
 from consilium.models.weight_files import no_progress_bar, save_text_model
 from consilium.tasks.language.prompts import Prompt
-from consilium.use.output_folder import LICENCES, as_the_umask_says, check_destination, new_folder
+from consilium.use.output_folder import LICENCES, apply_umask, check_destination, new_folder
 
 PROVENANCE = "provenance.json"
 UNKNOWN = "unknown"
-"""The licence of a source that names none."""
+"""The licence that is recorded for a source that names none."""
 LONGEST_TEMPLATE = 2**20
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _KEPT = {"r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
 _KEPT |= {"layers_to_transform", "layers_pattern"}
-"""Settings of a LoRA that say what it computes when it is merged."""
+"""Settings of a LoRA adapter that decide the result of a merge."""
 _UNREAD = {"base_model_name_or_path", "peft_type", "task_type", "revision", "peft_version", "auto_mapping", "inference_mode"}
 _UNREAD |= {"lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "runtime_config", "qalora_group_size"}
 _UNREAD |= {"ensure_weight_tying"}
-"""Settings without influence on a merge; `fan_in_fan_out` is about layers that are linear layers here."""
+"""Settings that do not influence a merge. `fan_in_fan_out` is for layers that are ordinary linear layers here."""
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base's weights as they are; PiSSA, OLoRA, LoftQ and others change them."""
+"""Values of `init_lora_weights` that do not change the base's weights. PiSSA, OLoRA, LoftQ and others change them."""
 _NAMES = re.compile(r"[\w.^$|-]*", re.ASCII)
-"""Names of layers with no repetition in them: a regular expression may take for ever."""
+"""Allowed names and patterns of layers. Repetition is not allowed, because such a regular expression may run for ever."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written: its folder, how many parameters, their bytes on disk and as float32 in a run, and notes."""
+    """An imported model. `stored`: bytes of its parameters on disk. `loaded`: their bytes as float32 in a run.
+
+    `notes`: lines for the user about the import.
+    """
 
     folder: Path
     parameters: int
@@ -70,7 +73,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Source:
-    """A loaded source: model, tokenizer, and what the record says of it."""
+    """A loaded source: model, tokenizer, and the values `told` for provenance.json. `home`: the folder with its licences."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -82,37 +85,37 @@ class _Source:
 def import_model(
     source: Path, folder: Path, adapter: Path | None = None, template: Path | None = None, licence: str | None = None
 ) -> Imported:
-    """Write a source into a new `folder` that jobs can name. Raises ConfigError, CheckpointError; then nothing is written.
+    """Import a GGUF file or a folder into a new `folder` that jobs can name.
 
-    `adapter`: a PEFT folder of LoRA, merged first. `template`: a Jinja file that replaces the source's chat template. `licence`
-    replaces the one that the source names.
+    `adapter`: a PEFT folder of LoRA, which is merged first. `template`: a Jinja file that replaces the source's chat template.
+    `licence` replaces the licence that the source names. Raises ConfigError, CheckpointError; then nothing is written.
     """
     check_destination(folder, force=False)
     with named_as("SOURCE"):
-        found = _of_gguf(source) if gguf_files(source) else _of_folder(source)
+        found = _load_gguf(source) if gguf_files(source) else _load_folder(source)
     if template is not None:
-        found.tokenizer.chat_template = _template(template)
+        found.tokenizer.chat_template = _read_template(template)
     told = dict(found.told) | {"licence": licence or found.told["licence"]}
     if adapter is not None:
         with named_as("--adapter", "give a folder of PEFT's with adapter_config.json and adapter_model.safetensors"):
             told |= {"adapter": merge_adapter(found.model, adapter)}
     _check_numbers(found.model, source)
-    notes = [*_notes(told), *_template_notes(found.tokenizer, template or source)]
+    notes = [*_import_notes(told), *_template_notes(found.tokenizer, template or source)]
     dtype = torch.float32 if adapter is not None else found.dtype
-    told |= _of_model(found, dtype)
+    told |= _describe_model(found, dtype)
     with new_folder(folder, force=False) as made:
         use_own_layers(found.model)
         save_text_model(made, found.model.to(dtype), found.tokenizer)
         _drop_private_keys(made / "config.json")
         _copy_licences(found.home, made)
         _write_record(made, told)
-        as_the_umask_says(made, made / PROVENANCE)
+        apply_umask(made, made / PROVENANCE)
         _check_written(made)
         stored = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     return Imported(folder, told["parameters"], stored, 4 * told["parameters"], str(told["licence"]), tuple(notes))
 
 
-def _of_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
+def _describe_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
     model = found.model
     return {
         "architecture": model.config.model_type,
@@ -128,8 +131,8 @@ def _of_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
 # GGUF ------------------------------------------------------------------------------------------------------------------
 
 
-def _of_gguf(source: Path) -> _Source:
-    """Return a GGUF file's model, every weight as float32. Raises CheckpointError."""
+def _load_gguf(source: Path) -> _Source:
+    """Load a GGUF file's model, with all weights as float32. Raises ConfigError, CheckpointError."""
     files = gguf_files(source)
     if len(files) > 1:
         names = ", ".join(shown(path.name, 64) for path in files[:4])
@@ -154,7 +157,7 @@ def _of_gguf(source: Path) -> _Source:
             )  # fmt: skip
         except STOPS:
             raise
-        except BaseException as error:  # each architecture fails in its own way, and a panic of a library is not an Exception
+        except BaseException as error:  # architectures fail in different ways, and a Rust panic is not an Exception
             why = short(error, Path(view) / "model.gguf", path)
             raise CheckpointError(
                 f"SOURCE: {path}: cannot be read ({why}); use a GGUF file of Llama, Qwen, Mistral or Gemma"
@@ -165,9 +168,10 @@ def _of_gguf(source: Path) -> _Source:
 
 
 def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], sizes: Mapping[str, int]) -> None:
-    """Raise CheckpointError for tensors that a GGUF file lacks, or has and `transformers` leaves out, which it does in silence.
+    """Raise CheckpointError for tensors that a GGUF file lacks, or that `transformers` has ignored without a message.
 
-    `sizes`: each tensor's numbers. The model must have as many numbers as the file.
+    `missing`: names of missing tensors. `sizes`: how many numbers each tensor of the file has. The model must have as many
+    numbers as the file.
     """
     if missing:
         what = f"lacks {shown(min(missing), 120)!r}, which would be random; fetch it again"
@@ -183,14 +187,17 @@ def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], s
 
 
 def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return what a GGUF file says of itself, and its tensors' sizes in numbers. Raises CheckpointError for a damaged one."""
+    """Return (values for provenance.json, the number of values per tensor) from a GGUF file's header.
+
+    Raises CheckpointError for a damaged file.
+    """
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
     try:
         values, _ = read_gguf_metadata(str(path))
         tensors = GgufHeader.from_file(str(path)).tensors
         types = Counter(_ggml_name(one.ggml_type) for one in tensors)
-    except Exception as error:  # a cut file fails wherever it ends
+    except Exception as error:  # a truncated file can fail anywhere
         raise CheckpointError(f"SOURCE: {path}: no GGUF file that can be read ({short(error)}); fetch it again") from None
     named = {
         key: str(values[f"general.{key}"])[:200] for key in ("name", "organization", "basename") if f"general.{key}" in values
@@ -214,8 +221,8 @@ def _ggml_name(kind: int) -> str:
 # a folder ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(source: Path) -> _Source:
-    """Return the model of a folder of `transformers`. Raises CheckpointError, ConfigError."""
+def _load_folder(source: Path) -> _Source:
+    """Load the model of a `transformers` folder. Raises CheckpointError, ConfigError."""
     if any((source / name).exists() for name in _ADAPTER) and not (source / "config.json").exists():
         remedy = f"name its base, and the adapter beside it: consilium models import BASE --adapter {source} -o FOLDER"
         raise ConfigError(f"SOURCE: {source}: an adapter alone, without the base's weights; {remedy}")
@@ -239,7 +246,7 @@ def _of_folder(source: Path) -> _Source:
         "named": {},
         "weights": dict(sorted(kinds.items())),
     }
-    return _Source(model, tokenizer, told, _stored(kinds), source)
+    return _Source(model, tokenizer, told, _lossless_dtype(kinds), source)
 
 
 def _weight_files(source: Path) -> list[str]:
@@ -253,14 +260,14 @@ def _dtypes(path: Path) -> list[str]:
         return [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
 
 
-def _stored(weights: Mapping[str, int]) -> torch.dtype:
-    """Return a type of number that holds all weights without rounding."""
+def _lossless_dtype(weights: Mapping[str, int]) -> torch.dtype:
+    """Return a dtype that holds all weights without rounding. `weights`: tensors per dtype, by safetensors' names."""
     kinds = set(weights)
     return torch.bfloat16 if kinds == {"BF16"} else torch.float16 if kinds == {"F16"} else torch.float32
 
 
 def _check_tied(source: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where config.json and weights disagree whether input and output embeddings are one tensor."""
+    """Raise CheckpointError if config.json and the weights disagree on whether input and output embeddings are one tensor."""
     tied = config.get("tie_word_embeddings")
     if not isinstance(tied, bool) or not ((source / WEIGHTS).exists() or (source / INDEX).exists()):
         return
@@ -272,7 +279,7 @@ def _check_tied(source: Path, config: Mapping[str, Any]) -> None:
                     if key == "lm_head.weight" or key.endswith("embed_tokens.weight"):
                         found[key.rpartition(".")[0].rpartition(".")[2] or key] = file.get_tensor(key)
         except (SafetensorError, OSError):
-            return  # of which the reader tells
+            return  # loading the model reports it
     head, rows = found.get("lm_head"), found.get("embed_tokens")
     key = f"SOURCE: {source / 'config.json'}: tie_word_embeddings"
     if tied and head is not None and rows is not None and not torch.equal(head, rows):
@@ -282,7 +289,7 @@ def _check_tied(source: Path, config: Mapping[str, Any]) -> None:
 
 
 def licence_of(folder: Path) -> str:
-    """Return the licence in a folder's record of its import, or in the first lines of its README.md, as model hubs read it."""
+    """Return the licence in a folder's provenance.json, or else in the first lines of its README.md, as model hubs read it."""
     if (folder / PROVENANCE).is_file():
         return str(read_json(folder, PROVENANCE).get("licence", UNKNOWN))[:200]
     path = folder / "README.md"
@@ -301,9 +308,9 @@ def licence_of(folder: Path) -> str:
 
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """Merge a PEFT folder of LoRA into the model's weights, in place; return what the record says of it.
+    """Merge a LoRA adapter in a PEFT folder into the model's weights, in place. Return its values for provenance.json.
 
-    Raises ConfigError for an adapter that no base can hold, CheckpointError for one of another base.
+    Raises ConfigError for an adapter that cannot be merged, CheckpointError for an adapter of another base.
     """
     from peft import LoraConfig, get_peft_model
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
@@ -338,7 +345,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
 
 
 def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings that PEFT takes. Raises ConfigError for another kind of adapter, or one with more parts."""
+    """Return the settings for PEFT's LoraConfig. Raises ConfigError for other kinds of adapters and for unknown settings."""
     if (kind := settings.get("peft_type")) != "LORA":
         raise ConfigError(f"{where}: peft_type {kind!r}: only LORA is merged; merge it by PEFT, and import the merged folder")
     if (start := settings.get("init_lora_weights")) not in _STARTS:
@@ -360,7 +367,7 @@ def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_rank(kept: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise ConfigError for a rank over those of the adapter's tensors, before layers of that rank take memory."""
+    """Raise ConfigError for a rank above the ranks of the adapter's tensors, before layers of that rank use memory."""
     largest = max((len(tensor) for name, tensor in tensors.items() if ".lora_A." in name and tensor.ndim), default=0)
     patterns = kept.get("rank_pattern") or {}
     ranks = [kept.get("r", 8), *(patterns.values() if isinstance(patterns, dict) else ())]
@@ -370,7 +377,7 @@ def _check_rank(kept: Mapping[str, Any], tensors: Mapping[str, Tensor], where: s
 
 
 def _tied_target(model: PreTrainedModel, adapted: Any) -> str:
-    """Return the output layer's name if the adapter changes it and its weight is the embeddings' too."""
+    """Return "lm_head" if the adapter changes a weight that the output layer and the embeddings share; "" otherwise."""
     head, rows = model.get_output_embeddings(), model.get_input_embeddings()
     base = getattr(head, "base_layer", head), getattr(rows, "base_layer", rows)
     changed = hasattr(head, "base_layer") or hasattr(rows, "base_layer")
@@ -381,7 +388,7 @@ def _tied_target(model: PreTrainedModel, adapted: Any) -> str:
 
 
 def _check_numbers(model: PreTrainedModel, source: Path) -> None:
-    """Raise CheckpointError for a weight that is not finite."""
+    """Raise CheckpointError if a weight is NaN or Inf."""
     for name, tensor in model.named_parameters():
         if not torch.isfinite(tensor).all():
             count = int((~torch.isfinite(tensor)).sum())
@@ -389,7 +396,7 @@ def _check_numbers(model: PreTrainedModel, source: Path) -> None:
 
 
 def _template_notes(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[str]:
-    """Return what to know of a chat template. Raises CheckpointError for one that renders no conversation."""
+    """Return notes for the user about the chat template. Raises CheckpointError if it renders no conversation."""
     if not tokenizer.chat_template:
         return ["no chat template: use task.prompt alpaca or a template of your own; or import with --template FILE"]
     try:
@@ -400,7 +407,7 @@ def _template_notes(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[st
     return [f"its chat template adds a system prompt of its own: {shown(said, 200)!r}"] if said else []
 
 
-def _template(path: Path) -> str:
+def _read_template(path: Path) -> str:
     try:
         if path.stat().st_size > LONGEST_TEMPLATE:
             raise ConfigError(f"--template: {path}: over {LONGEST_TEMPLATE:,} bytes; give a chat template in Jinja")
@@ -410,7 +417,7 @@ def _template(path: Path) -> str:
         raise ConfigError(f"--template: {path}: cannot be read ({why}); give a chat template in Jinja") from None
 
 
-def _notes(told: Mapping[str, Any]) -> list[str]:
+def _import_notes(told: Mapping[str, Any]) -> list[str]:
     notes = list[str]()
     if quantized := [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]:
         notes.append(f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's")
@@ -431,7 +438,7 @@ def _copy_licences(home: Path, made: Path) -> None:
 
 
 def _drop_private_keys(path: Path) -> None:
-    """Remove what `transformers` keeps for itself of a GGUF file: no config.json of a job may hold it."""
+    """Remove private keys that `transformers` writes into config.json, because jobs refuse them."""
     found = json.loads(path.read_text(encoding="utf-8"))
     write_atomic(path, json.dumps({k: v for k, v in found.items() if not k.startswith("_")}, indent=2).encode(), PUBLIC)
 
@@ -442,7 +449,7 @@ def _write_record(made: Path, told: Mapping[str, Any]) -> None:
 
 
 def _check_written(made: Path) -> None:
-    """Read the folder back as a job does. Raises CheckpointError, ConfigError."""
+    """Load the written folder as a job would. Raises CheckpointError, ConfigError."""
     with named_as("SOURCE"):
         config = read_json(made, "config.json")
         build_causal_lm("folder", made, config)

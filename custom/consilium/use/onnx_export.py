@@ -1,4 +1,4 @@
-"""A model as ONNX graphs, each checked by onnxruntime as soon as it is written."""
+"""Export of a model as one or more ONNX graphs. Each graph is checked with onnxruntime after it was written."""
 
 import logging
 import warnings
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.models.registry import MODELS, Graph
-from consilium.use.merge import Inputs, answer, inputs_of, merge_if_possible, require_equal
+from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible, require_equal
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 MOST_BYTES = 2**30
-"""Of weights inside a graph's file, which protobuf limits to 2 GiB; more lie beside it."""
+"""Largest size of weights inside a graph's file, which protobuf limits to 2 GiB. More weights go into a second file."""
 
 
 def check(config: JobConfig) -> None:
-    """Raise ConfigError for a language model, or where the extra is missing."""
+    """Raise ConfigError for language models and text encoders, and if the extra `onnx` is not installed."""
     if MODELS[config.model.name].tokenizer is not None:
         writes = "a language model writes token after token with a memory of its own, which no single graph is"
         what = "a text encoder is not exported as a graph" if config.task.outputs else writes
@@ -31,25 +31,25 @@ def check(config: JobConfig) -> None:
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
-    """Write a graph for each part of the model; return how to run them, in Markdown, and how far logits are from the model's.
+    """Write one graph per part of the model. Return (how to run them, in Markdown; the largest difference of the logits).
 
-    An adapter that can be merged is, in place. Raises ConfigError as `check`.
+    If the adapter can be merged, it is merged into `model` in place. Raises ConfigError as `check` does.
     """
     check(config)
     inputs = inputs_of(config, None)
-    wanted, base = answer(model, inputs), MODELS[config.model.name]
+    wanted, base = logits_of(model, inputs), MODELS[config.model.name]
     merge_if_possible(model, config)
     parts = base.graphs(model) if base.graphs else {"model": Graph(model, tuple(inputs), "logits")}
     held: Inputs = dict(inputs)
     for name, part in parts.items():
-        _write(folder / f"{name}.onnx", part, {key: held[key] for key in part.inputs})
-        held[part.output] = _run(folder / f"{name}.onnx", {key: held[key] for key in part.inputs})
+        _export_graph(folder / f"{name}.onnx", part, {key: held[key] for key in part.inputs})
+        held[part.output] = _run_graph(folder / f"{name}.onnx", {key: held[key] for key in part.inputs})
     difference = require_equal("onnx", model, wanted, list(held.values())[-1])
-    return _about(parts, inputs), difference
+    return _usage_page(parts, inputs), difference
 
 
-def _write(path: Path, part: Graph, inputs: Inputs) -> None:
-    """Export a part whose batch may have any size."""
+def _export_graph(path: Path, part: Graph, inputs: Inputs) -> None:
+    """Export one part of the model as a graph that accepts batches of any size."""
     numbers = sum(p.numel() for p in part.module.parameters())
     shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
     logger = logging.getLogger("torch.onnx")
@@ -57,7 +57,7 @@ def _write(path: Path, part: Graph, inputs: Inputs) -> None:
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter about itself
+            warnings.simplefilter("ignore")  # the exporter warns about its own code
             torch.onnx.export(
                 part.module.eval(), (), str(path), kwargs=inputs, input_names=list(inputs), output_names=[part.output],
                 dynamo=True, dynamic_shapes=shapes, external_data=4 * numbers > MOST_BYTES, verbose=False,
@@ -66,15 +66,15 @@ def _write(path: Path, part: Graph, inputs: Inputs) -> None:
         logger.setLevel(level)
 
 
-def _run(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
+def _run_graph(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
 
 
-def _about(parts: Mapping[str, Graph], inputs: Inputs) -> str:
-    """Return Markdown with the Python that runs the graphs one after the other."""
+def _usage_page(parts: Mapping[str, Graph], inputs: Inputs) -> str:
+    """Return Markdown with Python code that runs the graphs one after the other."""
     lines = [f'{name} = onnxruntime.InferenceSession("{name}.onnx")' for name in parts]
     run = []
     for name, part in parts.items():

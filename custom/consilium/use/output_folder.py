@@ -1,4 +1,4 @@
-"""The folder that an export goes to: new, or in the place of an earlier export; nothing of the user's is removed."""
+"""The output folder of an export: a new folder, or the replacement of an earlier export. No other files are ever removed."""
 
 import glob
 import json
@@ -17,20 +17,20 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, file_hash, write_atomic
 
 RECORD = "export.json"
-"""Says what wrote a folder and which files; a folder without it, or with anything else in it, is never replaced."""
+"""The file that lists an export's files. A folder is replaced only if it has this file and no files besides the listed ones."""
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 KEYS = frozenset({"format", "consilium", "job", "model", "difference", "files"})
 
 
 def write_record(folder: Path, told: dict[str, Any]) -> None:
-    """Write what is `told` of an export, and the name and SHA-256 of each of its files."""
+    """Write export.json: the values in `told`, and the name and SHA-256 of each file in the folder."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = [{"name": name, "sha256": file_hash(folder / name)} for name in names]
     write_atomic(folder / RECORD, json.dumps(told | {"files": files}, indent=1).encode(), PUBLIC)
 
 
-def as_the_umask_says(made: Path, like: Path) -> None:
-    """Give all files the mode of one that we wrote; some libraries make theirs private."""
+def apply_umask(made: Path, like: Path) -> None:
+    """Give all files in `made` the mode of the file `like`, which we wrote. Some libraries write files that are private."""
     for path in made.rglob("*"):
         if path.is_file():
             path.chmod(like.stat().st_mode)
@@ -50,7 +50,7 @@ def check_destination(folder: Path, force: bool) -> None:
 
 
 def _check_record(folder: Path) -> None:
-    """Raise ConfigError for a folder that holds anything but what its record lists."""
+    """Raise ConfigError if a folder has files that its export.json does not list, or that were changed."""
     listed = _recorded_hashes(folder)
     if listed is None:
         raise ConfigError(f"--output {shown(folder)}: is there and is not an earlier export; choose another folder")
@@ -70,7 +70,7 @@ def _is_ours(path: Path, name: str, listed: dict[str, str]) -> bool:
 
 
 def _recorded_hashes(folder: Path) -> dict[str, str] | None:
-    """Return the SHA-256 of every file that an export's record lists, None where there is no such record."""
+    """Return {file name: SHA-256} from a folder's export.json; None if it has no valid one."""
     path = folder / RECORD
     try:
         found = json.loads(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
@@ -83,33 +83,33 @@ def _recorded_hashes(folder: Path) -> dict[str, str] | None:
 
 @contextmanager
 def new_folder(folder: Path, force: bool) -> Iterator[Path]:
-    """Give the block an empty folder, which takes the name `folder` if the block comes to its end.
+    """Yield an empty temporary folder. If the `with` block succeeds, rename it to `folder`.
 
-    Raises ConfigError, leaving what is there, where `folder` is no longer what `check_destination` allows.
+    Raises ConfigError, and changes nothing, if `check_destination` no longer allows `folder` at that time.
     """
     folder = folder.absolute()
     made = folder.with_name(f".{folder.name}.{os.getpid()}")
-    for left in [made, *_left(folder)]:
+    for left in [made, *_stale_folders(folder)]:
         shutil.rmtree(left, ignore_errors=True)
     made.mkdir(parents=True)
     try:
         yield made
-        _swap(made, folder, force)
-    except SafetensorError as error:  # a full disk, which is not an OSError there
+        _swap_in(made, folder, force)
+    except SafetensorError as error:  # such as a full disk, for which safetensors raises no OSError
         raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _left(folder: Path) -> list[Path]:
-    """Return the half-written folders of exports to `folder` whose process is gone."""
+def _stale_folders(folder: Path) -> list[Path]:
+    """Return the unfinished folders of exports to `folder` whose processes have ended."""
     found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
     ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
     return [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
 
 
-def _swap(made: Path, folder: Path, force: bool) -> None:
-    """Put `made` in the place of `folder`; an earlier export steps aside first and is removed last."""
+def _swap_in(made: Path, folder: Path, force: bool) -> None:
+    """Rename `made` to `folder`. An earlier export there is renamed first, and deleted last."""
     check_destination(folder, force)
     if not (folder / RECORD).exists():
         _take_name(made, folder)
@@ -121,7 +121,7 @@ def _swap(made: Path, folder: Path, force: bool) -> None:
     except BaseException:
         aside.rename(folder)
         raise
-    # Remove an earlier export's files and the folders that they leave empty. Raises ConfigError where more is there.
+    # Delete the earlier export's files and the folders left empty. Raise ConfigError if there are other files.
     try:
         _check_record(aside)
         folders = sorted((path for path in aside.rglob("*") if path.is_dir()), reverse=True)
@@ -136,7 +136,7 @@ def _swap(made: Path, folder: Path, force: bool) -> None:
 
 def _take_name(made: Path, folder: Path) -> None:
     try:
-        made.rename(folder)  # which fails where a folder with something in it has come
+        made.rename(folder)  # fails if a folder that is not empty was created there meanwhile
     except OSError as error:
         what = f"something came there meanwhile ({error.strerror})"
         raise ConfigError(f"--output {shown(folder)}: {what}; choose another folder") from None

@@ -1,4 +1,4 @@
-"""The files of predictions: their names, that none replaces another or an input, and masks in their input's format."""
+"""The files of predictions: their names, checks that no file replaces another file or an input, and writers of mask files."""
 
 import io
 import warnings
@@ -22,15 +22,15 @@ from consilium.data.file_kinds import RAW_VOLUMES, volume_format
 from consilium.use.inputs import Input
 
 # write predictions -----------------------------------------------------------------------------------------------------
-# Masks in the format and on the grid of what they are masks of. Files are the user's alone.
+# Masks have the format and the grid of their input. Only the user can read the files.
 
 TIFF = (".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".bmp")
-"""Pictures whose masks are PNG: JPEG changes values."""
+"""Endings of pictures whose masks are written as PNG, because JPEG changes values."""
 
 
 def mask_name(name: str) -> str:
-    """Return what the mask of an input is called: its own name where the format holds labels, else with another ending."""
+    """Return the file name of an input's mask: the input's name if its format can hold labels, else with an ending added."""
     low = name.lower()
     if low.endswith((".png", *TIFF, ".nii", ".nii.gz", ".dcm", ".dicom")):
         return name
@@ -40,7 +40,7 @@ def mask_name(name: str) -> str:
 
 
 def with_ending(name: str, what: str, ending: str) -> str:
-    """Return the name of a file beside the mask `name`, such as a_overlay.png beside a.png."""
+    """Return the name of a file that belongs to the mask `name`, such as a_overlay.png for a.png."""
     stem = name
     for known in (".nii.gz", ".nii", ".dcm", ".dicom", ".png", *TIFF):
         if stem.lower().endswith(known):
@@ -50,7 +50,7 @@ def with_ending(name: str, what: str, ending: str) -> str:
 
 
 def write_picture(path: Path, values: np.ndarray) -> None:
-    """Write label values (H, W) as PNG, or TIFF by the name."""
+    """Write label values (H, W) as TIFF if `path` ends in .tif or .tiff, else as PNG."""
     file = io.BytesIO()
     if path.name.lower().endswith(TIFF):
         Image.fromarray(values).save(file, "TIFF", compression="tiff_deflate")
@@ -60,16 +60,19 @@ def write_picture(path: Path, values: np.ndarray) -> None:
 
 
 def write_pages(path: Path, planes: np.ndarray) -> None:
-    """Write probabilities (C, H, W) as a TIFF of float32, a page for each class."""
+    """Write probabilities (C, H, W) as a float32 TIFF with one page per class."""
     file, pages = io.BytesIO(), [Image.fromarray(np.ascontiguousarray(plane, np.float32)) for plane in planes]
     pages[0].save(file, "TIFF", save_all=True, append_images=pages[1:], compression="tiff_deflate")
     write_atomic(path, file.getvalue())
 
 
 def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
-    """Write values (i, j, k), or (i, j, k, C), with the place, unit and shape of the volume `source`."""
+    """Write values (i, j, k) or (i, j, k, C) as NIfTI, with the affine, units and shape of the volume `source`.
+
+    Raises DataError if the source's header fits no NIfTI file of a mask.
+    """
     try:
-        data = _nifti(values, source)
+        data = _encode_nifti(values, source)
     except Exception as error:
         why = f"its header makes no NIfTI of a mask ({type(error).__name__})"
         raise DataError(f"{source}: {why}; convert it to NIfTI-1") from None
@@ -80,7 +83,7 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     write_atomic(path, data)
 
 
-def _nifti(values: np.ndarray, source: Path) -> bytes:
+def _encode_nifti(values: np.ndarray, source: Path) -> bytes:
     if volume_format(source) == "raw_volumes":
         affine = volumes.header(source).grid.affine
         return bytes(nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine).to_bytes())
@@ -98,9 +101,10 @@ def _nifti(values: np.ndarray, source: Path) -> bytes:
 
 
 def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> None:
-    """Write a DICOM-SEG of segments (k, rows, columns, C), of bool, or of probabilities in float32, beside its series.
+    """Write a DICOM-SEG that refers to the series `source`.
 
-    Raises DataError, without a word of what the files say.
+    `segments` (k, rows, columns, C): masks as bool, or probabilities as float32. Raises DataError whose text quotes no value of
+    the DICOM files.
     """
     from consilium.data.dicom.files import open_file, reading
     from consilium.data.dicom.frames import stack
@@ -108,28 +112,28 @@ def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: 
     with reading(source):
         frames = stack(source).frames
         files = list(dict.fromkeys(frame.file for frame in frames))
-        if len(files) == 1 and len(frames) > 1:  # frames of one file stay in its order
+        if len(files) == 1 and len(frames) > 1:  # frames of a multi-frame file keep the file's order
             segments = segments[np.argsort([frame.number for frame in frames], kind="stable")]
         images = [open_file(file, pixels=True) for file in files]
-        data = _encoded(images, segments, names, source, model)
+        data = _encode_dicom_seg(images, segments, names, source, model)
     write_atomic(path, data)
 
 
-def _encoded(images: list[Any], segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> bytes:
-    """Return a DICOM-SEG as a file's bytes. Raises DataError; what libraries warn of stays unsaid, it quotes values."""
+def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> bytes:
+    """Return a DICOM-SEG as bytes. Raises DataError. Warnings of libraries are suppressed, because they quote values."""
     file = io.BytesIO()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _segmentation(images, segments, names, model).save_as(file, enforce_file_format=True)
+            _make_dicom_seg(images, segments, names, model).save_as(file, enforce_file_format=True)
     except Exception as error:
         what = f"its elements make no DICOM-SEG ({type(error).__name__})"
         raise DataError(f"{source}: {what}; convert it to NIfTI") from None
     return file.getvalue()
 
 
-def _segmentation(images: list[Any], segments: np.ndarray, names: Sequence[str], model: str) -> Any:
-    """Return highdicom's object; kinds of tissue have no code of their own here, so each is an anatomical structure."""
+def _make_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[str], model: str) -> Any:
+    """Return highdicom's Segmentation. Jobs have no codes for tissues, so each segment is coded as an anatomical structure."""
     from highdicom import AlgorithmIdentificationSequence
     from highdicom.seg import SegmentAlgorithmTypeValues, Segmentation, SegmentationTypeValues, SegmentDescription
     from highdicom.uid import UID
@@ -163,7 +167,7 @@ def _segmentation(images: list[Any], segments: np.ndarray, names: Sequence[str],
 
 
 def is_dicom(path: Path) -> bool:
-    """Tell whether an input's mask is a DICOM-SEG."""
+    """Return whether an input's mask is written as a DICOM-SEG."""
     return volume_format(path) == "dicom"
 
 
@@ -174,7 +178,7 @@ CLASSES, LABELS = "classes.csv", "labels.json"
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where predictions go, and what beside the masks is wanted; `force`: files there may be replaced."""
+    """The output folder `out`, and which files are wanted besides masks. `force`: existing files there may be replaced."""
 
     out: Path
     overlays: bool = False
@@ -182,12 +186,12 @@ class OutputOptions:
     force: bool = False
 
 
-def clashes(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
-    """Return the inputs that are written apart, and those that would share a file with one before them, with the reason.
+def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
+    """Return (the inputs with files of their own, [(input, reason)] for inputs that would share a file with an earlier input).
 
-    A and a are the same: on some disks they are.
+    Names that differ only in upper and lower case count as equal, because on some file systems they are.
     """
-    taken: dict[str, str] = dict.fromkeys(map(str.casefold, _shared(task)), "the tables")
+    taken: dict[str, str] = dict.fromkeys(map(str.casefold, _common_files(task)), "the tables")
     apart, clashing = list[Input](), list[tuple[Input, str]]()
     for one in inputs:
         names = _files_of(task, one, wanted)
@@ -201,14 +205,14 @@ def clashes(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list
 
 
 def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
-    """Raise ConfigError where what is written of `apart` would replace an input, or what is there without `force`."""
-    names = [*_shared(task), *(name for one in apart for name in _files_of(task, one, wanted))]
+    """Raise ConfigError if a file written for the inputs `apart` would replace an input or, without `force`, any file."""
+    names = [*_common_files(task), *(name for one in apart for name in _files_of(task, one, wanted))]
     _check_inputs(names, inputs, wanted)
     _check_free(names, wanted)
 
 
-def _shared(task: str) -> list[str]:
-    """Return the files that are about all inputs."""
+def _common_files(task: str) -> list[str]:
+    """Return the names of the files that are written once for all inputs."""
     return {"classification": [CLASSES], "segmentation": [LABELS]}.get(task, [])
 
 
@@ -223,19 +227,19 @@ def _files_of(task: str, one: Input, wanted: OutputOptions) -> list[str]:
 
 
 def _check_inputs(names: list[str], inputs: list[Input], wanted: OutputOptions) -> None:
-    """Raise ConfigError, `force` or not, where a file would take the place of an input, or of a file of its series."""
-    originals = {_place(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
+    """Raise ConfigError, even with `force`, if a file would replace an input or a file of an input's series."""
+    originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
     for name in names:
         path = wanted.out / name
-        if path.exists() and _place(path) in originals:
+        if path.exists() and _file_identity(path) in originals:
             raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
 
 
-def _place(path: Path) -> tuple[int, int]:
-    """Return what tells a file from all others, whatever names and links it has."""
+def _file_identity(path: Path) -> tuple[int, int]:
+    """Return (device, inode) of a file, which is the same for all its names and links."""
     try:
         told = path.stat()
-    except OSError:  # a link to nowhere
+    except OSError:  # a broken link
         return (-1, -1)
     return (told.st_dev, told.st_ino)
 
@@ -255,44 +259,48 @@ def _check_free(names: list[str], wanted: OutputOptions) -> None:
 
 
 def overlay_name(name: str) -> str:
-    """Return the name of the overlay beside a mask."""
+    """Return the name of a mask's overlay."""
     return with_ending(name, "overlay", ".png")
 
 
 def probability_name(name: str) -> str:
-    """Return the name of the probabilities beside a mask."""
+    """Return the name of the file with a mask's probabilities."""
     low = name.lower()
     ending = ".dcm" if low.endswith((".dcm", ".dicom")) else ".nii.gz" if low.endswith((".nii", ".nii.gz")) else ".tif"
     return with_ending(name, "probabilities", ending)
 
 
 # labels ----------------------------------------------------------------------------------------------------------------
-# From what a model says of each class to one map of label values, as training's masks have them.
+# From the model's logits per class to one map of label values, as in the masks used for training.
 
 MOST = 2**16 - 1
-"""The largest value that a picture holds."""
+"""The largest label value that a picture can hold."""
 Legend = dict[int, tuple[str, ...]]
-"""The classes that each label value means; 0 is background."""
+"""The classes that each label value stands for. 0 is background."""
 
 
-def legend(classes: Mapping[str, Sequence[int | str]]) -> Legend:
-    """Return what values mean: the job's own where every class has one that a picture holds, else numbers from 1."""
+def label_legend(classes: Mapping[str, Sequence[int | str]]) -> Legend:
+    """Return the meaning of each label value. `classes`: for each class the label values of the job.
+
+    If a class has no value that a picture can hold, the classes are numbered from 1 instead.
+    """
     own = {name: [v for v in values if isinstance(v, int) and 0 < v <= MOST] for name, values in classes.items()}
     if not all(own.values()):
         return {0: ()} | {number: (name,) for number, name in enumerate(classes, start=1)}
     found: Legend = {0: ()}
     for value in sorted({value for values in own.values() for value in values}):
         meant = tuple(name for name, values in own.items() if value in values)
-        if meant not in found.values():  # several values may mean the same: the lowest stands for them
+        if meant not in found.values():  # of several values with the same meaning, use the lowest
             found[value] = meant
     return found
 
 
 def label_map(logits: Tensor, names: Sequence[str], values: Legend) -> np.ndarray:
-    """Return label values (H, W) of logits (C, H, W): at each pixel the value that is likeliest.
+    """Return label values (H, W) for logits (C, H, W): at each pixel the value with the highest likelihood.
 
-    Where some value means exactly the classes with a logit over 0, it is that one. Where none does (a cup outside its disc), it
-    is the value whose classes the logits say most for: sum of log p(c) over its classes and of log p(not c) over the others.
+    The log likelihood of a value is the sum of log p(c) over the classes it stands for, and of log p(not c) over all others. If
+    a value stands for exactly the classes with a logit over 0, this is that value. Otherwise, such as for a cup outside its
+    disc, it is the best of the existing values.
     """
     table = torch.tensor([[float(name in meant) for name in names] for meant in values.values()])
     best = torch.einsum("vc,chw->vhw", table, logits.float().cpu()).argmax(0).numpy()

@@ -1,4 +1,4 @@
-"""What a PEFT folder of a model of texts needs beside its tensors, so that PEFT, and of language models vLLM, open it alone."""
+"""Completion of a text model's PEFT folder, so that PEFT, and for language models also vLLM, can open it without Consilium."""
 
 import json
 import re
@@ -22,15 +22,15 @@ SETTINGS = "adapter_config.json"
 
 
 TASKS = {"causal_lm": "CAUSAL_LM", "text_encoder": "FEATURE_EXTRACTION"}
-"""PEFT's names of what a model is for, by its kind."""
+"""PEFT's task type for each kind of model."""
 TAGS = {"causal_lm": "text-generation", "text_encoder": "text-classification"}
-"""A model hub's names of the same."""
+"""The pipeline tag of model hubs for each kind of model."""
 WITH_POOLER = ("bert",)
-"""Architectures whose classifier in `transformers` is one linear layer on what the encoder pools, as ours is."""
+"""Architectures whose classifier in `transformers` is a linear layer on the encoder's pooled output, as our classifier is."""
 
 
 def is_classifier(config: JobConfig) -> bool:
-    """Tell whether a model is one that AutoModelForSequenceClassification builds, head included."""
+    """Return whether AutoModelForSequenceClassification can build this model, including its head."""
     model = config.model
     return (
         isinstance(model, TextEncoderConfig)
@@ -39,10 +39,10 @@ def is_classifier(config: JobConfig) -> bool:
     )
 
 
-def complete(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
-    """Write base, task and short targets into the folder's settings, and the tokenizer with its chat template beside them.
+def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
+    """Write the base, the task type and short target names into a PEFT folder's settings, and save the tokenizer there.
 
-    `base`: the base's name on the Hub, or its folder. A classifier's tensors get the names that it has in `transformers`.
+    `base`: the base's name on the Hub, or its folder. A classifier's tensors are renamed to their names in `transformers`.
     """
     path = made / SETTINGS
     told = {"base_model_name_or_path": base, "task_type": TASKS[config.model.name]}
@@ -54,15 +54,15 @@ def complete(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
     if short := short_names(layers, (name for name, _ in modules)):
         settings["target_modules"] = short
     if is_classifier(config):
-        settings |= _as_classifier(
+        settings |= _rename_for_classifier(
             made, settings["target_modules"], str((getattr(config.model, "config", None) or {})["model_type"])
         )
     write_atomic(path, json.dumps(settings, indent=2, sort_keys=True).encode(), PUBLIC)
     tokenizer.save_pretrained(made)
 
 
-def _as_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
-    """Give an encoder's tensors and its head the names of a classifier's, in one file; return the settings that say so."""
+def _rename_for_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
+    """Put an encoder's adapter and its head into one file, with a classifier's tensor names. Return the settings for PEFT."""
     path, head = made / "adapter_model.safetensors", made / HEAD_FILE
     tensors = {name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(path).items()}
     tensors |= {f"base_model.model.classifier.{n.rpartition('.')[2]}": tensor for n, tensor in load_file(head).items()}
@@ -73,17 +73,21 @@ def _as_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[st
 
 
 def short_names(layers: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the last parts of the adapted layers' names if PEFT finds these layers and no other by them, [] otherwise."""
+    """Return the last parts of the adapted layers' names, if PEFT would adapt exactly these layers by them; [] otherwise.
+
+    `layers`: the adapted layers. `names`: all modules of the model.
+    """
     adapted = set(layers)
     short = {name.rpartition(".")[2] for name in adapted}
     found = {name for name in names if name.rpartition(".")[2] in short}
     return sorted(short) if adapted and found == adapted and not any(part.isdecimal() for part in short) else []
 
 
-def top(page: str, library: str, base: str, folder: Path, tag: str) -> str:
-    """Return a model card with base and licence in its first lines, which model hubs read; a licence stated there stays.
+def with_front_matter(page: str, library: str, base: str, folder: Path, tag: str) -> str:
+    """Return a model card that begins with the fields that model hubs read. A licence that the card states is kept.
 
-    `library` opens the model, of a task that hubs call `tag`; `folder` is the base's.
+    `library`: the library that opens the model. `tag`: the hub's pipeline tag. `base`: the base's name. `folder`: the base's
+    folder, which may state its licence.
     """
     head, _, rest = page.removeprefix("---\n").partition("\n---\n")
     stated = re.search(r"^license: (.+)$", head, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a model says of new inputs, written beside nothing of the user's: masks, a table of classes, or answers."""
+"""`consilium predict`: write a model's predictions for new inputs: masks, a table of classes, or answers to records."""
 
 import csv
 import errno
@@ -31,45 +31,45 @@ from consilium.use.outputs import (
     LABELS,
     OutputOptions,
     check_files,
-    clashes,
     is_dicom,
+    label_legend,
     label_map,
-    legend,
     mask_name,
     overlay_name,
     probability_name,
+    split_clashing,
     write_dicom,
     write_nifti,
     write_pages,
     write_picture,
 )
-from consilium.use.predictor import Prediction, Predictor, gathered, stitch_tiles
+from consilium.use.predictor import Prediction, Predictor, answer_inputs, stitch_tiles
 
 # texts -----------------------------------------------------------------------------------------------------------------
-# Answers of a language model to records of instructions, as its closing evaluation writes them; small files go together.
+# Answers of a language model to records of instructions, generated as in a run's final evaluation. Small files share a call.
 
 Answer = dict[str, Any] | DataError
-"""A record with its "answer", or why it cannot be used."""
+"""A record with its "answer", or the error why the record cannot be used."""
 Read = tuple[Input, list[Text], list[DataError]]
-"""A file with its records, and why lines of it, or all of it, cannot be used."""
+"""(A file, its records, the errors of its unusable lines or of the whole file)."""
 
 
 def answers(opened: TrainedModel, inputs: Sequence[Input], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
-    """Yield every file in order with its answers, those that cannot be had last; a file that cannot be read has but an error.
+    """Yield (file, iterator of its answers), in order. A file's errors come after its answers.
 
-    Files wait for others while all their records go into one call of `batch_size`.
+    Files are collected until their records fill one call of `batch_size`.
     """
     waiting = list[Read]()
     for one in inputs:
-        found = _read(opened, one)
+        found = _read_file(opened, one)
         if waiting and sum(len(texts) for _, texts, _ in [*waiting, found]) > batch_size:
-            yield from _answered(opened, waiting, batch_size)
+            yield from _answer_files(opened, waiting, batch_size)
             waiting = []
         waiting.append(found)
-    yield from _answered(opened, waiting, batch_size)
+    yield from _answer_files(opened, waiting, batch_size)
 
 
-def _read(opened: TrainedModel, one: Input) -> Read:
+def _read_file(opened: TrainedModel, one: Input) -> Read:
     bad = list[DataError]()
     try:
         return one, list(read_records(one.path, bad, pictures=opened.config.model.image_side > 0)), bad
@@ -77,7 +77,7 @@ def _read(opened: TrainedModel, one: Input) -> Read:
         return one, [], [error]
 
 
-def _answered(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
+def _answer_files(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
     if not waiting:
         return
     where = Path(os.path.commonpath([one.path for one, _, _ in waiting]))
@@ -87,11 +87,17 @@ def _answered(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Ite
 
 
 def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Answer]:
-    """Return the answer to each record; where one cannot be used, halves are asked until it is found, and the rest goes on."""
+    """Return the answer or the error of each record.
+
+    If a record cannot be used, each half of the records is tried separately, until only unusable records have errors.
+    """
     if not texts:
         return []
     try:
-        return [_record(text, said) for text, said in zip(texts, _written(opened, where, texts, batch_size), strict=True)]
+        return [
+            _answer_record(text, said)
+            for text, said in zip(texts, _generate_answers(opened, where, texts, batch_size), strict=True)
+        ]
     except DataError as error:
         if len(texts) == 1:
             return [error]
@@ -99,7 +105,7 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
 
 
-def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Any]:
+def _generate_answers(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Any]:
     config = opened.config
     data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
     if config.task.name == "classification":  # records without a class
@@ -111,8 +117,8 @@ def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: i
     return written
 
 
-def _record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a record with its answer, or its class."""
+def _answer_record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a record with its answer or its class, as a line of the output file."""
     asked: dict[str, Any] = {
         "system": text.system,
         "history": text.history,
@@ -126,49 +132,62 @@ def _record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
 # predict ---------------------------------------------------------------------------------------------------------------
 
 ENDS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What ends a run: the next input would meet it too."""
+"""Errors of the disk that end the command, because every later input would meet them too."""
 SIDE = 1024
-"""Pixels of an overlay's longest side, at most."""
+"""Largest length of an overlay's longer side in pixels."""
 
 
 @dataclass
 class Outcome:
-    """What came of a run over inputs: files written, and the inputs that could not be used, with the reason."""
+    """The result of `predict`. `bad`: (input's name, reason) for inputs that could not be used.
+
+    `written`: the names of the predicted inputs; for segmentation, the names of their masks.
+    """
 
     written: list[str] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
 
 
 def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, done: Callable[[Input], None]) -> Outcome:
-    """Predict every input; one that cannot be used is noted, and the rest goes on. `done` is told of each.
+    """Predict every input, and return what was written and what failed. `done` is called with each input.
 
-    So is one that would be written to a file of an input before it.
-
-    Raises ConfigError, before anything is written, where files would be replaced.
+    An input that cannot be used is added to `Outcome.bad`, and the others are still predicted. The same holds for an input
+    whose files would have the names of an earlier input's files. Raises ConfigError, before anything is written, if existing
+    files would be replaced.
     """
     name = predictor.opened.config.task.name
-    work = {"segmentation": _masks, "classification": _classes, "language": _answers, "report": _answers}.get(name)
-    work = _answers if work is _classes and reads_texts(predictor.opened.config) else work
+    work = {
+        "segmentation": _write_masks,
+        "classification": _write_classes,
+        "language": _write_answers,
+        "report": _write_answers,
+    }.get(name)
+    work = _write_answers if work is _write_classes and reads_texts(predictor.opened.config) else work
     if work is None:
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
-    apart, clashing = clashes(name, inputs, wanted)
+    apart, clashing = split_clashing(name, inputs, wanted)
     check_files(name, inputs, apart, wanted)
     private_folder(wanted.out)
     outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
     for one, _ in clashing:
         done(one)
-    asked = answers(predictor.opened, apart, predictor.batch_size) if work is _answers else gathered(predictor, apart)
-    work(predictor, _tried(asked, outcome, done), wanted, outcome)
+    asked = (
+        answers(predictor.opened, apart, predictor.batch_size) if work is _write_answers else answer_inputs(predictor, apart)
+    )
+    work(predictor, _with_error_handler(asked, outcome, done), wanted, outcome)
     return outcome
 
 
 Try = Callable[[Callable[[], None]], None]
 Tried = Iterator[tuple[Input, Iterator[Any], Try]]
-"""Every input with what the model says of it: Prediction of a picture's parts, Answer of a file's records."""
+"""(Input, iterator of its outputs, function that runs work on it). Outputs: Prediction per part, or Answer per record."""
 
 
-def _tried(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
-    """Yield every input with what runs its work and notes a DataError of it, and a file that cannot be written."""
+def _with_error_handler(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
+    """Yield every input with its outputs and a function that runs work on it.
+
+    The function adds a DataError, or an OSError when writing, to `outcome`. It raises an OSError that is in ENDS.
+    """
 
     def run(work: Callable[[], None]) -> None:
         try:
@@ -190,26 +209,26 @@ def _tried(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done:
 # segmentation ---------------------------------------------------------------------------------------------------------
 
 
-def _masks(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
-    values = {str(value): list(meant) for value, meant in legend(predictor.task.classes).items()}
+def _write_masks(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
+    values = {str(value): list(meant) for value, meant in label_legend(predictor.task.classes).items()}
     write_atomic(wanted.out / LABELS, json.dumps(values, indent=1).encode())
     for one, asked, run in tried:
-        run(lambda one=one, asked=asked: _mask(predictor, one, asked, wanted, outcome))  # type: ignore[misc]
+        run(lambda one=one, asked=asked: _write_mask(predictor, one, asked, wanted, outcome))  # type: ignore[misc]
 
 
-def _mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
+def _write_mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
     name, names = mask_name(one.name), list(predictor.task.classes)
     parts = stitch_tiles(predictor.segmented(one, asked), str(one.path))
     found = _Volume(one, predictor, wanted) if volumes.is_volume(one.path) else None
     best: Prediction | None = None
     for part in parts:
         if found is None:
-            write_picture(wanted.out / name, label_map(part.answer, names, legend(predictor.task.classes)))
+            write_picture(wanted.out / name, label_map(part.answer, names, label_legend(predictor.task.classes)))
             if wanted.probabilities:
                 write_pages(wanted.out / probability_name(name), part.answer.sigmoid().numpy())
         else:
             found.put(part)
-        best = part if best is None or _area(part) > _area(best) else best
+        best = part if best is None or _mask_area(part) > _mask_area(best) else best
     if found is not None:
         found.write(wanted.out / name, wanted.out / probability_name(name))
     outcome.written.append(name)
@@ -217,17 +236,17 @@ def _mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted:
         _write_overlay(wanted.out / overlay_name(name), best, one)
 
 
-def _area(part: Prediction) -> int:
+def _mask_area(part: Prediction) -> int:
     return int((part.answer > 0).any(0).sum())
 
 
 class _Volume:
-    """The planes of a volume, put back where they came from."""
+    """Collects the predicted planes of a volume in the volume's grid, and writes them."""
 
     def __init__(self, one: Input, predictor: Predictor, wanted: OutputOptions) -> None:
         self.one, self.names, self.dicom = one, list(predictor.task.classes), is_dicom(one.path)
         self.grid, self.card = volumes.header(one.path).grid, predictor.opened.card
-        self.values = legend(predictor.task.classes)
+        self.values = label_legend(predictor.task.classes)
         shape, count = self.grid.shape, len(self.names)
         kind = np.uint8 if max(self.values) < 256 else np.uint16
         self.labels = np.zeros(shape, kind)
@@ -235,7 +254,7 @@ class _Volume:
         self.shares = np.zeros((count, *shape), np.float32) if wanted.probabilities else None
 
     def put(self, part: Prediction) -> None:
-        """Take a plane."""
+        """Add the prediction of one plane."""
         axis, number = part.item.axis, part.item.slice or 0
         if self.masks is None:
             self.grid.put(self.labels, axis, number, label_map(part.answer, self.names, self.values))
@@ -246,7 +265,7 @@ class _Volume:
                 self.grid.put(self.shares[index], axis, number, logits.sigmoid().numpy())
 
     def write(self, path: Path, beside: Path) -> None:
-        """Write the mask, and the probabilities where they are wanted."""
+        """Write the mask to `path` and, if wanted, the probabilities to `beside`."""
         if self.masks is None:
             write_nifti(path, self.labels, self.one.path)
             if self.shares is not None:
@@ -259,9 +278,12 @@ class _Volume:
 
 
 def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
-    """Draw an overlay. Raises DataError, whatever went wrong: the mask is there, and the other inputs go on."""
+    """Draw an overlay of the mask on the picture, and write it.
+
+    Raises DataError for any failure other than OSError, because the mask is written already and other inputs follow.
+    """
     try:
-        # Draw what the model says on the picture, of a volume on the plane of which it says most.
+        # For a volume, `part` is the plane with the largest mask.
         rows, columns = part.image.shape[:2]
         side = max(rows, columns)
         image = np.zeros((side, side, 3), np.uint8)
@@ -284,11 +306,11 @@ def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
 # classification and language ------------------------------------------------------------------------------------------
 
 
-def _classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
+def _write_classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
     rows: list[list[Any]] = []
 
     def note(one: Input, asked: Iterator[Prediction]) -> None:
-        found = [_row(one, part, predictor.task.classes) for part in predictor.classified(one, asked)]
+        found = [_class_row(one, part, predictor.task.classes) for part in predictor.classified(one, asked)]
         rows.extend(found)
         outcome.written.append(one.name)
 
@@ -301,14 +323,14 @@ def _classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome:
     write_atomic(wanted.out / CLASSES, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
 
 
-def _row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
+def _class_row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
     chances: Tensor = part.answer
     best = int(chances.argmax())
     numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
     return [harmless(one.name), part.item.part, harmless(classes[best]), *numbers]
 
 
-def _answers(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
+def _write_answers(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
     def note(one: Input, found: Iterator[Answer]) -> None:
         said = list(found)
         bad = [(one.name, str(answer)) for answer in said if isinstance(answer, DataError)]

@@ -1,4 +1,4 @@
-"""Predictions of a model for pictures, planes and tiles, read as training read them, several pictures in one call."""
+"""Predictions of a model for pictures, planes and tiles, which are read as in training. One call takes several pictures."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +21,12 @@ from consilium.use.inputs import Input, Prompts
 from consilium.use.model import TrainedModel
 
 MOST_NUMBERS = 2**29
-"""Logits of one input that are held at once, 2 GiB."""
+"""Largest number of logits of one input that are held in memory at once: 2 GiB."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A plane, a tile or a picture (H, W, 3) of 8 bits; `prompts` (C, 4 or 2) in the model's pixels, None without."""
+    """A plane, a tile or a picture. `image`: (H, W, 3), 8 bits. `prompts`: (C, 4 or 2) in the model's pixels, or None."""
 
     item: Item
     image: np.ndarray
@@ -35,7 +35,10 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plane, a tile or a picture: `image` (H, W, 3) of 8 bits, and the model's raw answer on its own pixels or for all."""
+    """A plane, a tile or a picture with the model's answer. `image`: (H, W, 3), 8 bits.
+
+    `answer`: the raw output, logits on the image's pixels, or class probabilities, depending on the function that returns it.
+    """
 
     item: Item
     image: np.ndarray
@@ -44,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model and how to ask it. `prompts` by input, plane and class, where the task is prompted with boxes or points."""
+    """A model with the settings for prediction. `prompts`: boxes or points by input, plane and class; None without prompts."""
 
     opened: TrainedModel
     batch_size: int
@@ -56,33 +59,36 @@ class Predictor:
         return self.opened.config.task
 
     def parts(self, one: Input) -> list[Item]:
-        """Return the planes or tiles of an input, or the picture itself. Raises DataError, for prompts that miss it too."""
+        """Return the planes or tiles of an input, or the picture itself as the only part.
+
+        Raises DataError if the input cannot be used, or if its prompts name no part of it.
+        """
         nothing: dict[str, tuple[Item, ...]] = {"training": (), "validation": ()}
         found = expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task)
         parts = list(found.splits["test"])
-        # Raise DataError for an input that no prompt names: a mask without anything would look like an answer.
+        # Raise DataError for an input without prompts: its empty mask would look like a prediction.
         if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
             many = PROMPTS[self.task.prompt].many
             raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
-        self._check_met(one, parts)
+        self._check_prompts_used(one, parts)
         return parts
 
     def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[ModelInput]:
         """Yield the parts of an input with their pixels. Raises DataError."""
         for item in items:
             image = read_image(item, self.task)
-            # Raise DataError for a picture of which training would have seen a part only: the model knows another scale.
+            # Raise DataError for a picture that training would have cropped: the model was trained at another scale.
             crop, (rows, columns) = getattr(self.task, "crop", None), image.shape[:2]
             if crop is not None and max(rows, columns) > crop:
                 what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
                 raise DataError(f"{one.path}: {what}; cut it into such parts first")
-            yield ModelInput(item, image, self._given(one, item, image.shape))
+            yield ModelInput(item, image, self._prompts_for(one, item, image.shape))
 
     @torch.no_grad()
     def ask(self, parts: Sequence[ModelInput]) -> list[Prediction]:
-        """Return the model's raw answers, in float32 on the CPU, of one call for all; the parts may be of several inputs.
+        """Return the model's raw outputs as float32 on the CPU, from a single call. The parts may belong to several inputs.
 
-        Raises ConfigError where the device has no memory for as many.
+        Raises ConfigError if they do not fit into the device's memory.
         """
         config, model = self.opened.config, self.opened.model
         device, side = next(model.parameters()).device, config.model.image_side
@@ -98,23 +104,23 @@ class Predictor:
         return [Prediction(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
 
     def segmented(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
-        """Yield logits (C, H, W) on each part's own pixels, of the raw answers. Raises DataError for NaN or Inf."""
+        """Yield each part's raw output resized to its image: logits (C, H, W). Raises DataError for NaN or Inf."""
         for part in raw:
             _check_finite(one, part)
             shape = part.image.shape
             rows, columns = valid_size(shape, self.opened.config.model.image_side, self.task)
             logits = part.answer[None, :, :rows, :columns]
             found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
-            yield replace(part, answer=self._only_asked(one, part.item, found))
+            yield replace(part, answer=self._mask_unprompted(one, part.item, found))
 
     def classified(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
-        """Yield the probabilities (C,) of each part, of the raw answers. Raises DataError for NaN or Inf."""
+        """Yield each part's raw output as class probabilities (C,). Raises DataError for NaN or Inf."""
         for part in raw:
             _check_finite(one, part)
             yield replace(part, answer=part.answer.softmax(0))
 
-    def _check_met(self, one: Input, parts: Sequence[Item]) -> None:
-        """Raise DataError for a prompt of a plane that is not there, or beyond all tiles: it would be silently left out."""
+    def _check_prompts_used(self, one: Input, parts: Sequence[Item]) -> None:
+        """Raise DataError for a prompt that lies in no part, such as on a missing plane: it would be ignored silently."""
         for name, plane, label in self.prompts or {}:
             met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
             if name == one.name and not any(met):
@@ -122,8 +128,8 @@ class Predictor:
                 remedy = "count slices from 0, leave slice out for a single picture, and pixels from the left and the top"
                 raise DataError(f"{one.path}: the {self.task.prompt} of {label!r} {where}; {remedy}")
 
-    def _given(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
-        """Return prompts (C, 4 or 2) in the model's pixels, NaN where a class has none; None for a task without."""
+    def _prompts_for(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
+        """Return prompts (C, 4 or 2) in pixels of the model's input, NaN for classes without one. None without prompts."""
         if self.prompts is None:
             return None
         numbers = len(PROMPTS[self.task.prompt].numbers)
@@ -132,7 +138,7 @@ class Predictor:
         ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(numbers // 2)
         for index, name in enumerate(self.task.classes):
             if (prompt := self._prompt(one, item, name)) is not None:
-                # Raise DataError for a point, or a box, that lies beyond a picture of this shape: a model takes any number.
+                # Raise DataError for a point or box outside the picture: the model itself would accept any numbers.
                 if prompt[0] >= shape[1] or prompt[1] >= shape[0] or min(prompt[-2:]) < 0:
                     told = ", ".join(f"{number:g}" for number in prompt)
                     what = f"{told} lies outside its {shape[1]}x{shape[0]} pixels"
@@ -141,13 +147,13 @@ class Predictor:
         return found
 
     def _prompt(self, one: Input, item: Item, name: str) -> tuple[float, ...] | None:
-        """Return a class's box or point in a part's own pixels; of a tile what lies within it, None where nothing does."""
+        """Return the box or point of class `name` in a part's pixels, clipped to a tile. None if this part has none."""
         known = self.prompts or {}
         prompt = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
-        return prompt if prompt is None or item.tile is None else _within(prompt, item.tile)
+        return prompt if prompt is None or item.tile is None else _clip_to_tile(prompt, item.tile)
 
-    def _only_asked(self, one: Input, item: Item, logits: Tensor) -> Tensor:
-        """Return logits, far below 0 for a class without a prompt: it was not asked for."""
+    def _mask_unprompted(self, one: Input, item: Item, logits: Tensor) -> Tensor:
+        """Return the logits, set to -1e4 for classes without a prompt, so that these classes are not predicted."""
         if self.prompts is None:
             return logits
         missing = torch.tensor([self._prompt(one, item, name) is None for name in self.task.classes])
@@ -159,8 +165,8 @@ def _check_finite(one: Input, part: Prediction) -> None:
         raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
 
 
-def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
-    """Return what of a box, or of a point, lies in a tile (x, y, width, height), from its corner; None where nothing does."""
+def _clip_to_tile(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
+    """Return the part of a box, or the point, that lies in a tile (x, y, width, height), in pixels of the tile; else None."""
     x, y, width, height = tile
     if len(prompt) == 2:
         point = prompt[0] - x, prompt[1] - y
@@ -171,7 +177,10 @@ def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple
 
 
 def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]:
-    """Yield planes as they come, and the tiles of a picture as one: where tiles overlap, the mean of their logits."""
+    """Yield planes unchanged. Join the tiles of a picture into one prediction, with mean logits where tiles overlap.
+
+    `path`: the input, for the DataError that is raised if the picture is too large.
+    """
     first = next(parts, None)
     if first is None or first.item.tile is None:
         yield from () if first is None else (first, *parts)
@@ -181,10 +190,10 @@ def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]
     columns = max(one.item.tile[0] + one.item.tile[2] for one in tiles if one.item.tile)
     if len(first.answer) * rows * columns > MOST_NUMBERS:
         raise DataError(f"{path}: {columns}x{rows} pixels are too many to hold; cut the picture into smaller ones")
-    yield _stitched(tiles, rows, columns)
+    yield _average_tiles(tiles, rows, columns)
 
 
-def _stitched(tiles: list[Prediction], rows: int, columns: int) -> Prediction:
+def _average_tiles(tiles: list[Prediction], rows: int, columns: int) -> Prediction:
     total, count = torch.zeros(len(tiles[0].answer), rows, columns), torch.zeros(rows, columns)
     image = np.zeros((rows, columns, 3), np.uint8)
     for one in tiles:
@@ -196,23 +205,23 @@ def _stitched(tiles: list[Prediction], rows: int, columns: int) -> Prediction:
 
 
 # batching --------------------------------------------------------------------------------------------------------------
-# Inputs in their order with what a model says of them: several pictures in one call of the model, a volume by itself.
+# Predictions for many inputs in their order: one call of the model takes several pictures, or the parts of one volume.
 
 MOST_PIXELS = 2**26
-"""Pixels of gathered pictures that are held at once, 200 MB, if one alone has no more."""
+"""Largest number of pixels of the pictures that wait for one call: 200 MB. A single larger picture is allowed."""
 
 
-def gathered(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tuple[Input, Iterator[Prediction]]]:
-    """Yield every input in order with the model's raw answers of its parts; pictures go into calls of `batch_size`.
+def answer_inputs(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tuple[Input, Iterator[Prediction]]]:
+    """Yield (input, iterator of the raw outputs of its parts), in order. Pictures are put into calls of `batch_size`.
 
-    What is wrong with an input is raised where its own answers are iterated, a DataError or an OSError, and costs no other.
+    An input's DataError or OSError is raised when its own iterator is used, so the other inputs are not affected.
     """
     waiting = _Waiting(predictor)
     for one in inputs:
-        found = _opened(predictor, one)
+        found = _open_input(predictor, one)
         if isinstance(found, list):
             yield from waiting.answers()
-            yield one, _alone(predictor, one, found)
+            yield one, _ask_alone(predictor, one, found)
             continue
         if not waiting.room(found):
             yield from waiting.answers()
@@ -220,8 +229,8 @@ def gathered(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tuple[In
     yield from waiting.answers()
 
 
-def _opened(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Exception:
-    """Return a picture, the parts of what has several, or why an input cannot be read."""
+def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Exception:
+    """Return an input's only picture, the list of its parts if it has several, or the error if it cannot be read."""
     try:
         items = predictor.parts(one)
         if len(items) != 1 or items[0].tile is not None:
@@ -229,24 +238,24 @@ def _opened(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Excep
         (picture,) = predictor.loaded(one, items)
     except (DataError, OSError) as error:
         return error
-    volumes.forget()  # what waits is held as 8 bits, without its file's values
+    volumes.forget()  # free the file's values: a waiting picture needs its 8-bit image only
     return picture
 
 
-def _alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
+def _ask_alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
     for start in range(0, len(items), predictor.batch_size):
         yield from predictor.ask(list(predictor.loaded(one, items[start : start + predictor.batch_size])))
 
 
 @dataclass
 class _Waiting:
-    """Pictures that wait for others, and inputs that cannot be read between them."""
+    """Pictures that wait for a common call of the model, and, between them, errors of inputs that cannot be read."""
 
     predictor: Predictor
     found: list[tuple[Input, ModelInput | Exception]] = field(default_factory=list)
 
     def room(self, more: ModelInput | Exception) -> bool:
-        """Tell whether one more may wait."""
+        """Return whether one more input may be added before the next call."""
         held = [one for _, one in self.found if isinstance(one, ModelInput)]
         if not held or isinstance(more, Exception):
             return True
@@ -254,14 +263,14 @@ class _Waiting:
         return len(held) < self.predictor.batch_size and pixels <= MOST_PIXELS
 
     def answers(self) -> Iterator[tuple[Input, Iterator[Prediction]]]:
-        """Yield what waited, with its answers, and let go of it."""
+        """Call the model on all waiting pictures, yield each input with its output or error, and clear the queue."""
         pictures = [one for _, one in self.found if isinstance(one, ModelInput)]
         raw = iter(self.predictor.ask(pictures) if pictures else [])
         for one, found in self.found:
-            yield one, _raised(found) if isinstance(found, Exception) else iter([next(raw)])
+            yield one, _raise_when_iterated(found) if isinstance(found, Exception) else iter([next(raw)])
         self.found = []
 
 
-def _raised(error: Exception) -> Iterator[Prediction]:
+def _raise_when_iterated(error: Exception) -> Iterator[Prediction]:
     yield from ()
     raise error

@@ -10,7 +10,7 @@ import pytest
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.dicom.masks import MOST_CONTOURS
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from tests.data import dicoms
 
 SIDE = 2048

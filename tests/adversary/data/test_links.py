@@ -18,10 +18,10 @@ from consilium.data.datalist import SPLITS
 from consilium.data.settings import PictureSettings
 from consilium.federation import diagnostics
 from consilium.privacy import mechanism
-from consilium.report import shift, site_stats
+from consilium.report import data_stats, shift
 from consilium.report.page.check_page import write_report
 from consilium.report.results_table import CrossSiteMatrix
-from consilium.report.run_log import RunLog
+from consilium.report.run_files import RunLog
 from consilium.strategies.strategy import ServerState
 from consilium.use.inputs import Input
 from consilium.use.outputs import OutputOptions, check_files
@@ -102,8 +102,8 @@ def matrix(folder: Path) -> None:
 def look_at_a_site(folder: Path) -> None:
     """Write statistics of a site's pictures."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(site_stats, "draw", lambda *_: Figure())
-        site_stats.write_stats(folder, {}, {}, PictureSettings())
+        monkeypatch.setattr(data_stats, "draw", lambda *_: Figure())
+        data_stats.write_stats(folder, {}, {}, PictureSettings())
 
 
 @pytest.mark.parametrize("write", [finish_a_run, draw_a_site, share_out, survey, matrix, look_at_a_site])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from consilium.client.build import build_guard, build_site
-from consilium.client.site_data import units_of
+from consilium.client.site_data import count_units
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
@@ -22,13 +22,13 @@ from consilium.data.importers.base import Options
 from consilium.data.importers.table import read_table
 from consilium.data.importers.write_datalists import arrange
 from consilium.data.partition import share_out
-from consilium.data.patients import by_patient, most_of_one
+from consilium.data.patients import by_patient, patients_and_most_samples
 from consilium.data.slices import expand
 from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
-from consilium.use.attack import draw
+from consilium.use.attack import draw_units
 from tests.adversary.data.lists import data_check, one_line, picture, write_list
 from tests.conftest import small_cells, training_only
 from tests.data.writing import write
@@ -78,7 +78,7 @@ def assert_two(data: DataList) -> None:
     """Check that a list has one patient in many samples, and another in the last."""
     count = len(data.splits["training"]) - 1
     assert by_patient(data) == (tuple(range(count)), (count,))
-    assert most_of_one(data.splits["training"]) == (2, count)
+    assert patients_and_most_samples(data.splits["training"]) == (2, count)
 
 
 def test_a_list_and_records_count_one_patient_once(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_list_and_records_count_one_patient_once(tmp_path: Path) -> None:
     assert_two(data)
     job = private()
     assert len(set(tally(data, job.task, 8).people["training"])) == 2
-    assert units_of(job, data) == 2
+    assert count_units(job, data) == 2
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate(ONE_AND_ANOTHER)]
     assert_two(read_texts(write(tmp_path / "notes", "training.jsonl", *notes)))
     numbers = entries(tmp_path, 7, "7", "\uff17", " 7")
@@ -147,7 +147,7 @@ def test_a_table_and_what_is_cut_from_it_know_one_patient(tmp_path: Path) -> Non
     apart = {"training": whole.splits["training"][:5], "validation": (), "test": whole.splits["training"][5:]}
     trained = {(str(item.image), item.name) for item in apart["training"]}
     with pytest.raises(DataError, match="1 patients are in training and in another split"):
-        draw(DataList(path, apart), trained, by_patient=True)
+        draw_units(DataList(path, apart), trained, by_patient=True)
 
 
 @pytest.mark.parametrize("who", UNSEEN, ids=lambda who: ascii(who))

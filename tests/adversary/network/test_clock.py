@@ -197,7 +197,7 @@ def test_heartbeats_by_a_clock_that_was_set_back_do_not_lower_the_latest_time(
         return started
 
     def beat(component: Attendance) -> None:
-        component._heartbeat(lambda *_: True, ClientManager(), "token", "clinic", fl_ctx)  # FLARE takes each
+        component._record_heartbeat(lambda *_: True, ClientManager(), "token", "clinic", fl_ctx)  # FLARE takes each
         component._written = 0.0  # as after ten seconds
         component.handle_event("_client_heartbeat_processed", fl_ctx)
 

@@ -15,7 +15,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium.client.build import build_guard
-from consilium.client.site_data import site_data, watched
+from consilium.client.site_data import site_data, watch_files
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -76,7 +76,7 @@ class Client:
         context.set_prop(FLContextKey.TASK_NAME, task, private=True, sticky=False)
         admitted = GuardTaskFilter().process(message, context)
         executor = SiteExecutor()
-        with patch.object(executor, "_ready", return_value=self.trainer):
+        with patch.object(executor, "_prepared_site", return_value=self.trainer):
             result = executor.execute(task, admitted, context, Signal())
         self.sent.append(GuardResultFilter().process(result, context))
         return self.sent[-1]
@@ -112,7 +112,7 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         own = tmp_path / folder
         data = site_data(job.config, "site-1", settings, own, tmp_path)
         guard = build_guard(job, "site-1", settings, own, tmp_path, lambda event: None, job_id="flare-1", data=data)
-        watch = watched(job.config, data)
+        watch = watch_files(job.config, data)
         guard.ready = lambda: watch.check(lambda split, index: None)  # as the site does before a round
         process_state.put(guard)
         return Client(job, guard, Trainer(job))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consilium.federation.job import assemble_job
-from consilium.report import run_log
+from consilium.report import run_files
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
 
@@ -44,7 +44,7 @@ def test_a_run_that_goes_on_by_an_edited_strategy_says_so_and_keeps_both(
     """versions.json named the new code alone, as if all rounds had been made by it, and nothing was said."""
     first = told(tmp_path)["code"]
     assert resume() == []  # the same code
-    monkeypatch.setattr(run_log, "code_of", lambda config: "0123456789abcdef")
+    monkeypatch.setattr(run_files, "code_of", lambda config: "0123456789abcdef")
     (warning,) = resume()
     assert first in warning
     assert "0123456789abcdef" in warning
@@ -57,11 +57,11 @@ def test_a_run_that_goes_on_by_an_edited_strategy_says_so_and_keeps_both(
 def test_a_run_that_goes_on_by_another_version_of_a_package_says_so(
     package: str, resume: Resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = run_log.version
+    installed = run_files.version
     before = told(tmp_path)[package]
     if package == "consilium":  # its own number, whatever its distribution is called
-        monkeypatch.setattr(run_log, "__version__", "9.9.9")
-    monkeypatch.setattr(run_log, "version", lambda name: "9.9.9" if name == package else installed(name))
+        monkeypatch.setattr(run_files, "__version__", "9.9.9")
+    monkeypatch.setattr(run_files, "version", lambda name: "9.9.9" if name == package else installed(name))
     (warning,) = resume()
     assert package in warning
     assert told(tmp_path)[package] == f"{before}, then 9.9.9"

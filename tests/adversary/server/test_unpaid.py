@@ -234,7 +234,7 @@ def test_an_answer_is_repeated_where_the_site_cannot_be_built_any_more(paid: boo
     first = digest(wire.decode(asked(site))[0].tensors) if paid else ""
     unpaid(site, False, 0 if not paid else 1)
     again = client(SITE_LEVEL)
-    with patch.object(SiteExecutor, "_ready", side_effect=DataError("a picture is damaged")):
+    with patch.object(SiteExecutor, "_prepared_site", side_effect=DataError("a picture is damaged")):
         context = FLContext()
         context.set_prop(FLContextKey.TASK_NAME, "train", private=True, sticky=False)
         task = GuardTaskFilter().process(again.task(), context)

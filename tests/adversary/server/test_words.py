@@ -48,7 +48,7 @@ def answered(site: Client, task: Shareable) -> Shareable:
 
     def do(context: FLContext) -> Shareable:
         executor = SiteExecutor()
-        with patch.object(executor, "_ready", return_value=site.trainer):
+        with patch.object(executor, "_prepared_site", return_value=site.trainer):
             result = executor.execute("train", task, context, Signal())
         return GuardResultFilter().process(result, context)
 

@@ -25,7 +25,7 @@ from consilium.privacy.ledger import audit
 from consilium.report import live_view
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
-from consilium.report.run_log import RunLog
+from consilium.report.run_files import RunLog
 from consilium.report.tables import terminal
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config

@@ -269,7 +269,7 @@ def test_no_failure_at_a_site_passes_the_executor_and_the_filters(monkeypatch: p
         def fail(*_: Any, error: BaseException = raised) -> Any:
             raise error
 
-        monkeypatch.setattr(site, "_ready", fail)
+        monkeypatch.setattr(site, "_prepared_site", fail)
         for act in (
             lambda site=site: site.execute("train", wire.put(task), None, None),
             lambda: Failing().process(wire.refusal(Reason.TASK), None),

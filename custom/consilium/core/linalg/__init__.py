@@ -1,1 +1,1 @@
-"""Linear algebra on tensors, with no federated word."""
+"""Linear algebra on tensors. Nothing here depends on federated learning."""

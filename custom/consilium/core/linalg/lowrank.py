@@ -1,8 +1,8 @@
-"""The exact global update of FedHera's server: composed from sites' low-rank changes, decomposed as far as needed, kept whole.
+"""Exact low-rank and dense matrices for FedHera's server: the global update of each layer, built from sites' low-rank changes.
 
-A layer's W (out, in) is stacked factors left (out, k) @ right (k, in) while that is cheaper, one dense matrix beyond (`COSTS`).
-It is never truncated. Singular triplets come from QR of the stacked factors and a small SVD (float64), or, of a dense W, from
-block Lanczos that stops by a certificate (lanczos.py); where that cannot be given, from the full SVD.
+The update W (out, in) of a layer is stored as stacked factors left (out, k) @ right (k, in) while that is cheaper, then as one
+dense matrix (`COSTS`). It is never truncated. For stacked factors, singular triplets come from QR and a small SVD (float64).
+For a dense W they come from block Lanczos with a certified error (lanczos.py), or from the full SVD if there is no certificate.
 """
 
 import math
@@ -17,22 +17,22 @@ from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, 
 
 Held = TypeVar("Held", "Update", "Spectrum")
 Product = tuple[Tensor, Tensor]
-"""left (out, r) and right (r, in) of the matrix left @ right."""
+"""The factors left (out, r) and right (r, in) of the matrix left @ right."""
 
 COSTS = {"qr": 2.6e-10, "core": 1.0e-9, "pass": 0.9e-10, "full": 5e-10}
-"""Seconds per (out + in) k^2 of QR, per k^3 of a core's SVD, per out * in of a column's way through W and W', per
-out * in * min(out, in) of a full SVD; measured on one core. Only ratios matter."""
+"""Measured seconds on one core: per (out + in) k^2 for QR, per k^3 for the SVD of a core, per out * in for multiplying a column
+by W and W', per out * in * min(out, in) for a full SVD. Only the ratios matter."""
 
 BASIS = 8 * BLOCK
-"""Columns of the Krylov basis in which a dense W's certificate holds, typically."""
+"""The typical width of the Krylov basis when the certificate of a dense W succeeds."""
 SMALL = 512
-"""Up to this min(out, in) a dense W gets its full SVD in float64: nothing else is faster."""
+"""Up to this min(out, in), a dense W gets a full SVD in float64, which is the fastest way."""
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Update:
-    """W = left @ right + dense; `dense` is None while factors are kept, and the factors are empty once it is not."""
+    """W = left @ right + dense. `dense` is None while W is stored as factors; otherwise the factors are empty."""
 
     left: Tensor
     right: Tensor
@@ -46,7 +46,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Change:
-    """One site's training of one layer: factors as it got them and as it returned them, trained prefix only; its p_i."""
+    """One site's change of one layer: the trained ranks' factors before (`start`) and after (`end`) training; `weight`: p_i."""
 
     weight: float
     start: Product
@@ -64,8 +64,9 @@ def zero(out: int, into: int, dtype: "torch.dtype | None" = None) -> Update:
 def residuals(changes: Sequence[Change], scale: float) -> Product:
     """Return sum_i p_i s (B_i A_i - B0_i A0_i) (Eq. 10) as one product, exact and without cancellation.
 
-    It is dB A + B0 dA: starts that are prefixes of one another (sites of one round) share their B0, so that the width is the
-    sum of the ranks plus the largest, not twice the sum. Same bits only for the same order of `changes`: give them by name.
+    Each term is dB A + B0 dA. The starts of one round's sites are prefixes of one another and share their B0. So the width is
+    the sum of the ranks plus the largest rank, not twice the sum. The result depends in its last bits on the order of
+    `changes`, so pass them in the order of site names.
     """
     lefts, rights = [], []
     bases: list[Product] = []
@@ -82,12 +83,12 @@ def residuals(changes: Sequence[Change], scale: float) -> Product:
 
 
 def products(changes: Sequence[Change], scale: float) -> Product:
-    """Return sum_i p_i s B_i A_i as one product: without the starts subtracted."""
+    """Return sum_i p_i s B_i A_i as one product, without subtracting the starts."""
     return torch.cat([c.end[0] * (c.weight * scale) for c in changes], 1), torch.cat([c.end[1] for c in changes])
 
 
 def add(update: Update, change: Product) -> Update:
-    """Return W + left @ right: stacked, or dense from where that decomposes faster."""
+    """Return W plus the product `change`, as stacked factors, or dense if that is faster to decompose."""
     if update.dense is not None:
         return replace(update, dense=torch.addmm(update.dense, *change))
     left, right = torch.cat([update.left, change[0]], 1), torch.cat([update.right, change[1]])
@@ -97,19 +98,19 @@ def add(update: Update, change: Product) -> Update:
 
 
 def dense_from(out: int, into: int) -> int:
-    """Return the stacked width from which a dense W is cheaper to decompose, or smaller."""
+    """Return the width of stacked factors from which a dense W is cheaper to decompose, or takes less memory."""
     small, large = 0, out * into // (out + into) + 1
     dense = COSTS["full"] * out * into * min(out, into)
     if min(out, into) > SMALL:
         dense = min(dense, COSTS["pass"] * out * into * (BASIS + PROBES * PROBE_STEPS) + _factored_seconds(out, into, BASIS))
-    while small < large:  # the factored way's time grows with the width
+    while small < large:  # bisection: the time for factors grows with the width
         width = (small + large) // 2
         small, large = (width + 1, large) if _factored_seconds(out, into, width) <= dense else (small, width)
     return small
 
 
 def _factored_seconds(out: int, into: int, width: int) -> float:
-    """Return the time of bases of `width` columns on both sides and of their core's SVD."""
+    """Return the time for QR of `width` columns on both sides and the SVD of their core."""
     return COSTS["qr"] * (out + into) * width**2 + COSTS["core"] * width**3
 
 
@@ -117,14 +118,14 @@ def _factored_seconds(out: int, into: int, width: int) -> float:
 
 
 def spectra(updates: Mapping[str, Update], top: int, device: str | None = None) -> dict[str, Spectrum]:
-    """Return `spectrum` of every layer, one layer a thread with one torch thread each; on `device` one after the other."""
+    """Return `spectrum` of every layer: one layer per thread on the CPU, or one after the other on `device`."""
     if device is not None:
-        return {name: _to(spectrum(_to(update, device), top), "cpu") for name, update in updates.items()}
+        return {name: _move_to(spectrum(_move_to(update, device), top), "cpu") for name, update in updates.items()}
     return dict(zip(updates, in_threads(lambda update: spectrum(update, top), list(updates.values())), strict=True))
 
 
 def in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> list[Spectrum]:
-    """Return call(item) for all items, as many at a time as torch has threads."""
+    """Return call(item) for all items, run in as many threads as torch uses, with one torch thread each."""
     threads = torch.get_num_threads()
     if min(threads, len(items)) < 2:
         return [call(item) for item in items]
@@ -136,22 +137,25 @@ def in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> l
         torch.set_num_threads(threads)
 
 
-def _to(value: Held, device: str) -> Held:
+def _move_to(value: Held, device: str) -> Held:
     moved: dict[str, Any] = {name: part.to(device) for name, part in vars(value).items() if isinstance(part, torch.Tensor)}
     return replace(value, **moved)  # type: ignore[type-var]
 
 
 def spectrum(update: Update, top: int, tolerance: float = TOLERANCE, start: Tensor | None = None) -> Spectrum:
-    """Return the first min(top, out, in) triplets, `error` <= tolerance * sigma_1 (or what rounding leaves of it).
+    """Return the first min(top, out, in) triplets, with `error` <= tolerance * sigma_1 (or the rounding error, if larger).
 
-    `start` (in, any): a guess at right singular vectors, such as the last round's; it saves time, never changes the claim.
+    `start` (in, any): a guess at right singular vectors, such as those of the last round. It saves time and does not change the
+    error bound.
     """
     top = min(top, *update.shape)
-    found = _factored(update, top) if update.dense is None else _dense(update.dense, top, tolerance, start)
+    found = (
+        _spectrum_of_factors(update, top) if update.dense is None else _spectrum_of_dense(update.dense, top, tolerance, start)
+    )
     return _canonical(found, top, update.left.dtype)
 
 
-def _factored(update: Update, top: int) -> Spectrum:
+def _spectrum_of_factors(update: Update, top: int) -> Spectrum:
     (left, upper), (right, lower) = torch.linalg.qr(update.left.double()), torch.linalg.qr(update.right.double().T)
     core = upper @ lower.T
     u, values, vt = torch.linalg.svd(core, full_matrices=False)
@@ -159,13 +163,13 @@ def _factored(update: Update, top: int) -> Spectrum:
     return Spectrum(left @ u[:, :top], values[:top], vt[:top] @ right.T, float(core.square().sum()), error)
 
 
-def _dense(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum:
+def _spectrum_of_dense(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum:
     found = certified(dense, top, tolerance, start) if min(dense.shape) > SMALL else None
-    return _full(dense, top) if found is None else found
+    return _full_svd(dense, top) if found is None else found
 
 
-def _full(dense: Tensor, top: int) -> Spectrum:
-    """Full SVD: float64 of a small W, otherwise its own precision; of the transpose if W is wide (twice as fast)."""
+def _full_svd(dense: Tensor, top: int) -> Spectrum:
+    """Return the full SVD: in float64 for a small W, otherwise in its own precision. A wide W is transposed (twice as fast)."""
     whole = dense.double() if min(dense.shape) <= SMALL else dense
     wide = whole.shape[0] < whole.shape[1]
     u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
@@ -175,7 +179,7 @@ def _full(dense: Tensor, top: int) -> Spectrum:
 
 
 def _canonical(found: Spectrum, top: int, dtype: "torch.dtype") -> Spectrum:
-    """Fix signs, set what is rounding only to 0, pad to `top` triplets."""
+    """Return `found` with fixed signs, values that are only rounding noise set to 0, and padded to `top` triplets."""
     left, values, right = found.left, found.values, found.right
     if values.numel():
         largest = left.gather(0, left.abs().argmax(0, keepdim=True))[0]
@@ -194,8 +198,8 @@ def _canonical(found: Spectrum, top: int, dtype: "torch.dtype") -> Spectrum:
 def refactor(found: Spectrum, rank: int, scale: float, initial: Tensor) -> Product:
     """Return B = U (S / s)^(1/2) (out, rank) and A = (S / s)^(1/2) V' (rank, in), so that s B A is W truncated to `rank`.
 
-    A direction with sigma = 0 gets row j of `initial` (rank or more, in) as its A_j and B_j = 0: the product is the same and it
-    can learn. Ranks nest: a smaller one is the prefix of a larger.
+    A direction j with sigma_j = 0 gets B_j = 0 and row j of `initial` (rank or more, in) as A_j. The product stays the same,
+    and the direction can learn. The factors of a smaller rank are a prefix of those of a larger rank.
     """
     root = (found.values[:rank] / scale).sqrt().to(found.left.dtype)
     rows = torch.where(root[:, None] > 0, root[:, None] * found.right[:rank], initial[:rank].to(root))
@@ -203,7 +207,7 @@ def refactor(found: Spectrum, rank: int, scale: float, initial: Tensor) -> Produ
 
 
 def inner(first: Product, second: Product) -> float:
-    """Return <L1 R1, L2 R2>_F = sum (L1'L2) * (R1 R2') in float64, from small Gram matrices only."""
+    """Return <L1 R1, L2 R2>_F = sum (L1'L2) * (R1 R2') in float64, computed from small Gram matrices only."""
     (left, right), (other, opposite) = ((p[0].double(), p[1].double()) for p in (first, second))
     return float(((left.T @ other) * (right @ opposite.T)).sum())
 
@@ -214,7 +218,7 @@ def norm(product: Product) -> float:
 
 
 def gram(sites: Sequence[Product]) -> Tensor:
-    """Return <P_i, P_k>_F of one layer's products, (N, N) float64."""
+    """Return <P_i, P_k>_F for all pairs of N sites' products of one layer, (N, N) float64."""
     left, right = torch.cat([p[0].double() for p in sites], 1), torch.cat([p[1].double() for p in sites])
     owner = torch.repeat_interleave(torch.arange(len(sites)), torch.tensor([p[0].shape[1] for p in sites]))
     blocks = torch.nn.functional.one_hot(owner, len(sites)).double().to(left.device)
@@ -227,9 +231,9 @@ def summed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def alignments(layers: Sequence[Sequence[Product]], weights: Sequence[float]) -> list[float]:
-    """Return s_i = cos_F(P_i, sum_k p_k P_k) (Eq. 11), all layers together; `layers` holds every site's product by layer.
+    """Return s_i = cos_F(P_i, sum_k p_k P_k) (Eq. 11) for each site, over all layers together; 0 if a norm is 0.
 
-    0 where a norm is 0: that points nowhere.
+    `layers`: for each layer, the products of all sites.
     """
     total = summed([gram(sites) for sites in layers])
     share = torch.tensor(weights, dtype=torch.float64)
@@ -238,20 +242,23 @@ def alignments(layers: Sequence[Sequence[Product]], weights: Sequence[float]) ->
 
 
 def alignments_with(sites: Mapping[str, Sequence[Product]], updates: Mapping[str, Update]) -> list[float]:
-    """Return cos_F(P_i, W) over all layers together, for every site's products and W by layer; 0 where a norm is 0."""
-    towards = summed([torch.tensor([_along(p, updates[n]) for p in products]) for n, products in sites.items()])
+    """Return cos_F(P_i, W) for each site, over all layers together; 0 if a norm is 0.
+
+    `sites`: by layer, the products of all sites; `updates`: W by layer.
+    """
+    towards = summed([torch.tensor([_inner_with_update(p, updates[n]) for p in products]) for n, products in sites.items()])
     norms = summed([gram(products).diagonal() for products in sites.values()]).clamp(min=0).sqrt()
-    total = math.sqrt(sum(_squared(updates[n]) for n in sites))
+    total = math.sqrt(sum(_squared_norm(updates[n]) for n in sites))
     return torch.where(norms * total > 0, towards / (norms * total).clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()
 
 
-def _along(product: Product, update: Update) -> float:
-    """Return <P, W>_F in float64; a dense W is met by its r rows B' W alone."""
+def _inner_with_update(product: Product, update: Update) -> float:
+    """Return <P, W>_F in float64. For a dense W only the r rows B' W are formed."""
     if update.dense is None:
         return inner(product, (update.left, update.right))
     left, right = product[0].double(), product[1].double()
     return float(((left.T @ update.dense.double()) * right).sum())
 
 
-def _squared(update: Update) -> float:
+def _squared_norm(update: Update) -> float:
     return squared(update.dense) if update.dense is not None else max(0.0, inner(*[(update.left, update.right)] * 2))

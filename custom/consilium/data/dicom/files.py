@@ -1,7 +1,7 @@
-"""Opening DICOM files without quoting them: their texts name patients.
+"""Opening of DICOM files without quoting their content, which names patients.
 
-Each error of a decoder becomes one line with the file and a cause, never the decoder's own text. pydicom's log and
-warnings quote values, so both are silent in this process.
+Each error of a decoder becomes one line with the file and a cause, never the decoder's text. pydicom's log and warnings quote
+values, so both are turned off in this process.
 """
 
 import logging
@@ -26,14 +26,14 @@ from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, ref
 
 OTHERS = frozenset(
     {
-        "1.2.840.10008.1.3.10",  # a folder's own table of contents
+        "1.2.840.10008.1.3.10",  # the table of contents of a medium (DICOMDIR)
         "1.2.840.10008.5.1.4.1.1.66.4",  # segmentations
         "1.2.840.10008.5.1.4.1.1.66.7",
         "1.2.840.10008.5.1.4.1.1.481.3",  # contours
         "1.2.840.10008.5.1.4.1.1.481.2",  # doses
     }
 )
-"""Kinds of objects (SOP classes) that may lie beside a series and are not part of it, though some have pixels."""
+"""SOP classes of objects that may lie beside a series and are not part of it, although some have pixels."""
 SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
 CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
 PARAMETRIC = "1.2.840.10008.5.1.4.1.1.30"
@@ -49,8 +49,8 @@ with suppress(ImportError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn any exception of the block into a DataError that quotes nothing of the file."""
-    # pydicom's warnings are ignored before all other rules: other code may have added or restored some
+    """Turn any exception in the block into a DataError that quotes nothing from the file."""
+    # ignoring pydicom's warnings must be the first filter: other code may have added or restored filters
     if getattr(warnings.filters[0][3] if warnings.filters else None, "pattern", "") != "pydicom":
         warnings.filterwarnings("ignore", module="pydicom")
     try:
@@ -58,11 +58,11 @@ def reading(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: cannot be read as DICOM ({_why(error)}); {TAKE_OFF}") from None
+        raise DataError(f"{path}: cannot be read as DICOM ({_cause_of(error)}); {TAKE_OFF}") from None
 
 
-def _why(error: Exception) -> str:
-    """Return a cause in words that are not of the file."""
+def _cause_of(error: Exception) -> str:
+    """Return the cause of an error, in words that do not come from the file."""
     missing = getattr(error, "name", None)
     if isinstance(error, AttributeError) and isinstance(missing, str) and tag_for_keyword(missing):
         return f"it has no {missing}"
@@ -74,9 +74,9 @@ def _why(error: Exception) -> str:
 
 
 def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) -> Dataset:
-    """Return a file's elements, with `pixels` also those. Use within `reading`. Raises DataError.
+    """Return a file's elements; `pixels`: with the pixel data. Use within `reading`. Raises DataError.
 
-    `budget`: of the folder that the file is in.
+    `budget`: the budget of the folder that the file is in.
     """
     check_file(path, most=MOST_VOLUME_FILE)
     found = parse(path, pixels, budget)
@@ -86,18 +86,18 @@ def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) ->
 
 
 def series(path: Path) -> list[tuple[Path, Dataset]]:
-    """Return the images of a file or of a folder with one series, without their pixels. Use within `reading`.
+    """Return (path, elements without pixels) of a file, or of each image in a folder with one series. Use within `reading`.
 
-    Localizers and objects beside the series are left out. Raises DataError for several series.
+    Localizers and other objects are left out. Raises DataError for several series, patients or studies.
     """
-    if not (path := alone(path)).is_dir():
+    if not (path := only_file(path)).is_dir():
         return [(path, open_file(path))]
     budget = Budget(path, MOST_OF_FOLDER)
-    found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file, budget=budget))]
-    found = [(f, e) for f, e in found if "LOCALIZER" not in _words(e, "ImageType")] or found
+    found = [(file, elements) for file in _dicom_files(path) if is_image(elements := open_file(file, budget=budget))]
+    found = [(f, e) for f, e in found if "LOCALIZER" not in _text_values(e, "ImageType")] or found
     count, people = (
         len({e.get("SeriesInstanceUID") for _, e in found}),
-        {(whose(e), e.get("StudyInstanceUID")) for _, e in found},
+        {(patient_identifier(e), e.get("StudyInstanceUID")) for _, e in found},
     )
     refuse(
         path,
@@ -108,14 +108,14 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     return found
 
 
-def alone(path: Path) -> Path:
-    """Return a folder's only DICOM file, else the path itself. Raises DataError for a folder of too many files."""
-    files = _files(path) if path.is_dir() else []
+def only_file(path: Path) -> Path:
+    """Return a folder's only DICOM file, else the path itself. Raises DataError for a folder with too many files."""
+    files = _dicom_files(path) if path.is_dir() else []
     return files[0] if len(files) == 1 else path
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the DICOM files right in a folder, sorted by name. Raises DataError for too many."""
+def _dicom_files(folder: Path) -> list[Path]:
+    """Return the DICOM files directly in a folder, sorted by name. Raises DataError for too many files."""
     entries = []
     for entry in folder.iterdir():
         entries.append(entry)
@@ -125,22 +125,22 @@ def _files(folder: Path) -> list[Path]:
 
 
 def is_image(elements: Dataset) -> bool:
-    """Tell whether elements are those of an image, not of an object beside it."""
+    """Tell whether a dataset is an image, not one of OTHERS."""
     return "Rows" in elements and elements.get("SOPClassUID") not in OTHERS
 
 
 def is_beside(elements: Dataset) -> bool:
-    """Tell whether elements are those of an object beside images: a segmentation, a report, a presentation state."""
+    """Tell whether a dataset is an object that accompanies images: a segmentation, a report, a presentation state."""
     kind = elements.get("SOPClassUID")
     return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in pydicom.uid.UID(kind).name)
 
 
-def whose(elements: Dataset) -> str:
-    """Return the patient's identifier: the hospital's number, else name and date of birth. It stays in this process."""
+def patient_identifier(elements: Dataset) -> str:
+    """Return the patient's identifier: the hospital's number, else name and date of birth. It must not leave this process."""
     name, born, number = (canonical(str(elements.get(key) or "")) for key in ("PatientName", "PatientBirthDate", "PatientID"))
     return number or (f"{name}|{born}" if name else "")
 
 
-def _words(elements: Dataset, keyword: str) -> list[str]:
+def _text_values(elements: Dataset, keyword: str) -> list[str]:
     value: Any = elements.get(keyword) or []
     return [value] if isinstance(value, str) else [str(part) for part in value]

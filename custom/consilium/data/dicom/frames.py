@@ -1,7 +1,7 @@
-"""Where the frames of DICOM images lie: one per file, or many in one; put in order by their positions.
+"""Positions and value scales of the frames of DICOM images, one frame per file or many, sorted by position.
 
-DICOM counts millimetres to the left, back and up; here they run to the right, front and up. A voxel is (column, row, slice),
-slices along the normal of columns and rows, so that a plane across the last axis is the stored picture.
+DICOM's millimetres run to the left, back and up; those of a grid run to the right, front and up. A voxel is (column, row,
+slice), with slices along the normal of columns and rows, so that a plane across the last axis is the stored picture.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from pydicom.pixels import apply_modality_lut, apply_voi
 from pydicom.uid import UID
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, reading, series, whose
+from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, patient_identifier, reading, series
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
 from consilium.data.safe_open import most_unpacked, refuse
@@ -30,9 +30,9 @@ Window = tuple[float, float]
 class Scale:
     """The scale from stored values to the file's unit: value = stored * slope + intercept, or by tables.
 
-    `window`: the values shown, from the first to black and to the second to white; `curve`: how, if not evenly (SIGMOID, LUT).
-    `stored`: least and largest value of the stored bits; `inverted`: MONOCHROME1, so the largest is the darkest.
-    `padding`: stored values from the first to the second are not measurements.
+    `window`: the values that are shown black and white. `curve`: how values between them are shown if not linearly (SIGMOID,
+    LUT). `stored`: the least and the largest value of the stored bits. `inverted`: MONOCHROME1, where the largest value is the
+    darkest. `padding`: stored values from the first to the second are not measurements.
     """
 
     slope: float
@@ -46,19 +46,19 @@ class Scale:
 
     @property
     def is_identity(self) -> bool:
-        """Whether stored values are already in the unit."""
+        """Whether stored values are already in the file's unit."""
         return (self.slope, self.intercept) == (1.0, 0.0) and not self.curve and "ModalityLUTSequence" not in self.tables
 
 
 def scale_of(file: Path, own: Dataset) -> Scale:
-    """Return the scale of a frame's values by its own elements. Raises DataError."""
+    """Return the scale of a frame's values, from its own elements. Raises DataError."""
     bits, signed = int(own.get("BitsStored") or own.get("BitsAllocated") or 16), bool(own.get("PixelRepresentation"))
     stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
     slope, intercept = _first_number(own, "RescaleSlope", 1.0), _first_number(own, "RescaleIntercept", 0.0)
     if not slope:
         raise DataError(f"{file}: its RescaleSlope is 0; replace it or take it off the list")
     number = partial(_first_number, own)
-    window: Window | None = None  # the first of several (DICOM PS3.3, C.11.2.1.2)
+    window: Window | None = None  # of several windows, the first (DICOM PS3.3, C.11.2.1.2)
     curve = ""
     if own.get("WindowCenter") in (None, "") or own.get("WindowWidth") in (None, ""):
         curve = "LUT" if own.get("VOILUTSequence") else ""
@@ -71,7 +71,7 @@ def scale_of(file: Path, own: Dataset) -> Scale:
     padding: Window | None = None
     if own.get("PixelPaddingValue") is not None:
         both = (first := number("PixelPaddingValue", 0.0), number("PixelPaddingRangeLimit", first))
-        if signed:  # some write -2000 as 63536
+        if signed:  # some devices write -2000 as 63536
             allocated = int(own.get("BitsAllocated") or 16)
             both = tuple(value - 2.0**allocated if value >= 2.0 ** (allocated - 1) else value for value in both)  # type: ignore[assignment]
         padding = min(both), max(both)
@@ -82,7 +82,7 @@ def scale_of(file: Path, own: Dataset) -> Scale:
 
 
 def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
-    """Return the first number of an element. Raises ValueError for others."""
+    """Return the first number of an element, `otherwise` if it is absent. Raises ValueError for other values."""
     value: Any = own.get(keyword)
     if value is None or value == "":
         return otherwise
@@ -92,8 +92,8 @@ def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
     return found
 
 
-def shown(scale: Scale) -> Window | None:
-    """Return the file's window (center, width) for the values of `in_unit`; None for a file without one."""
+def window_in_unit(scale: Scale) -> Window | None:
+    """Return the file's window (center, width) for the values that `to_unit` returns; None for a file without one."""
     if scale.curve:
         return 0.5, 1.0
     if scale.window is None:
@@ -104,11 +104,11 @@ def shown(scale: Scale) -> Window | None:
     return (low + high) / 2, high - low
 
 
-def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
-    """Return stored values (H, W) in the file's unit, such as HU; float32, or as stored if the scale is the identity.
+def to_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
+    """Return stored values (H, W) in the file's unit, such as HU: float32, or as stored if the scale is the identity.
 
-    Where the file shows them by a curve, the values are its, 0 to 1. MONOCHROME1 is turned round: at the middle of the stored
-    bits' range, or of the curve's.
+    If the file shows values by a curve, the curve's values are returned, 0 to 1. MONOCHROME1 is inverted at the middle of the
+    range of the stored bits, or of the curve.
     """
     if scale.inverted and not scale.curve:
         stored = (sum(scale.stored) - stored.astype(np.float64)).astype(stored.dtype)
@@ -128,18 +128,20 @@ def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 SLICE_TOLERANCE = 0.25
-"""Share of the slice distance by which a slice may lie off its position."""
+"""Share of the slice distance by which a slice may be off its position."""
 _SAME = 1e-3
 """Tolerance in millimetres between equal positions, and between direction cosines."""
 _MEASURED = "set the scanner's in the file, or take it off the list"
 _OF_FRAME = 32
-"""Bytes that a segment's frame, with its position, takes in a deflated file."""
+"""The fewest bytes that a segment's frame with its position takes in a deflated file."""
 _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A frame's position: centre of its first pixel (3), steps along columns i and rows j (3), in mm on DICOM's axes."""
+    """A frame's position in mm on DICOM's axes: the centre (3,) of its first pixel, the steps (3,) to the next column (`i`)
+    and to the next row (`j`), and the distance between slices, `depth`.
+    """
 
     origin: np.ndarray
     i: np.ndarray
@@ -148,14 +150,14 @@ class Place:
 
     @property
     def normal(self) -> np.ndarray:
-        """The direction in which slices are counted, of length 1."""
+        """The unit vector along which slices are counted."""
         normal = np.cross(self.i, self.j)
         return normal / np.linalg.norm(normal)
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A frame, the `number`-th (from 0) of its file. `own`: the elements that apply to it."""
+    """A frame of a file. `number`: its number in the file, from 0. `own`: the elements that apply to it."""
 
     file: Path
     number: int
@@ -167,7 +169,10 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Frames in order, `colours` or grey, and the elements of their files. `kind`: the first one's SOP class."""
+    """Frames in order of position, and the elements of their files.
+
+    `colours`: whether frames are in colour instead of grey. `kind`: the SOP class of the first file.
+    """
 
     frames: tuple[Frame, ...]
     files: dict[Path, Dataset]
@@ -183,7 +188,7 @@ def header(path: Path) -> Header:
 
 
 def stack(path: Path) -> Stack:
-    """Return the frames of a file or a series, in order. Use within `reading`. Raises DataError."""
+    """Return the frames of a file or a series, in order of position. Use within `reading`. Raises DataError."""
     files = dict(series(path))
     first = next(iter(files.values()))
     if "Rows" not in first:
@@ -205,23 +210,23 @@ def stack(path: Path) -> Stack:
     grid = Grid((columns, rows, count), affine, (sides[0], sides[1]) if len(sides) == 2 and count == 1 else None)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
-    found = Header(grid, None if colours else shown(middle.scale), whose(first), study, space)
+    found = Header(grid, None if colours else window_in_unit(middle.scale), patient_identifier(first), study, space)
     return Stack(tuple(ordered), files, found, colours, kind)
 
 
 def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
-    """Yield the frames of one file as it stores them."""
+    """Yield the frames of one file, in the file's order."""
     count = count_of(elements)
     shape = int(elements.Rows), int(elements.Columns)
     common = Dataset()
     common.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
     for number in range(count):
-        own = flat(elements, number, common)
-        yield Frame(file, number, shape, _place(file, own), scale_of(file, own), own)
+        own = elements_of_frame(elements, number, common)
+        yield Frame(file, number, shape, _read_place(file, own), scale_of(file, own), own)
 
 
 def count_of(elements: Dataset) -> int:
-    """Return how many frames a file has."""
+    """Return the number of frames in a file."""
     return max(1, int(elements.get("NumberOfFrames") or 1))
 
 
@@ -229,11 +234,11 @@ _MACROS = (
     "PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence", "PixelValueTransformationSequence",
     "FrameVOILUTSequence", "SegmentIdentificationSequence", "DerivationImageSequence",
 )  # fmt: skip
-"""Functional groups of a multi-frame file, per frame or shared."""
+"""Functional groups of a multi-frame file that are read. They may be per frame or shared by all frames."""
 
 
-def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
-    """Return position and scale of frame `number` as the elements of a single-frame file.
+def elements_of_frame(elements: Dataset, number: int, common: Dataset) -> Dataset:
+    """Return the elements that apply to frame `number`, as a single-frame file would have them.
 
     `common`: the elements that all frames share.
     """
@@ -256,8 +261,8 @@ _COMMON = (
 )  # fmt: skip
 
 
-def _place(file: Path, own: Dataset) -> Place | None:
-    """Return a frame's position; None where the file does not state it. Raises DataError for pixels without a size."""
+def _read_place(file: Path, own: Dataset) -> Place | None:
+    """Return a frame's position; None if the file does not state it. Raises DataError for pixels of invalid size."""
     position, turn, pixel = (own.get(k) for k in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"))
     if pixel:
         check_spacing(file, "PixelSpacing", [float(side) for side in np.atleast_1d(pixel)], _MEASURED)
@@ -265,7 +270,7 @@ def _place(file: Path, own: Dataset) -> Place | None:
         return None
     origin, turned, spacing = (np.array(values, np.float64) for values in (position, turn, pixel))
     i, j = turned.reshape(2, 3)
-    depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))  # nuclear medicine counts downwards
+    depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))  # negative in nuclear medicine
     check_spacing(file, "SpacingBetweenSlices or SliceThickness", [depth], _MEASURED)
     if origin.shape != (3,) or spacing.shape != (2,) or not (np.isfinite([*origin, *turned, *spacing, depth]).all()):
         raise ValueError("a place in space is not a three numbers")
@@ -275,14 +280,14 @@ def _place(file: Path, own: Dataset) -> Place | None:
 
 
 Order = tuple[list[Frame], int, np.ndarray | None]
-"""Frames along their normal, the number of slices, and the affine (4, 4) to mm, None where frames have no position."""
+"""Frames sorted along their normal, the number of slices, and the affine (4, 4) to mm, None if frames have no position."""
 
 
 def in_order(path: Path, frames: Sequence[Frame], on_lattice: bool) -> Order:
-    """Return the frames of an image in order, a slice each.
+    """Return the frames of an image in order of position, one per slice.
 
-    `on_lattice`: those of a segmentation, of which several may share a position, and empty slices have none. Raises DataError
-    for frames that are not parallel, and for an uneven stack: different sizes, two frames at one position, a missing one.
+    `on_lattice`: frames of a segmentation, where several may share a slice and empty slices have none. Raises DataError for
+    frames that are not parallel, and for an uneven stack: different sizes, two frames at one position, a missing slice.
     """
     if not on_lattice and any(frame.shape != frames[0].shape for frame in frames):
         raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
@@ -310,7 +315,7 @@ def in_order(path: Path, frames: Sequence[Frame], on_lattice: bool) -> Order:
 
 
 def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.ndarray) -> None:
-    """Raise DataError for positions (N, 3) in order that do not lie evenly on a line."""
+    """Raise DataError for sorted positions (N, 3) that are not evenly spaced on a line."""
     gaps = np.diff(heights)
     if not len(gaps):
         return
@@ -332,8 +337,8 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
 
 
 def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:
-    """Raise DataError, before decoding, for images that would take more memory than files of their size may."""
-    segments = next(iter(files.values())).get("SOPClassUID") in SEGMENTATIONS  # each frame is a part of a mask: see masks.py
+    """Raise DataError, before decoding, for images that need more memory than files of their size may take."""
+    segments = next(iter(files.values())).get("SOPClassUID") in SEGMENTATIONS  # frames are added to masks, see masks.py
     most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
     packed = sum(file.stat().st_size for file in files)
     for elements in files.values():

@@ -1,7 +1,7 @@
 """Masks in DICOM: segmentations, contours (RTSTRUCT), and images whose values are labels.
 
-A segment is a region by its number and by its label, an outlined structure by its name. Regions may overlap. Contours are
-polygons in millimetres, filled on the planes of their image.
+A segment becomes a region under its number and under its label, an outlined structure a region under its name. Regions may
+overlap. Contours are polygons in millimetres; they are filled on the planes of their image.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,43 +13,43 @@ import numpy as np
 from pydicom import Dataset
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, alone, open_file, reading
+from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, only_file, open_file, reading
 from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, stack
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
 from consilium.data.volumes import Header
 
 CLOSED = frozenset({"CLOSED_PLANAR", "CLOSEDPLANAR_XOR"})
-"""Kinds of contours that enclose something; points and open lines do not."""
+"""Types of contours that enclose an area. Points and open lines do not."""
 MOST_CONTOURS = 2**16
-"""Of a file: 60 structures on 500 slices have about half. Each takes pydicom and numpy 0.4 ms."""
+"""Contours of a file. 60 structures on 500 slices have about half as many. pydicom and numpy take 0.4 ms per contour."""
 MOST_CROSSINGS = 2**26
-"""Lines of voxels that the edges of a file's contours cross: a body's outline on 500 slices crosses about a million."""
+"""Crossings of contours' edges with lines of voxels, per file. A body's outline on 500 slices has about a million."""
 Planes = dict[int, list[np.ndarray]]
-"""Polygons (N, 2) in voxels by plane."""
+"""Polygons (N, 2), in voxels, by plane."""
 TOO_LARGE = "too large"
-"""The kind of an error that stands for the whole file, whichever structure it is in."""
+"""The kind of an error that refuses the whole file, in whichever structure it occurs."""
 _AT_ONCE = 2**22
 _LONGEST_NUMBER = 64
-"""Characters; the standard has 16. numpy makes all numbers of a contour as long as the longest."""
+"""Characters of a number in a contour; the standard allows 16. numpy stores all numbers of a contour as wide as the longest."""
 
 
 def check_space(path: Path, elements: Dataset, image: Header) -> None:
-    """Raise DataError if mask and image have different frames of reference: the mask's place in the image is then unknown."""
+    """Raise DataError if mask and image have different frames of reference, as the mask's position is then unknown."""
     own = str(elements.get("ReferencedFrameOfReferenceUID") or elements.get("FrameOfReferenceUID") or "").strip()
     if own and image.space and own != image.space:
         raise DataError(f"{path}: was drawn in another frame of reference than its image's; give the image it was drawn on")
 
 
 def contours(path: Path, elements: Dataset, image: Header) -> Labels:
-    """Return what closed contours enclose, by the structure's name: voxels whose middle lies inside, holes left out.
+    """Return the regions that closed contours enclose, by the structure's name: voxels whose centre is inside, without holes.
 
-    A structure that cannot be read, or lies beside the image, is a fault of its own and none of the others'. Raises DataError
-    for an image without a place, for more contours than are read, and for longer numbers.
+    A structure that cannot be read, or lies beside the image, becomes a fault of that structure alone. Raises DataError for an
+    image without a position, for too many contours or crossings, and for numbers that are too long.
     """
     if image.grid.affine is None:
         raise DataError(f"{path}: holds contours in millimetres, and its image does not say where it lies; use another mask")
@@ -64,22 +64,22 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     planes: list[tuple[str, Planes]] = []
     faults: dict[Value, DataError] = {}
     for about, roi in drawn:
-        name = _name(about)
+        name = _structure_name(about)
         try:
             with reading(path):
                 check_space(path, about, image)
-                planes.append((name, _planes(path, roi.ContourSequence, image.grid)))
+                planes.append((name, _contours_by_plane(path, roi.ContourSequence, image.grid)))
         except DataError as error:
             if error.kind == TOO_LARGE:
                 raise
             why = str(error).removeprefix(f"{path}: ")
             faults[name] = DataError(f"{path}: structure {name!r} {why}", error.kind)
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
-    if (lines := sum(int(_span(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
+    if (lines := sum(int(_count_crossed_lines(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
         found = f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
-    nothing = np.zeros(image.grid.shape[::-1], bool).T  # slices in one piece
-    regions: dict[Value, np.ndarray] = {name: nothing for name in map(_name, structures.values())}
+    nothing = np.zeros(image.grid.shape[::-1], bool).T  # each slice contiguous
+    regions: dict[Value, np.ndarray] = {name: nothing for name in map(_structure_name, structures.values())}
     for name, one in planes:
         if one:
             mask = regions[name] = nothing.copy(order="K") if regions[name] is nothing else regions[name]
@@ -89,31 +89,31 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     return Labels(regions=sound or {"": nothing}, faults=faults)
 
 
-def _name(structure: Dataset) -> str:
+def _structure_name(structure: Dataset) -> str:
     return str(structure.get("ROIName") or "").strip()
 
 
-def _planes(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
-    """Return the closed contours of a structure by plane."""
+def _contours_by_plane(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
+    """Return the closed contours of a structure by plane. Raises DataError for a contour on no plane of the grid."""
     found: Planes = {}
     for contour in sequence:
-        if contour.get("ContourGeometricType") not in CLOSED or not len(points := _points(path, contour)):
+        if contour.get("ContourGeometricType") not in CLOSED or not len(points := _read_points(path, contour)):
             continue
         if grid.affine is None or not np.isfinite(points).all():
             raise ValueError("a contour's points lie nowhere")
-        own = points * [-1, -1, 1] - grid.affine[:3, 3]  # DICOM's points (N, 3) in mm
+        own = points * [-1, -1, 1] - grid.affine[:3, 3]  # from DICOM's axes, in mm
         voxel = np.linalg.solve(grid.affine[:3, :3], own.T).T
         plane = round(float(np.median(voxel[:, 2])))
         if np.abs(voxel[:, 2] - plane).max() > SLICE_TOLERANCE or not 0 <= plane < grid.shape[2]:
             if grid.shape[2] == 1:
-                continue  # another slice of the series that the image is one of
+                continue  # the image is one slice of a series, and this contour is on another slice
             raise DataError(f"{path}: has a contour on no plane of its image; give the image it was drawn on")
         found.setdefault(plane, []).append(voxel[:, :2])
     return found
 
 
-def _points(path: Path, contour: Dataset) -> np.ndarray:
-    """Return the points (N, 3) of a contour, from the file's own text: pydicom makes an object of every number.
+def _read_points(path: Path, contour: Dataset) -> np.ndarray:
+    """Return the points (N, 3) of a contour. The text is parsed here, because pydicom creates an object per number.
 
     Raises DataError for a number that is too long.
     """
@@ -128,46 +128,47 @@ def _points(path: Path, contour: Dataset) -> np.ndarray:
 
 
 def inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """Return the points (I, J) of a grid inside an odd number of polygons (N, 2) by the even-odd rule; of edges the lower ones.
+    """Return which points (I, J) of a grid are inside polygons (N, 2), by the even-odd rule: an inner polygon is a hole.
 
-    An inner polygon is a hole. Along every line of points the crossings with all polygons are counted together; an odd number
-    of them lies before a point inside.
+    A point on an edge is inside at the lower edge of a polygon only. Along every line of points, the crossings with all
+    polygons are counted together: a point is inside if an odd number of crossings precedes it.
     """
     found = np.zeros(shape, bool)
     boxes = [np.floor([one.min(0), one.max(0) + 1]).clip(0, shape).astype(np.int64) for one in polygons]
     low, high = np.minimum.reduce(boxes)[0], np.maximum.reduce(boxes)[1]
     wide, tall = (high - low).tolist()
     if wide and tall:
-        long = -(-tall // 8) * 8  # a line of bytes as whole numbers of 8 bytes
+        long = -(-tall // 8) * 8  # pad lines to 8 bytes, to process them as 64-bit integers
         odd, waiting, size = np.zeros((wide + 1) * long, np.uint8), list[np.ndarray](), 0
         for place in (place for one, box in zip(polygons, boxes, strict=True) for place in _crossings(one, box, low, long)):
             waiting.append(place)
             size += len(place)
             if size >= _AT_ONCE:
-                odd ^= _odd(waiting, len(odd))
+                odd ^= _odd_counts(waiting, len(odd))
                 waiting, size = [], 0
-        odd ^= _odd(waiting, len(odd))
+        odd ^= _odd_counts(waiting, len(odd))
         lines = odd.view(np.uint64).reshape(wide + 1, long // 8)
         before = np.bitwise_xor.accumulate(lines[:-1], axis=0).view(bool)
         found[low[0] : high[0], low[1] : high[1]] = before[:, :tall]
     return found
 
 
-def _odd(places: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Return 1 at those of `length` places that are there an odd number of times, else 0."""
+def _odd_counts(places: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Return (length,) bytes: 1 for each index that occurs in `places` an odd number of times, else 0."""
     return np.bincount(np.concatenate(places) if places else np.zeros(0, np.int64), minlength=length).astype(np.uint8) & 1
 
 
-def _span(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return how many lines of points each edge crosses."""
+def _count_crossed_lines(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return the number of lines of points that each edge of a polygon crosses."""
     ends = np.ceil(polygon[:, 1]).clip(0, shape[1]).astype(np.int64)
     return np.abs(np.roll(ends, -1) - ends)
 
 
 def _crossings(polygon: np.ndarray, bounds: np.ndarray, start: np.ndarray, tall: int) -> Iterator[np.ndarray]:
-    """Yield where edges pass: before each point (I + 1, `tall`), and behind the one before it, in one row, from `start` on.
+    """Yield the crossings of a polygon's edges with lines of points, as flat indices into an array (I + 1, `tall`).
 
-    The polygon, which lies within `bounds` (low and high corner), is moved to its low corner: numbers near 0 are finer.
+    A crossing has the index of the first point behind it. The array starts at the point `start` of the grid. The polygon is
+    within `bounds` (low and high corner) and is moved to the low corner, because floats near 0 are more precise.
     """
     low, box, polygon = bounds[0], bounds[1] - bounds[0], polygon - bounds[0]
     if not box.all():
@@ -184,36 +185,36 @@ def _crossings(polygon: np.ndarray, bounds: np.ndarray, start: np.ndarray, tall:
 
 
 HALF = 0.5
-"""Share from which on a pixel of a fractional segment belongs to it."""
+"""A pixel belongs to a fractional segment if its value is at least this share of the maximum."""
 _TO_RAS = np.array([-1.0, -1.0, 1.0])
 
 
 def labels(path: Path, image: Header) -> Labels:
-    """Return the labels of a file on the grid of `image` (i, j, k), or on their own where they fit no voxels of it.
+    """Return the labels of a file on the grid of `image` (i, j, k), or on their own grid if they match no voxels of the image.
 
-    Raises DataError, also for masks of another frame of reference, and for contours that fit no plane of the image.
+    Raises DataError, also for masks with another frame of reference, and for contours on no plane of the image.
     """
     with reading(path):
-        path = alone(path)
+        path = only_file(path)
         elements = Dataset() if path.is_dir() else open_file(path)
         kind = elements.get("SOPClassUID")
         if kind in SEGMENTATIONS:
             check_space(path, elements, image)
-            return _segments(path, elements, image.grid)
+            return _read_segments(path, elements, image.grid)
         if kind == CONTOURS:
             return contours(path, elements, image)
         return Labels(values=whole_numbers(path, voxels(path, padding=True)))
 
 
-def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
-    """Return the segments on the image's grid, or on their own where they fit no voxels of it."""
+def _read_segments(path: Path, elements: Dataset, image: Grid) -> Labels:
+    """Return the segments as regions on the image's grid, or on their own grid if they match no voxels of the image."""
     found = stack(path)
-    grid, places = image, [_onto(frame, image) for frame in found.frames]
+    grid, places = image, [_map_to_grid(frame, image) for frame in found.frames]
     if any(place is None for place in places):
         grid = found.header.grid
         if grid.affine is None or image.affine is None:
             raise DataError(f"{path}: does not say where its segments lie on the image; save it with positions")
-        places = [_onto(frame, grid) for frame in found.frames]
+        places = [_map_to_grid(frame, grid) for frame in found.frames]
     segments = [
         (int(one.SegmentNumber), str(one.get("SegmentLabel") or "").strip()) for one in elements.get("SegmentSequence") or []
     ]
@@ -224,7 +225,7 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     by_number = {frame.number: (frame, place) for frame, place in zip(found.frames, places, strict=True)}
     for number, picture in enumerate(pictures(path)):
         frame, place = by_number[number]
-        for segment, mask in _split(picture, frame, elements):
+        for segment, mask in _split_segments(picture, frame, elements):
             if place is None:
                 raise DataError(f"{path}: its segments lie on no even grid; save them on their image's planes")
             region, (rows, columns) = masks[segment], np.nonzero(mask)
@@ -235,17 +236,17 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
             region[tuple(voxel[:, inside])] = True
     regions: dict[Value, np.ndarray] = dict(masks.items())
     for number, name in segments:
-        if name and number in masks:  # segments of one label are one region
+        if name and number in masks:  # segments with the same label are one region
             regions[name] = regions[name] | masks[number] if name in regions else masks[number]
     return Labels(regions=regions, grid=None if grid is image else grid)
 
 
-def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
-    """Return the voxel of a frame's first pixel and the steps to the next column and row, as columns of (3, 3) integers.
+def _map_to_grid(frame: Frame, grid: Grid) -> np.ndarray | None:
+    """Return integers (3, 3) whose columns are the voxel of a frame's first pixel and the steps to the next column and row.
 
-    None where its pixels do not match voxels of the grid. A frame beside a single-plane image gets a place outside.
+    None if the frame's pixels do not match voxels of the grid. For a grid of one plane, a frame off the plane gets plane -1.
     """
-    if frame.place is None or grid.affine is None:  # by the frame of the source image
+    if frame.place is None or grid.affine is None:  # no positions: use the frame number of the source image
         sources = frame.own.get("SourceImageSequence")
         number = int((sources[0].get("ReferencedFrameNumber") if sources else None) or 1) - 1
         fits = frame.shape[::-1] == grid.shape[:2] and (sources or grid.shape[2] == 1) and grid.affine is None
@@ -261,8 +262,8 @@ def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
     return whole.astype(np.int64) if off <= TOLERANCE and straight else None
 
 
-def _split(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the segments of a frame (H, W) with their masks."""
+def _split_segments(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (segment number, mask (H, W)) for the segments of a frame."""
     kind = elements.get("SegmentationType")
     if kind == "LABELMAP":
         for number in np.unique(picture[picture > 0]).tolist():

@@ -1,6 +1,7 @@
 """Parsing of DICOM files within bounds: the number of elements, the length of values, the inflated size.
 
-pydicom makes up to 1.3 kB of an item of 8 bytes and hundreds of bytes of a number of one digit, and inflates a file at once.
+pydicom turns an item of 8 bytes into up to 1.3 kB, and a number of one digit into hundreds of bytes. It inflates a deflated
+file in one step.
 """
 
 import io
@@ -23,13 +24,13 @@ from consilium.core.errors import DataError
 from consilium.data.safe_open import TAKE_OFF, most_unpacked
 
 MOST_ELEMENTS = 10**6
-"""Elements of a file, an item of a sequence as four: 350 MB of Python's objects at most."""
+"""Elements of a file, where an item of a sequence counts as four: at most 350 MB of Python objects."""
 MOST_OF_FOLDER = 4 * MOST_ELEMENTS
-"""The same of a folder: 20,000 files of 200 elements."""
+"""Elements of all files in a folder: 20,000 files of 200 elements."""
 MOST_HEADER = 2**28
 """Bytes before the pixels of a deflated file."""
 MOST_VALUE = 2**16
-"""Bytes of a value that is parsed into texts or numbers, each a Python object."""
+"""Bytes of a value that is parsed into texts or numbers, as each becomes a Python object."""
 MOST_TABLE = 2**18
 """Bytes of a table of values or colours, which has up to 65,536 entries."""
 MOST_LEVELS = 32
@@ -37,7 +38,7 @@ MOST_LEVELS = 32
 _ITEM = 4
 _ITEM_TAGS = (b"\xfe\xff\x00\xe0", b"\xff\xfe\xe0\x00")
 _UNCOUNTED = 2**18
-"""Bytes of a sequence whose items are not counted: it can hold 32,768 at most."""
+"""Items are counted if a file's unparsed sequences have more bytes than this. Fewer bytes hold at most 32,768 items."""
 _SPARE = 2**16
 _END = 0xFFFE, 0xE0DD
 _PIXELS = frozenset({0x7FE00008, 0x7FE00009, 0x7FE00010})
@@ -59,7 +60,7 @@ _TABLES = (
 _LONGEST = {tag_for_keyword(keyword): MOST_VALUE for keyword in _READ} | dict.fromkeys(
     map(tag_for_keyword, _TABLES), MOST_TABLE
 )
-"""Bytes of the elements that are read here, or by pydicom for us."""
+"""The most bytes of each element that is read here or by pydicom's decoders."""
 
 
 class Budget:
@@ -76,15 +77,15 @@ class Budget:
             raise self.refused(f"more than {self._most:,} elements and items of sequences")
 
     def refused(self, what: str) -> DataError:
-        """Return, and keep, the error for a file that exceeds a bound."""
+        """Return the error for a file that exceeds a bound, and store it in `error`."""
         self.error = DataError(f"{self._path}: cannot be read as DICOM ({what}); {TAKE_OFF}")
         return self.error
 
 
 class _Metered(io.RawIOBase):
-    """A file that pydicom reads from. Every head of an element or an item, 8 bytes, is taken from a budget.
+    """A file for pydicom to read from. Every header of an element or an item, a read of 8 bytes, is taken from a budget.
 
-    Raises DataError for a value that is longer than any of its kind.
+    Raises DataError for a value that is longer than its element may be.
     """
 
     def __init__(self, file: Any, size: int, budget: Budget) -> None:
@@ -98,7 +99,7 @@ class _Metered(io.RawIOBase):
                 if size > _LONGEST.get(group << 16 | number, size):
                     raise self._budget.refused(f"{size:,} bytes in the element {group:04X},{number:04X}")
         if size > 8:
-            return self._file.read(min(size, max(0, self._size - self._file.tell())))  # read() allocates its argument
+            return self._file.read(min(size, max(0, self._size - self._file.tell())))  # read() allocates the size it is given
         found = self._file.read(size)
         if size == 8:
             self._head = found.ljust(8, b"\0")
@@ -113,7 +114,7 @@ class _Metered(io.RawIOBase):
 
 
 class _Inflating(io.RawIOBase):
-    """The elements of a deflated file, inflated as far as they are read; `most` bytes of them."""
+    """The elements of a deflated file, inflated only as far as they are read, up to `most` bytes."""
 
     def __init__(self, file: IO[bytes], budget: Budget, most: int) -> None:
         self._file, self._budget, self.most = file, budget, most
@@ -141,9 +142,9 @@ class _Inflating(io.RawIOBase):
 
 
 def parse(path: Path, pixels: bool, budget: Budget | None = None) -> Dataset:
-    """Return the elements of a file, with `pixels` also those. Raises DataError for more than memory is given to.
+    """Return the elements of a file; `pixels`: with the pixel data. Raises DataError for a file that exceeds a bound.
 
-    `budget`: of the folder that the file is in.
+    `budget`: the budget of the folder that the file is in; without it, the file has its own.
     """
     budget = budget or Budget(path)
     size = path.stat().st_size
@@ -153,32 +154,32 @@ def parse(path: Path, pixels: bool, budget: Budget | None = None) -> Dataset:
             read_preamble(metered, True)
             meta = _read_file_meta_info(metered)
             if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
-                found = _inflated(file, meta, most_unpacked(size), pixels, budget)
+                found = _parse_deflated(file, meta, most_unpacked(size), pixels, budget)
             else:
                 file.seek(0)
                 found = dcmread(metered, stop_before_pixels=not pixels, force=True)
                 found.buffer = None
-        unread = list(_unread(found._dict.values()))
+        unread = list(_unparsed_sequences(found._dict.values()))
         if sum(len(one.value or b"") for one in unread) > _UNCOUNTED:
             for one in unread:
-                _count(one, budget)
+                _count_elements(one, budget)
         return found
     except Exception as error:
         raise (budget.error or error) from None  # pydicom turns errors between items into an OSError
 
 
-def _unread(elements: Iterable[RawDataElement | DataElement]) -> Iterator[RawDataElement]:
-    """Yield the sequences among elements, and in their items, that pydicom has not parsed yet."""
+def _unparsed_sequences(elements: Iterable[RawDataElement | DataElement]) -> Iterator[RawDataElement]:
+    """Yield the sequences among `elements`, and within their items, that pydicom has not parsed yet."""
     for one in elements:
         if isinstance(one, DataElement):
             for item in one.value if one.VR == "SQ" else ():
-                yield from _unread(item._dict.values())
+                yield from _unparsed_sequences(item._dict.values())
         elif one.value and (one.VR == "SQ" or (one.VR in (None, "UN") and _VR.get(one.tag, [""])[0] == "SQ")):
             yield one
 
 
-def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
-    """Take all elements of a sequence from a budget. Raises DataError, also for more than MOST_LEVELS."""
+def _count_elements(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
+    """Take all elements of a sequence from a budget. Raises DataError if it is exceeded, or for more than MOST_LEVELS."""
     if level > MOST_LEVELS:
         raise budget.refused(f"sequences nested over {MOST_LEVELS} deep")
     value, order = sequence.value or b"", "<>"[not sequence.is_little_endian]
@@ -189,12 +190,12 @@ def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
         if (group, number) == _END:
             return
         own: Any = items if length == 0xFFFFFFFF else _Metered(io.BytesIO(file.read(length)), length, budget)
-        for below in _unread(data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian)):
-            _count(below, budget, level + 1)
+        for below in _unparsed_sequences(data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian)):
+            _count_elements(below, budget, level + 1)
 
 
-def _inflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
-    """Return the elements of a deflated file."""
+def _parse_deflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
+    """Return the elements of a deflated file that inflates to at most `most` bytes; `pixels`: with the pixel data."""
     inflating = _Inflating(file, budget, min(most, MOST_HEADER))
     stream: Any = _Metered(inflating, 2**63, budget)
     found = read_dataset(stream, False, True, stop_when=lambda tag, vr, length: tag in _PIXELS)

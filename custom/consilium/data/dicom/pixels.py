@@ -14,19 +14,19 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPE
 from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, reading
-from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
+from consilium.data.dicom.frames import Stack, count_of, stack, to_unit
 from consilium.data.dicom.palette import palette
 from consilium.data.safe_open import TAKE_OFF, refuse
 
 _SPARE = 2**20
 _LARGEST = 4
-"""Times its pixels' bytes that a frame's code may take: noise does not shrink, but it does not grow much either."""
+"""A compressed frame may take this multiple of its pixels' bytes: noise does not shrink, and does not grow much either."""
 _LONGEST_RUN = 64
-"""Bytes that one of RLE becomes at most."""
+"""The most bytes that one byte of RLE becomes."""
 
 
 def check_codes(file: Path, elements: Dataset, count: int) -> None:
-    """Raise DataError for a compressed frame that is another size than its file says, or far longer than its pixels."""
+    """Raise DataError for a compressed frame whose size differs from the header, or that is far longer than its pixels."""
     shape = int(elements.Rows), int(elements.Columns)
     pixels = shape[0] * shape[1] * int(elements.SamplesPerPixel) * int(elements.BitsAllocated) // 8
     most, runs = _LARGEST * pixels + _SPARE, elements.file_meta.TransferSyntaxUID == RLELossless
@@ -39,12 +39,12 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
             (found != shape, f"frame {number} has {named}; {TAKE_OFF}"),
         )
         check_decoding_cost(f"{file}: frame {number}", code)
-        if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
+        if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_run_lengths(code))) > 2 * pixels:
             raise DataError(f"{file}: frame {number} becomes {length:,} bytes of {pixels:,}; replace it")
 
 
-def _lengths(code: bytes) -> Iterator[int]:
-    """Yield how many bytes each run of an RLE frame becomes (DICOM PS3.5, G.3); its segments lie behind 64 bytes."""
+def _run_lengths(code: bytes) -> Iterator[int]:
+    """Yield the decoded bytes of each run of an RLE frame (DICOM PS3.5, G.3). Its segments follow a header of 64 bytes."""
     at = 64
     while at < len(code):
         head = code[at]
@@ -58,33 +58,33 @@ def _lengths(code: bytes) -> Iterator[int]:
 
 _SAVE_AS = "save it as JPEG 2000, JPEG-LS, RLE or uncompressed"
 _DECODERS = ("pillow", "pyjpegls", "pydicom", "gdcm")
-"""Decoders in the order of preference."""
+"""Decoders in order of preference."""
 
 
 def voxels(path: Path, padding: bool = False) -> np.ndarray:
-    """Return values (i, j, k) in their unit, or colours (i, j, k, 3) of 8 bits. Raises DataError.
+    """Return values (i, j, k) in the file's unit, or 8-bit colours (i, j, k, 3). Raises DataError.
 
-    Padding pixels (PixelPaddingValue) get the least value of the others, unless `padding`.
+    Padding pixels (PixelPaddingValue) get the least value of all others; `padding`: they keep their value.
     """
     with reading(path):
         found = stack(path)
         if found.kind in SEGMENTATIONS:
             raise DataError(f"{path}: is a segmentation, not an image; name it as a label")
-        values, filled = _filled(found)
+        values, filled = _read_values(found)
         if filled.any() and not filled.all() and not padding:
             values[filled] = values[~filled].min()
         return values
 
 
-def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
-    """Return values (i, j, k, ...) and a mask of padding, of that shape, or of one voxel without any padding."""
+def _read_values(found: Stack) -> tuple[np.ndarray, np.ndarray]:
+    """Return values (i, j, k, ...) and a mask (i, j, k) of padding voxels. Without padding, the mask is (1, 1, 1)."""
     shape = found.header.grid.shape
     kinds = {(one.BitsAllocated, one.get("PixelRepresentation")) for one in found.files.values()}
     bits, signed = next(iter(kinds))
     plain = len(kinds) == 1 and bits in (1, 8, 16, 32) and all(frame.scale.is_identity for frame in found.frames)
     dtype = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}" if plain else np.float32)
     dtype = np.dtype(np.uint8) if found.colours else dtype
-    values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], dtype).swapaxes(0, 2)  # slices in one piece
+    values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], dtype).swapaxes(0, 2)  # each slice contiguous
     padded = any(frame.scale.padding for frame in found.frames) and not found.colours
     filled = np.zeros(shape[::-1] if padded else (1, 1, 1), bool).T
     places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
@@ -92,25 +92,27 @@ def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
         for number, picture in enumerate(pictures(file)):
             k = places[file, number]
             scale = found.frames[k].scale
-            values[:, :, k] = (picture if found.colours else in_unit(picture, scale)).swapaxes(0, 1)
+            values[:, :, k] = (picture if found.colours else to_unit(picture, scale)).swapaxes(0, 1)
             if scale.padding and padded:
                 filled[:, :, k] = ((picture >= scale.padding[0]) & (picture <= scale.padding[1])).T
     return values, filled
 
 
 def pictures(file: Path) -> Iterator[np.ndarray]:
-    """Yield the frames of one file as stored: (H, W), or colours (H, W, 3) of 8 bits. Use within `reading`."""
+    """Yield the frames of one file as stored: (H, W), or 8-bit colours (H, W, 3). Use within `reading`."""
     elements = open_file(file, pixels=True)
-    syntax = _syntax(file, elements)
+    syntax = _check_syntax(file, elements)
     if elements.BitsAllocated == 1 and not syntax.is_encapsulated:
         pixels = int(elements.Rows) * int(elements.Columns)
-        for first in range(0, count_of(elements) * pixels, pixels):  # pydicom fails where a frame ends within a byte
+        for first in range(0, count_of(elements) * pixels, pixels):  # pydicom fails if a frame ends within a byte
             packed = np.frombuffer(elements.PixelData, np.uint8, -(-(first + pixels) // 8) - first // 8, first // 8)
             bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
             yield bits.reshape(elements.Rows, elements.Columns)
         return
     colours = palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
-    stored = _decoded(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
+    stored = (
+        _decode_frames(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
+    )
     for picture in stored:
         if colours is not None:
             yield colours(picture)
@@ -120,11 +122,11 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
             yield (picture[..., :3] >> max(0, int(elements.BitsStored) - 8)).astype(np.uint8)
 
 
-def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]:
-    """Yield compressed frames, each by the first decoder that reads it. Raises DataError where none does.
+def _decode_frames(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]:
+    """Yield the decoded frames of a compressed file, each by the first decoder that can read it. Raises DataError if none can.
 
-    A frame becomes a file of its own, because iter_pixels() ends at the first fault. The code of a JPEG 2000 is read with its
-    own sign, which pydicom's decoders need, and its stored bits are then those of the header.
+    Each frame is decoded as a file of its own, because iter_pixels() ends at the first fault. A JPEG 2000 codestream says
+    whether its values are signed, and pydicom's decoders need that; afterwards, the stored bits are read as the header says.
     """
     decoder, one, count = get_decoder(syntax), elements.group_dataset(0x0028), count_of(elements)
     signed = int(elements.get("PixelRepresentation") or 0)
@@ -143,7 +145,7 @@ def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]
         else:
             what = f"frame {number}: no decoder here reads its code of {syntax.name}"
             raise DataError(f"{file}: cannot be read as DICOM ({what}); {TAKE_OFF}")
-        if one.PixelRepresentation != signed:  # the lowest bits are a number with a sign, or without
+        if one.PixelRepresentation != signed:  # reinterpret the stored bits with or without a sign
             bits = int(elements.BitsStored)
             whole = picture.astype(np.int64) & (1 << bits) - 1
             whole = np.where(whole >> bits - 1, whole - (1 << bits), whole) if signed else whole
@@ -151,10 +153,10 @@ def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]
         yield picture
 
 
-def _syntax(file: Path, elements: Dataset) -> UID:
-    """Return the transfer syntax; a file without a meta header is uncompressed.
+def _check_syntax(file: Path, elements: Dataset) -> UID:
+    """Return the transfer syntax. A file without one in its meta header is read as uncompressed.
 
-    Raises DataError for missing pixels, or a transfer syntax without a decoder.
+    Raises DataError for missing pixels, a transfer syntax without a decoder, and bits or codes that are not read.
     """
     meta = elements.file_meta
     if "TransferSyntaxUID" not in meta:

@@ -1,1 +1,1 @@
-"""Importers: the published folder layouts of known data sets, turned into a data list per site."""
+"""Importers: they read a user's own folders or published data sets, and write a data list per site."""

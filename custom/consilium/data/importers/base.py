@@ -1,4 +1,4 @@
-"""Shared by the importers: records of samples, finding files and folders, label pictures, one-line errors."""
+"""Code that all importers use: types of samples, functions that find files and folders, label pictures, one-line errors."""
 
 import csv
 import io
@@ -15,26 +15,27 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import pictures
-from consilium.data.pairs import Pattern, composed
+from consilium.data.pairs import Pattern, compose_unicode
 from consilium.data.safe_open import open_picture, reading, text_lines
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 GIVE = "give the publisher's file"
 UNREADABLE = ("cannot be read as a picture", "replace it")
 RUN_LENGTHS = 3
-"""zlib's strategy for runs: on label pictures it is twice as fast as the default, and smaller."""
+"""zlib's strategy for run lengths. On label pictures it is twice as fast as the default, and the files are smaller."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
 class Options:
-    """A user's options.
+    """A user's options of an import.
 
-    `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
-    out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
-    `resplit`: forget the publisher's splits. `size`: which of several training sets. `only`: sites to take, all if empty;
-    `rename`: their new names. `columns`: a table's headings by field. `mask_patterns`: how masks are named after pictures.
-    `exact_values`: every value of a mask is a label. `patient_folders`: whether folders are patients, None by their names.
+    `validation` and `test`: the shares of splits that the publisher does not have. `sites`: pool all samples and deal patients
+    out to this number of sites; 0 keeps the set's own sites. `minimum`: the fewest samples of a site. `types`: classes of cells
+    instead of one class of nuclei. `resplit`: ignore the publisher's splits. `size`: which of several training sets to read.
+    `only`: the sites to import, all if empty. `rename`: new names of sites. `columns`: a table's headings by field.
+    `mask_patterns`: how names of masks follow from those of pictures. `exact_values`: every value of a mask is a label.
+    `patient_folders`: whether folders are patients; None decides by their names.
     """
 
     validation: float = 0.1
@@ -64,10 +65,10 @@ class DerivedFile:
 
 @dataclass(frozen=True)
 class SourceSample:
-    """One sample of the source. `group` is never cut by a split; `split` is the publisher's, if any.
+    """One sample of the source. All samples of a `group` stay in one split. `split`: the publisher's, if any.
 
-    `is_patient`: the group is one patient, slide or video, as far as the set tells, and the list says so. `more`: masks
-    that are parts of the label.
+    `is_patient`: the group is one patient, slide or video, as far as the set tells, and becomes `patient` in the list. `more`:
+    further masks that are parts of the label.
     """
 
     site: str
@@ -82,7 +83,7 @@ class SourceSample:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """One record of a text set, as a JSONL file holds it; `group` and `split` as for SourceSample."""
+    """One record of a text set, as a JSONL file holds it. `group` and `split` are as in SourceSample."""
 
     site: str
     group: str
@@ -95,9 +96,9 @@ Sample = SourceSample | TextRecord
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The result of an importer; `classes`: the job's task.classes for this set, None for texts.
+    """The result of an importer. `classes`: task.classes of a job for this set, None for texts. `notes`: for the user.
 
-    `notes` are for the user. `beside`: sites with classes, where those of `samples` have masks: a job has one kind of label.
+    `beside`: the sites whose pictures have classes, if those of `samples` have masks, because a job has one kind of label.
     """
 
     samples: Sequence[Sample]
@@ -108,10 +109,10 @@ class ImportResult:
 
 @dataclass(frozen=True)
 class Importer:
-    """A data set: its layout in one line, and its reader; `sizes` of its training set, the default first.
+    """A data set: its layout in one line, and its reader. `sizes`: names of its training sets, the default first.
 
-    `is_file`: the source is a file, not a folder. `has_patterns`: users may say by a pattern how their masks are named.
-    `is_own`: the labels are a user's, not a publisher's.
+    `has_types`: it has classes of cells. `is_file`: the source is a file, not a folder. `has_patterns`: the user may give
+    patterns for the names of masks. `is_own`: the labels are a user's, not a publisher's.
     """
 
     layout: str
@@ -124,44 +125,47 @@ class Importer:
 
 
 def wrong_layout(source: Path, expected: str) -> DataError:
-    """Return the error for a folder that differs from the published layout, with its actual entries."""
+    """Return the error for a folder that differs from the `expected` layout. It lists the folder's entries."""
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
     found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return DataError(f"{source}: expected {expected}; found {found or ('nothing' if source.is_dir() else 'no such folder')}")
 
 
 def folders(root: Path) -> Iterator[Path]:
-    """Yield the folder and all below it, parents first, sorted, without hidden folders and __MACOSX."""
+    """Yield a folder and all folders below it, parents first, sorted, without hidden folders and __MACOSX."""
     for folder, below, _ in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith(".") and name != "__MACOSX")
         yield Path(folder)
 
 
 def files(root: Path, endings: Sequence[str]) -> list[Path]:
-    """Return the files below a folder whose names end so, in any case, sorted by path."""
+    """Return the files below a folder whose names have one of the `endings`, in any case, sorted by path."""
     wanted = tuple(endings)
     found = (p for folder in folders(root) for p in folder.iterdir() if p.name.lower().endswith(wanted))
     return sorted(p for p in found if not p.name.startswith(".") and p.is_file())
 
 
 def child(folder: Path, name: str) -> Path | None:
-    """Return the subfolder of that name in any case, or None."""
+    """Return the subfolder with this name, in any case, or None."""
     return next((p for p in sorted(folder.iterdir()) if p.name.lower() == name.lower() and p.is_dir()), None)
 
 
 def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
-    """Return files by their name without ending, composed as Unicode does it. Raises DataError if two share it."""
+    """Return files by their name without ending, in Unicode's composed form. Raises DataError if two names are equal."""
     found: dict[str, Path] = {}
     for path in paths:
-        if (stem := composed(path.stem)) in found:
+        if (stem := compose_unicode(path.stem)) in found:
             raise DataError(f"{path}: has the same name as {found[stem]}; keep one of the two")
         found[stem] = path
     return found
 
 
-def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
-    """Return the file of that stem, else of that stem in another case. Raises DataError naming the picture without one."""
-    if (wanted := composed(stem)) in among:
+def find_partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
+    """Return the file of `among` with this stem, else with this stem in another case.
+
+    Raises DataError, which names the picture, if there is none. `what`: what the file is, for the message.
+    """
+    if (wanted := compose_unicode(stem)) in among:
         return among[wanted]
     alike = [path for name, path in among.items() if name.lower() == wanted.lower()]
     if len(alike) != 1:
@@ -170,7 +174,7 @@ def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
 
 
 def csv_lines(path: Path) -> list[tuple[int, list[str]]]:
-    """Return the rows of a publisher's table, each with its line's number. Raises DataError."""
+    """Return the rows of a publisher's table, each with its line number. Raises DataError."""
     reader = csv.reader(text_lines(path, GIVE, newline=""))
     try:
         return [(reader.line_num, row) for row in reader if row]
@@ -179,46 +183,48 @@ def csv_lines(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def csv_rows(path: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of a publisher's table by heading, [] where a column is not there. Raises DataError."""
+    """Return the rows of a publisher's table by heading; [] if one of `columns` is missing. Raises DataError."""
     (_, head), *rows = csv_lines(path) or [(0, [])]
     found = [dict(zip_longest(head, row[: len(head)], fillvalue="")) for _, row in rows]
     return found if set(columns) <= set(head) else []
 
 
-def numeric(path: Path) -> tuple[int, str]:
+def frame_order(path: Path) -> tuple[int, str]:
     """Return a sort key that puts frame 2 before frame 10."""
     digits = re.findall(r"\d+", path.stem)
     return (int(digits[-1]) if digits else -1, path.name)
 
 
 def check_sizes(image: Path, mask: Path) -> None:
-    """Raise DataError unless both pictures have the same size as they are read."""
+    """Raise DataError unless both pictures have the same size, after turning by their EXIF tags."""
     if (one := pictures.size(image)) != (other := pictures.size(mask)):
-        expected, found = map(pictures.pixels, (one, other))
+        expected, found = map(pictures.size_text, (one, other))
         raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {image}; found {found}")
 
 
-def grey(path: Path) -> np.ndarray:
-    """Return a picture's grey values (H, W), 0..255; palettes by their colours. Raises DataError."""
+def grey_values(path: Path) -> np.ndarray:
+    """Return a picture's grey values (H, W), 0..255. A palette is read by its colours. Raises DataError."""
     with reading(path, *UNREADABLE), open_picture(path) as picture:
         return np.asarray(picture.convert("L"))
 
 
-def usable(path: Path, allowed: Sequence[int]) -> bool:
-    """Tell whether a mask can be used as it is: lossless, one channel, only these label values. Raises DataError."""
+def is_usable_mask(path: Path, allowed: Sequence[int]) -> bool:
+    """Tell whether a mask can be used as it is: lossless, one channel, only `allowed` label values. Raises DataError."""
     if path.suffix.lower() in (".jpg", ".jpeg"):
         return False
     with reading(path, *UNREADABLE), open_picture(path) as picture:
         return picture.mode in ("L", "P") and not any(n for v, n in enumerate(picture.histogram()) if v not in allowed)
 
 
-def png(array: np.ndarray, **how: int) -> bytes:
-    """Return a PNG of (H, W) values of up to 16 bits, or of (H, W, 3) in 0..255; `how`: PIL's options of compression."""
+def encode_png(array: np.ndarray, **how: int) -> bytes:
+    """Return the bytes of a PNG: (H, W) with values of up to 16 bits, or (H, W, 3) in 0..255. `how`: options for PIL."""
     buffer = io.BytesIO()
     Image.fromarray(array.astype(np.uint16 if array.max(initial=0) > 255 else np.uint8)).save(buffer, format="PNG", **how)
     return buffer.getvalue()
 
 
 def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> DerivedFile:
-    """Return a label picture to write as masks/NAME.png, with the values that `make(*arguments)` returns."""
-    return DerivedFile("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))
+    """Return a label picture that will be written as masks/NAME.png with the values of `make(*arguments)`."""
+    return DerivedFile(
+        "masks", f"{name}.png", lambda: encode_png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS)
+    )

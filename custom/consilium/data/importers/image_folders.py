@@ -1,4 +1,4 @@
-"""A hospital's own pictures, a folder per site. Labels are masks beside the pictures, a folder per class, or a table."""
+"""Importer of a user's own pictures, in a folder per site. Labels are masks, a folder per class, or a table."""
 
 import re
 import shlex
@@ -20,9 +20,9 @@ from consilium.data.importers.base import (
     files,
     wrong_layout,
 )
-from consilium.data.importers.labels import labelled, named_values
+from consilium.data.importers.labels import named_values, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
-from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired, words
+from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
 from consilium.data.site_names import asked_sites
 
@@ -32,28 +32,29 @@ LAYOUT = (
 )
 PATIENTS = "; name them as `patient` in the lists and cut again by `data split`"
 _MANY, _FEW, _MOST = 5, 2, 20
-"""Sites that may be patients: so many that are numbered or have so few samples each, or so many with any."""
+"""Folders may be patients instead of sites from _MANY numbered folders on, from _MANY with at most _FEW samples on, and from
+_MOST on."""
 _SITE = re.compile(
     r"(?i)site|hosp|h[oô]pital|osped|spital|kranken|cent[re]|zentrum|clinic|klinik|praxis|client|instit|uni|domain|node|vendor"
 )
-"""Parts of names that a site's folder has, and a patient's has not."""
+"""Parts of folder names that mark a site, not a patient."""
 _DIAGNOSIS = re.compile(
     r"(?i)benign|malign|normal|health|tumou?r|cancer|karzin|carcin|lesion|positiv|negativ|disease|patholog|infect|covid|pneumon"
     r"|melanom|fractur|control|\bamd\b|glaucom|cyst|gesund|krank"
 )
-"""Parts of names that a class has, and a site has not."""
+"""Parts of folder names that mark a class, not a site."""
 _NUMBER = re.compile(r"\d{3}")
-"""In names of patients, and in no grade or stage."""
+"""Numbers as in names of patients. Grades and stages have fewer digits."""
 _UNREAD = (*chain.from_iterable(FOREIGN), ".webp", ".heic", ".avif", ".jp2", ".j2k", ".pgm", ".ppm")
 """Endings of pictures that are not read."""
 _SPLITS = {"tr": "training", "ts": "test"}
-"""Words of nnU-Net's and the Decathlon's folders: imagesTr."""
+"""Splits by the last word of nnU-Net's and the Decathlon's folder names, such as imagesTr."""
 Site = tuple[list[SourceSample], list[str]]
-"""A site's samples, and notes."""
+"""The samples of a site, and notes for the user."""
 
 
 def read_own(source: Path, options: Options) -> ImportResult:
-    """Read a folder of sites, or the folder of one site. Classes follow from the values in masks, or from names.
+    """Read a folder of sites, or the folder of one site. The job's classes follow from the values in masks, or from names.
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are not label pictures.
     """
@@ -65,21 +66,21 @@ def read_own(source: Path, options: Options) -> ImportResult:
         or (options.patient_folders is True and bool(below) and not any(map(_has_below, below)))
     )
     one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or patients
-    asked = [] if one_site else _asked(source, below, options)
-    sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
+    asked = [] if one_site else _asked_folders(source, below, options)
+    sites = {one.name: site for one in asked if (site := _read_site(one, replace(options, only=())))}
     notes: list[str] = []
     whole = None
     if options.patient_folders and all(isinstance(own.label, str) for found, _ in sites.values() for own in found):
         called = any(map(_SITE.search, sites))
-        whole = (None if called else _of_classes_by_patient(source)) or _of_patients_by_class(source, True)
+        whole = (None if called else _read_classes_by_patient(source)) or _read_patients_by_class(source, True)
         if whole is None and _classes_with_patients(sites):
-            whole = _of_classes_by_patient(source, True)
+            whole = _read_classes_by_patient(source, True)
     if whole is not None or not sites or all(map(_named_split, sites)):
-        whole = whole or _site(source, options)
+        whole = whole or _read_site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
-                open_table(path, {})  # says what is wrong with it
-            unread = _not_read(source)
+                open_table(path, {})  # raises the error that says what is wrong with the table
+            unread = _describe_unread(source)
             if options.patient_folders is None and not unread and _holds_patients(source):
                 what = "holds folders of folders, which may be classes with a folder for each patient"
                 raise DataError(f"{source}: {what}; --patient-folders reads them so")
@@ -98,24 +99,25 @@ def read_own(source: Path, options: Options) -> ImportResult:
     told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
     taken = {path for one in samples for path in (one.image, one.label)}
-    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place, taken))]
+    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _describe_unread(place, taken))]
     told += [f"{place.name}: {lost}" for place in places if (lost := _left_pictures(place, samples))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
     if all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
     else:
         notes.append("the names of classes are not those of dataset.json, which differ by site")
-    return labelled(source, samples, [*told, *notes], options, PATIENTS, named)
+    return result_of_labels(source, samples, [*told, *notes], options, PATIENTS, named)
 
 
 def _is_picture(path: Path) -> bool:
     return path.name.lower().endswith(PICTURES)
 
 
-def _asked(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
-    """Return the folders of sites that --only names, all without it, none where it may name sites of the source's table.
+def _asked_folders(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
+    """Return the folders of sites that --only names; without --only, all of `below`.
 
-    Raises DataError for a name that none has.
+    If a name is not among them, but may be the source itself or a site of the source's table, none is returned; otherwise
+    DataError is raised.
     """
     try:
         asked = asked_sites([one.name for one in below], options.only, options.rename)
@@ -127,7 +129,7 @@ def _asked(source: Path, below: Sequence[Path], options: Options) -> Sequence[Pa
 
 
 def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> None:
-    """Raise DataError for many sites, or for some with hardly a picture, that may be patients."""
+    """Raise DataError for folders that may be patients instead of sites: very many, or several numbered or nearly empty."""
     half = sorted(counts.values())[len(counts) // 2]
     numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
     padded = len(counts) > 1 and numbered and all(map(str.isdecimal, counts)) and any(one.startswith("0") for one in counts)
@@ -140,9 +142,10 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
 
 
 def _classes_with_patients(sites: Mapping[str, Site]) -> str:
-    """Return why sites may be classes with folders of patients in them, "" where nothing tells so.
+    """Return why folders taken as sites may be classes with folders of patients in them; "" if nothing suggests it.
 
-    All have classes, which no two have in common, or which have numbers as patients have, or they are called after classes.
+    Then all have classes, and either no two have a class in common, or the classes have numbers
+    like patients, or the folders themselves have names of classes.
     """
     classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
     if not classes or not all(classes.values()) or any(map(_SITE.search, classes)):
@@ -160,8 +163,9 @@ def _classes_with_patients(sites: Mapping[str, Site]) -> str:
 
 
 def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
-    """Raise DataError for sites without a class in common, which may be classes with folders of patients or of kinds, for
-    splits beside a folder of another name, and for folds.
+    """Raise DataError for folders that may be something other than sites.
+
+    They are splits beside other folders, folds, classes whose pictures have masks, or classes with folders of patients.
     """
     if splits := sorted(filter(_named_split, sites)):
         what = f"{splits[0]} is called after a split, and {min(set(sites) - set(splits))} beside it is not"
@@ -188,9 +192,9 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
 
 
 def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
-    """Return how many pictures of a folder of classes are not among its samples, as they lie in no class; "" for none.
+    """Return a note of the pictures below a folder of classes that are in no class and are not read; "" for none.
 
-    Raises DataError where they are half as many as the samples.
+    Raises DataError if they are at least half as many as the samples.
     """
     own = [one for one in samples if isinstance(one.image, Path) and one.image.is_relative_to(folder)]
     if not own or not all(isinstance(one.label, str) for one in own):
@@ -206,27 +210,31 @@ def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
 
 
 def _has_below(folder: Path) -> bool:
-    """Tell whether a folder has pictures in folders that are neither of images or masks nor splits."""
+    """Tell whether a folder, or a split's folder in it, has subfolders with pictures that are not named images or masks."""
     own = [one for one in subfolders(folder) if not kind_of(one.name)]
     return any(_has_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
 
 
-def _site(folder: Path, options: Options) -> Site | None:
-    """Return what a site's folder holds: of a table with masks, by names, of a table with classes, a folder per class."""
+def _read_site(folder: Path, options: Options) -> Site | None:
+    """Return the samples of a site's folder, None if the layout is unknown. Raises DataError.
+
+    The layouts are tried in this order: a table with masks, masks beside pictures, a table with classes, a folder per class,
+    folders of patients and classes, folders of splits.
+    """
     table, pictures = find_table(folder), files(folder, PICTURES)
     if table is not None and table.has_masks:
-        return _of_table(table, folder, options)
+        return _read_table(table, folder, options)
     pairs, classes = find_pairs(folder, pictures, options.mask_patterns), has_folders(folder)
     whole = pairs is not None and not pairs.alone and not pairs.unused
     if pairs is not None and (whole or not classes or holds_pairs(folder, pictures)) and (pairs.found or table is None):
         try:
-            return _of_pairs(folder, pairs, options)
+            return _read_pairs(folder, pairs, options)
         except DataError:
-            if (by_split := _of_splits(folder, options)) is None:
+            if (by_split := _read_splits(folder, options)) is None:
                 raise
             return by_split
     if table is not None:
-        return _of_table(table, folder, options)
+        return _read_table(table, folder, options)
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
     if classes:
@@ -237,19 +245,21 @@ def _site(folder: Path, options: Options) -> Site | None:
             for part, path, label in read
         ], []
     asked = options.patient_folders is True
-    by_class = None if options.patient_folders is False else _of_patients_by_class(folder, asked)
+    by_class = None if options.patient_folders is False else _read_patients_by_class(folder, asked)
     if by_class is not None and any(_DIAGNOSIS.search(str(one.label)) for one in by_class[0]):
         return by_class
-    return _of_classes_by_patient(folder, asked) or _of_splits(folder, options)
+    return _read_classes_by_patient(folder, asked) or _read_splits(folder, options)
 
 
-def _of_splits(folder: Path, options: Options) -> Site | None:
-    """Return what the folders of splits hold, each by names of its own, None of a folder without any, or with one
-    beside other folders. Raises DataError."""
+def _read_splits(folder: Path, options: Options) -> Site | None:
+    """Return the samples in a site's folders of splits, each read by itself.
+
+    None for a folder without such folders, or with other folders beside those of a single split. Raises DataError.
+    """
     parts = {one: split for one in subfolders(folder) if (split := _named_split(one.name))}
     several = len(set(parts.values())) > 1
     whole = several or len(subfolders(folder)) == len(parts)
-    found = [(one, _site(one, options)) for one in parts] if whole else []
+    found = [(one, _read_site(one, options)) for one in parts] if whole else []
     sites = [(one, own) for one, own in found if own is not None]
     if not found or len(sites) < len(found):
         return None
@@ -267,16 +277,16 @@ def _of_splits(folder: Path, options: Options) -> Site | None:
     return samples, [f"{place.name}: {note}" for place, (_, notes) in sites for note in notes]
 
 
-def _of_table(table: Table, folder: Path, options: Options) -> Site:
-    """Return a site's pictures by its table; lines that name no site are of the folder's."""
+def _read_table(table: Table, folder: Path, options: Options) -> Site:
+    """Return the samples in a site's table. Lines that name no site belong to the folder's site."""
     samples = table.samples(folder.resolve().name, options)
     return samples, [f"{table.path.name} was read", *table.notes]
 
 
-def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
-    """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout.
+def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
+    """Return the samples in folders of classes that hold a folder per patient, CLASS/PATIENT; None for another layout.
 
-    `asked`: the folders in them are patients whatever their names.
+    `asked`: the user says that the inner folders are patients, whatever their names.
     """
     classes = {one: subfolders(one) for one in subfolders(folder)}
     if asked and any(kind_of(one.name) or _named_split(one.name) for own in classes.items() for one in (own[0], *own[1])):
@@ -285,16 +295,17 @@ def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
         return None
     below = (three.name for own in classes.values() for two in own for three in subfolders(two))
     if any(map(_DIAGNOSIS.search, below)):
-        return None  # a folder for each class in those of patients
-    return _of_patients(
+        return None  # the innermost folders are classes
+    return _read_patients(
         folder, [(two, one, path) for one, own in classes.items() for two in own for path in files(two, PICTURES)]
     )
 
 
-def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
-    """Return the pictures of folders of patients with a folder for each class in them, None of any other layout.
+def _read_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
+    """Return the samples in folders of patients that hold a folder per class, PATIENT/CLASS; None for another layout.
 
-    `asked`: the folders are patients if they have numbers and not all of those in them have.
+    All outer folders must have a number in their names, and at least one inner folder must have none. `asked`: the user says
+    that there are folders of patients, so the outer names need no word for a patient.
     """
     patients = {one: subfolders(one) for one in subfolders(folder)}
     outer, below = [one.name for one in patients], {two.name for inner in patients.values() for two in inner}
@@ -304,11 +315,11 @@ def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
     found = [(one, two, path) for one, inner in patients.items() for two in inner for path in files(two, PICTURES)]
     if not found or any(path.parent != two for _, two, path in found) or len({one for one, _, _ in found}) < len(patients):
         return None
-    return _of_patients(folder, found)
+    return _read_patients(folder, found)
 
 
-def _of_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
-    """Return pictures by the folders of their patient and of their class."""
+def _read_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
+    """Return the samples of (folder of a patient, folder of a class, picture) triples."""
     site = folder.resolve().name
     return [
         SourceSample(site, check_identifier(str(patient), "patient", patient.name), path, label.name, is_patient=True)
@@ -317,8 +328,8 @@ def _of_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site
 
 
 def _holds_patients(source: Path) -> bool:
-    """Tell whether --patient-folders would read a folder, or those in it, as classes with patients."""
-    read = ((one, _of_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
+    """Tell whether --patient-folders would read a folder, or one of its subfolders, as classes with patients."""
+    read = ((one, _read_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
     return any(
         len({one.label for one in site[0]}) > 1
         and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])
@@ -327,8 +338,8 @@ def _holds_patients(source: Path) -> bool:
     )
 
 
-def _not_read(folder: Path, taken: Collection[object] = ()) -> str:
-    """Return which files below a folder are pictures of kinds that are not read, and none of those `taken`, "" for none."""
+def _describe_unread(folder: Path, taken: Collection[object] = ()) -> str:
+    """Return a note of the files below a folder that are pictures of unread kinds; "" for none. Files in `taken` are read."""
     left = [path for path in files(folder, ("",)) if not (_is_picture(path) or path in taken or path.parent in taken)]
     kinds_of = ("DICOM" if is_dicom(path) else path.suffix.lower() for path in left)
     found = Counter(kind for kind in kinds_of if kind == "DICOM" or kind in _UNREAD)
@@ -336,8 +347,8 @@ def _not_read(folder: Path, taken: Collection[object] = ()) -> str:
     return f"files of kinds that are not imported by folder: {kinds}" if kinds else ""
 
 
-def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
-    """Return a site's pictures with their masks. Raises DataError where pictures lack one, and where there are two for each."""
+def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
+    """Return a site's pictures with their masks. Raises DataError for pictures without a mask, or with two kinds of masks."""
     asked = options.mask_patterns
     if pairs.others:
         both = " and ".join(f"'{one}'" for one in (pairs.pattern, *pairs.others))
@@ -346,7 +357,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     with_masks = {image.path.parent for image, _ in pairs.found}
     left_out = pairs.pattern in asked or not any(one.path.parent in with_masks for one in pairs.alone)
     if not pairs.found or (pairs.alone and not left_out):
-        raise DataError(unpaired(pairs, folder))
+        raise DataError(unpaired_message(pairs, folder))
     if 2 * len(pairs.unused) >= len(pairs.found) and pairs.pattern not in asked:
         places = sorted({str(mask.parent.relative_to(folder)) for mask in (pairs.found[0][1], pairs.unused[0])})
         choice = " or ".join(f"--mask-pattern '{place}/{{}}'" for place in places)
@@ -364,7 +375,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     ):
         if some:
             notes.append(f"{len(some)} {what}, the first {some[0].relative_to(folder)}")
-    splits = [_split(image) for image, _ in pairs.found]
+    splits = [_split_of_path(image) for image, _ in pairs.found]
     published = None not in splits and len(set(splits)) > 1
     whose: list[str] = []
     parts = [[part for part in image.short.split("/")[:-1] if not _named_split(part)] for image, _ in pairs.found]
@@ -372,7 +383,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
         levels = [[own[level] for own in parts] for level in range(min(map(len, parts)))]
         named = next((level for level in levels if are_patients(set(level))), levels[0] if options.patient_folders else [])
         whose = [check_identifier(str(folder), "patient", name) for name in named]
-    together = len({image.short.rpartition("/")[0] for image, _ in pairs.found}) >= _MANY  # may be patients
+    together = len({image.short.rpartition("/")[0] for image, _ in pairs.found}) >= _MANY  # these folders may be patients
     if whose:
         notes.append(f"folders are taken as {len(set(whose))} patients, such as {whose[0]}; --no-patient-folders does not")
     if pairs.more:
@@ -392,8 +403,8 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     ], notes
 
 
-def _split(image: Names) -> str | None:
-    """Return the split that a folder of the picture is called after."""
+def _split_of_path(image: Names) -> str | None:
+    """Return the split that a folder above the picture is named after, None if there is none."""
     parts = image.full.split("/")[:-1]
     return next((split for part in parts for word in (part, *words(part)) if (split := _named_split(word))), None)
 

@@ -1,4 +1,4 @@
-"""What one's own pictures are labelled with, masks or classes: the job's classes, and notes of what looks like a mistake."""
+"""Labels of a user's own pictures, masks or classes: the job's classes that follow, and notes of likely mistakes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
-from consilium.data.class_names import doubts
+from consilium.data.class_names import doubtful_names
 from consilium.data.class_values import ONE_CLASS, classes_for, one_class
 from consilium.data.datalist import Item, read_json
 from consilium.data.images import check_pair, read_labels
 from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.sample_check import image_shape
@@ -22,10 +22,10 @@ from consilium.data.site_names import renamed_notes, renamed_sites
 
 EXACT = "or import with --exact-values if they are labels"
 _ONE_OBJECT = 0.5
-"""Share of the area of two masks that both have, over which they are drawings of one object by two people."""
+"""If two masks of a picture share more than this part of their joint area, they are two people's drawings of one object."""
 
 
-def labelled(
+def result_of_labels(
     source: Path,
     samples: Sequence[SourceSample],
     notes: Sequence[str],
@@ -33,12 +33,12 @@ def labelled(
     unknown: str = "",
     named: Sequence[Mapping[str, list[int]]] = (),
 ) -> ImportResult:
-    """Return samples under valid names of their sites, with the classes that their masks or names make.
+    """Return the import's result: samples with valid names of sites, and the classes that follow from masks or names.
 
-    Sites with classes are `beside` those with masks. `unknown`: how to name patients; `named`: classes of masks that each
-    dataset.json of the source names. Raises DataError for unfit masks.
+    Sites with classes are in `beside` if others have masks. `unknown`: the remedy in the note that patients are not named.
+    `named`: the classes in each dataset.json of the source. Raises DataError for masks that cannot be used.
     """
-    chosen = {} if options.sites else options.rename  # else a name of the sites that patients are dealt out to
+    chosen = {} if options.sites else options.rename  # with --sites, --rename names the sites that patients are dealt out to
     names = renamed_sites({one.site for one in samples}, source, chosen=chosen)
     found = [replace(one, site=names[one.site]) for one in samples]
     notes = [*renamed_notes(names), *notes]
@@ -55,7 +55,7 @@ def labelled(
         return _result_by_class_name(classed, notes)
     values: dict[str, set[int]] = {}
     for one in masks:
-        values.setdefault(one.site, set()).update(_values(one, options.exact_values))
+        values.setdefault(one.site, set()).update(_mask_values(one, options.exact_values))
     volumes.forget()
     if not set().union(*values.values()) - {0}:
         raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
@@ -66,16 +66,16 @@ def labelled(
     apart = [f"a job has masks or classes: {where}"]
     beside = _result_by_class_name(classed, apart) if classed else None
     for number, one in enumerate(masks):
-        if one.more and isinstance(one.label, Path):  # one mask to write of all that its picture has
-            mask = mask_png(f"{number:05}-{one.label.stem}", union, *_masks(one))
+        if one.more and isinstance(one.label, Path):  # write the union of all masks of the picture
+            mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *_mask_files(one))
             masks[number] = replace(one, label=mask, more=())
     return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
 
 
 def named_values(folder: Path) -> dict[str, list[int]]:
-    """Return the values of classes by the `labels` of nnU-Net's or the Decathlon's dataset.json in a folder, {} without one.
+    """Return the values of each class in `labels` of a folder's dataset.json (nnU-Net, Decathlon); {} without the file.
 
-    Either {"liver": 1}, with a list of values for a region, or {"1": "liver"}. Raises DataError for a file that is not a JSON.
+    `labels` is either {"liver": 1}, with a list of values for a region, or {"1": "liver"}. Raises DataError for invalid JSON.
     """
     raw = read_json(folder / "dataset.json") if (folder / "dataset.json").is_file() else {}
     labels = raw.get("labels") if isinstance(raw, dict) else None
@@ -89,9 +89,9 @@ def named_values(folder: Path) -> dict[str, list[int]]:
 
 
 def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
-    """Return the classes of masks, by the names that all files of their source agree on, and by numbers for others.
+    """Return the classes of masks, with the names on which all dataset.json files agree, else with numbered names.
 
-    Raises DataError where masks have nnU-Net's value for pixels that no loss counts: here every pixel counts.
+    Raises DataError if masks have nnU-Net's `ignore` value, whose pixels no loss counts, because here every pixel counts.
     """
     every = set().union(*values.values()) - {0}
     ignored = {value for one in by_file for name, own in one.items() if name.strip().casefold() == "ignore" for value in own}
@@ -110,27 +110,27 @@ def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Map
 
 
 def _result_by_class_name(samples: list[SourceSample], notes: list[str]) -> ImportResult:
-    """Return samples with classes by name."""
+    """Return the result for samples that have classes: the classes are the sorted names."""
     counts = Counter(str(one.label) for one in samples)
-    return ImportResult(samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubts(counts))])
+    return ImportResult(samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_names(counts))])
 
 
-def _values(sample: SourceSample, exact: bool) -> set[int]:
-    """Return the values of a sample's masks. Raises DataError for one of another size than its picture, or no label picture.
+def _mask_values(sample: SourceSample, exact: bool) -> set[int]:
+    """Return the values of a sample's masks. `exact`: every value is a label.
 
-    `exact`: every value is a label.
+    Raises DataError for a mask whose size differs from its picture's, or that is no label picture.
     """
     assert isinstance(sample.image, Path)
     found = set[int]()
     if sample.more:
-        union(*_masks(sample))  # raises where they are not parts of one drawing
-    for mask in _masks(sample):
+        unite_masks(*_mask_files(sample))  # raises where they are not parts of one drawing
+    for mask in _mask_files(sample):
         for labels in _label_arrays(Item(sample.image, mask)):
             own = {value for value in labels.present() if isinstance(value, int)}
             found |= own
             if exact or labels.values is None:
                 continue
-            if what := pictures.altered(mask, labels.values, {0, max(own)}):
+            if what := pictures.why_altered(mask, labels.values, {0, max(own)}):
                 raise DataError(f"{mask}: {what}; {UNSMOOTHED}, {EXACT}")
             if len(own) > MOST_VALUES and not volumes.is_volume(mask):
                 what = f"{len(own):,} values are single objects or grey levels, no classes"
@@ -139,13 +139,13 @@ def _values(sample: SourceSample, exact: bool) -> set[int]:
 
 
 def _label_arrays(item: Item) -> Sequence[Labels]:
-    """Return the labels of a mask: of a volume whole, of a picture on its own grid, of a slide by blocks. Raises DataError."""
+    """Return the labels of a mask: for a volume or a picture in one array, for a slide in blocks. Raises DataError."""
     assert isinstance(item.label, Path)
     if volumes.is_volume(item.label):
         return [volumes.labels(item.label, volumes.header(item.image if volumes.is_volume(item.image) else item.label))]
     try:
         shape = image_shape(item)
-    except UnfitError:  # too large as one picture, or of several levels
+    except UnfitError:  # too large to read whole, or with several levels
         if volumes.is_volume(item.image):
             raise
         return list(slides.mask_blocks(item.label, slides.shape(item.image)))
@@ -154,14 +154,14 @@ def _label_arrays(item: Item) -> Sequence[Labels]:
     return [labels]
 
 
-def _masks(sample: SourceSample) -> list[Path]:
+def _mask_files(sample: SourceSample) -> list[Path]:
     return [mask for mask in (sample.label, *sample.more) if isinstance(mask, Path)]
 
 
-def union(*masks: Path) -> np.ndarray:
-    """Return the label values (H, W) of several masks of one picture as one.
+def unite_masks(*masks: Path) -> np.ndarray:
+    """Return the label values (H, W) of the union of several masks of one picture.
 
-    Raises DataError for masks that give a pixel two values, or that mostly cover each other: two people drew one object.
+    Raises DataError for masks that give a pixel two values, or that mostly overlap, as then two people drew one object.
     """
     found, *others = (np.asarray(pictures.labels(mask).values) for mask in masks)
     found = found.copy()

@@ -1,4 +1,7 @@
-"""Nuclei in histology from arrays and polygons: PanNuke, MoNuSeg, MoNuSAC. Masks have 1 for nucleus, or classes (--types)."""
+"""Importers of nuclei in histology, drawn as arrays or polygons: PanNuke, MoNuSeg, MoNuSAC.
+
+Masks have the value 1 for every nucleus, or with --types a value per class of cell.
+"""
 
 import re
 from functools import partial
@@ -19,11 +22,11 @@ from consilium.data.importers.base import (
     SourceSample,
     by_stem,
     child,
+    encode_png,
     files,
+    find_partner,
     folders,
     mask_png,
-    partner,
-    png,
     wrong_layout,
 )
 from consilium.data.site_names import slug
@@ -38,16 +41,15 @@ MONUSEG_LAYOUT = "a folder with 'Tissue Images'/*.tif and Annotations/*.xml, and
 MONUSAC_LAYOUT = "a folder per patient, named by TCGA barcode, with *.tif or *.svs and an *.xml of the same name"
 
 
-def _classes(types: list[str]) -> dict[str, list[int]]:
+def _numbered_classes(types: list[str]) -> dict[str, list[int]]:
     return {name: [value] for value, name in enumerate(types, start=1)}
 
 
 def read_pannuke(source: Path, options: Options) -> ImportResult:
-    """Read PanNuke's arrays, a site per tissue type; pictures and masks become PNG, because arrays are not pictures.
+    """Read PanNuke's arrays, a site per tissue type. Pictures and masks are written as PNG, because one array holds many.
 
-    With folds 1, 2 and 3 these are training, validation and test, the publisher's first rotation; with fewer, pictures are
-    split, because patients are not named.
-    Raises DataError for another layout.
+    Folds 1, 2 and 3 become training, validation and test, the publisher's first rotation. With fewer folds, the split is by
+    picture, because patients are not named. Raises DataError for another layout.
     """
     arrays = [path for path in files(source, ["images.npy"]) if path.name == "images.npy"]
     numbers = {_fold_number(source, path) for path in arrays}
@@ -57,7 +59,7 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     numbered = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
 
     def picture(images: np.ndarray, index: int) -> bytes:
-        return png(np.clip(images[index], 0, 255))
+        return encode_png(np.clip(images[index], 0, 255))
 
     def labels(masks: np.ndarray, index: int) -> np.ndarray:
         return ((np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0) * numbered).max(axis=2)
@@ -68,7 +70,7 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
         beside = next((p for p in (path.with_name("masks.npy"), source.joinpath(*parts, "masks.npy")) if p.is_file()), None)
         if beside is None:
             raise wrong_layout(path.parent, f"masks.npy there, or in {source.joinpath(*parts)}")
-        images, masks, tissues = _load(path), _load(beside), _load(path.with_name("types.npy"))
+        images, masks, tissues = _load_array(path), _load_array(beside), _load_array(path.with_name("types.npy"))
         if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
             shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
             raise DataError(f"{path}: expected N images (N, H, W, 3), masks (N, H, W, 6) and N types; found {shapes}")
@@ -81,16 +83,16 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
             found.append(SourceSample(slug(str(tissue)), name, image, label, split=split))
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
     note = rotation if published else f"pannuke: {NO_PATIENTS}"
-    return ImportResult(found, _classes(PANNUKE_TYPES) if options.types else NUCLEUS, [note])
+    return ImportResult(found, _numbered_classes(PANNUKE_TYPES) if options.types else NUCLEUS, [note])
 
 
 def _fold_number(source: Path, path: Path) -> str:
-    """Return the fold's number from the folders' names below the source, "" without one."""
+    """Return the number of the fold in the names of a path's folders below the source, "" without one."""
     found = re.findall(r"fold[ _-]*(\d+)", str(path.parent.relative_to(source)).lower() or source.name.lower())
     return found[-1] if found else ""
 
 
-def _load(path: Path) -> np.ndarray:
+def _load_array(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
@@ -98,10 +100,10 @@ def _load(path: Path) -> np.ndarray:
 
 
 def read_monuseg(source: Path, options: Options) -> ImportResult:
-    """Read MoNuSeg: 'Tissue Images'/NAME.tif with Annotations/NAME.xml; MoNuSegTestData, if there, is the test split.
+    """Read MoNuSeg: 'Tissue Images'/NAME.tif with Annotations/NAME.xml. MoNuSegTestData, if present, is the test split.
 
-    One site, because the names tell patients (TCGA barcodes) but no organs; --sites deals the patients out.
-    Raises DataError for another layout.
+    All samples are one site, because names show the patient (TCGA barcode) but not the organ; --sites deals patients out to
+    several. Raises DataError for another layout.
     """
     kept = next((one for one in folders(source) if one.name.lower().replace(" ", "").startswith("monusegtestdata")), None)
     both = ((child(one, "Tissue Images"), child(one, "Annotations")) for one in folders(source))
@@ -111,19 +113,18 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
     for images, annotations, split in parts:
         xmls = by_stem(files(annotations, [".xml"]))
         for image in files(images, [".tif"]):
-            xml = partner(image.stem, xmls, image, "annotation (*.xml)")
-            found.append(_polygons("monuseg", image, xml, None, split))
+            xml = find_partner(image.stem, xmls, image, "annotation (*.xml)")
+            found.append(_sample_from_polygons("monuseg", image, xml, None, split))
     if not found:
         raise wrong_layout(source, MONUSEG_LAYOUT)
     return ImportResult(found, NUCLEUS)
 
 
 def read_monusac(source: Path, options: Options) -> ImportResult:
-    """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in .xml of that name.
+    """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in an .xml of that name.
 
-    A site per hospital: the second field of the TCGA barcode. Patients below a folder whose name has "Testing" are the
-    publisher's test split. Regions named Ambiguous stay background.
-    Raises DataError for another layout.
+    Each hospital, the second field of the TCGA barcode, is a site. Patients below a folder with "Testing" in its name are the
+    publisher's test split. Regions named Ambiguous become background. Raises DataError for another layout.
     """
     found = []
     for xml in files(source, [".xml"]):
@@ -134,23 +135,23 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
             raise DataError(f"{xml}: expected a name that starts with a TCGA barcode (TCGA-A2-A0ES); found {xml.stem}")
         test = any("testing" in part.lower() for part in xml.relative_to(source).parts[:-1])
         site = slug("tcga-" + xml.stem.split("-")[1])
-        found.append(_polygons(site, image, xml, options.types, "test" if test else None))
+        found.append(_sample_from_polygons(site, image, xml, options.types, "test" if test else None))
     if not found:
         raise wrong_layout(source, MONUSAC_LAYOUT)
-    return ImportResult(found, _classes(MONUSAC_TYPES) if options.types else NUCLEUS)
+    return ImportResult(found, _numbered_classes(MONUSAC_TYPES) if options.types else NUCLEUS)
 
 
-def _polygons(site: str, image: Path, xml: Path, apart: bool | None, split: str | None) -> SourceSample:
-    """Return a sample whose mask is drawn from an Aperio XML's regions; its patient is the barcode's first three fields.
+def _sample_from_polygons(site: str, image: Path, xml: Path, apart: bool | None, split: str | None) -> SourceSample:
+    """Return a sample whose mask is drawn from the regions in an Aperio XML. The barcode's first three fields are its patient.
 
-    `apart`: whether MoNuSAC's classes are labels of their own; None for regions without a class.
+    `apart`: whether each of MoNuSAC's classes has its own label value; None if regions have no class.
     """
     patient = "-".join(image.stem.split("-")[:3])
-    return SourceSample(site, patient, image, mask_png(image.stem, _draw, image, xml, apart), split=split, is_patient=True)
+    return SourceSample(site, patient, image, mask_png(image.stem, _draw_mask, image, xml, apart), split=split, is_patient=True)
 
 
-def _draw(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
-    """Return the filled regions, as 1 or by type; later regions lie on top."""
+def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
+    """Return label values (H, W) of the filled regions: 1, or a value per class. Later regions cover earlier ones."""
     canvas = Image.new("L", pictures.size(image)[::-1], 0)
     draw = ImageDraw.Draw(canvas)
     try:

@@ -1,4 +1,7 @@
-"""Published pictures with masks or classes: polyps, fundus, OCT and others. Each set is a declaration, below its reader."""
+"""Importers of published pictures with masks or classes: polyps, fundus, OCT and others.
+
+Most sets are declarations (PictureSet, ClassSet) that shared code reads. They stand below their readers.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,26 +26,27 @@ from consilium.data.importers.base import (
     child,
     csv_rows,
     files,
+    find_partner,
     folders,
-    grey,
+    frame_order,
+    grey_values,
+    is_usable_mask,
     mask_png,
-    numeric,
-    partner,
-    usable,
     wrong_layout,
 )
 from consilium.data.site_names import asked_sites
 
 RUNS = 10
-"""Groups of consecutive frames of a set that names no videos: only the ends of a run share a video with another split."""
+"""If a set names no videos, its frames are cut into this number of runs, so only frames at the ends of a run share a video
+with another split."""
 POLYP, DISC_AND_CUP, NUCLEUS = {"polyp": [255]}, {"disc": [1, 2], "cup": [2]}, {"nucleus": [1]}
 NAMES_NO_VIDEOS = "names no videos, so runs of consecutive frames are kept together"
 Pairs = Sequence[tuple[str, str]]
-"""Names of folders of pictures and of masks that lie beside each other."""
+"""(folder of pictures, folder of masks) names of folders that are beside each other."""
 
 
-def drawn(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
-    """Return a picture with the files that its mask is made from, of no site yet; its group is by default the picture."""
+def with_drawings(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
+    """Return a sample with the drawings that its mask is made from. Its site is set later; its default group is the picture."""
     return SourceSample("", group or image.stem, image, drawings[0], split=split, more=tuple(drawings[1:]))
 
 
@@ -50,9 +54,10 @@ def drawn(image: Path, drawings: Sequence[Path], split: str | None = None, group
 class PictureSet:
     """A published set that becomes one site.
 
-    `folder`: how its folder's name starts, in lower-case letters and digits. `layout`: what the folder holds, for messages.
-    `read(folder)`: its pictures. `label(name, *drawings)`: a mask that can be used as it is, or the one to write. `has_split`:
-    the publisher has a test split. `has_frames`: pictures are frames of videos. `is_scattered`: it comes as several folders.
+    `folder`: the start of its folder's name, in lower-case letters and digits. `layout`: the content of the folder, for
+    messages. `read(folder)`: returns its samples. `label(name, *drawings)`: returns a drawing that can be used as the mask, or
+    the mask to write. `has_split`: the publisher has a test split. `has_frames`: pictures are frames of videos.
+    `is_scattered`: the set comes as several folders.
     """
 
     folder: str
@@ -64,7 +69,7 @@ class PictureSet:
     is_scattered: bool = False
 
     def fits(self, folder: Path) -> bool:
-        """Tell whether a folder is called after the set."""
+        """Tell whether a folder has the set's name."""
         plain = re.sub(r"[^a-z0-9]", "", folder.name.lower())
         return not folder.name.startswith(".") and plain.startswith(self.folder)
 
@@ -72,9 +77,9 @@ class PictureSet:
 def with_masks(
     site: str, found: Iterable[SourceSample], label: Callable[..., Path | DerivedFile], prefix: str = ""
 ) -> Iterator[SourceSample]:
-    """Yield a site's pictures with their masks, `prefix` before the names of those to write.
+    """Yield a site's samples with their masks. `prefix`: precedes the names of masks that will be written.
 
-    Raises DataError where a drawing has another size than its picture.
+    Raises DataError if the size of a drawing differs from its picture's.
     """
     for one in found:
         assert isinstance(one.image, Path)
@@ -85,7 +90,7 @@ def with_masks(
 
 
 def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:
-    """Read every set of `sets` that lies below the source, or is it. Raises DataError if there is none."""
+    """Read every set of `sets` whose folder is in the source, or is the source. Raises DataError if there is none."""
     found: list[SourceSample] = []
     asked = asked_sites(sets, options.only, {})
     for site, one in ((site, one) for site, one in sets.items() if site in asked):
@@ -109,12 +114,12 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
 
 
 def sets_layout(sets: dict[str, PictureSet]) -> str:
-    """Return the line that says which folders are expected."""
+    """Return the text that says which folders are expected."""
     return f"folders {', '.join(one.layout for one in sets.values())}, or some of them"
 
 
 def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
-    """Return the folders of pictures and masks, at any depth; those of PNG before others. Raises DataError."""
+    """Return a folder of pictures and the folder of masks beside it, at any depth; a pair with PNG first. Raises DataError."""
     found = [(child(one, a), child(one, b)) for one in folders(folder) for a, b in pairs]
     both = [(images, masks) for images, masks in found if images and masks]
     if not both:
@@ -122,70 +127,74 @@ def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
     return min(both, key=lambda pair: not files(pair[0], [".png"]))
 
 
-def match(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
-    """Return a folder's pictures with the masks of the same names, `prefix` before them. Raises DataError."""
+def match_by_name(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
+    """Return a folder's pictures with the masks whose names are `prefix` and the picture's name. Raises DataError."""
     known = by_stem(files(masks, PICTURE_ENDINGS))
     pictures = files(images, PICTURE_ENDINGS)
-    return [drawn(p, [partner(prefix + p.stem, known, p, "mask")], split) for p in pictures]
+    return [with_drawings(p, [find_partner(prefix + p.stem, known, p, "mask")], split) for p in pictures]
 
 
 def find_folder(name: str, source: Path) -> Path | None:
-    """Return the folder of that name in any case: the source, or one at any depth below it."""
+    """Return the folder with this name in any case: the source, or a folder at any depth below it. None if there is none."""
     return next((one for one in folders(source) if one.resolve().name.lower() == name.lower()), None)
 
 
 def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> list[SourceSample]:
-    """Return frames in the order of their numbers, each in the group of its video, else in one of RUNS runs of frames.
+    """Return frames in the order of their numbers. The group of a frame is its video, else one of RUNS consecutive runs.
 
-    Videos come from the columns frame_id and sequence_id of a metadata.csv below `folder`, where there is one.
+    Videos are read from the columns frame_id and sequence_id of a metadata.csv below `folder`, if there is one.
     """
     videos: dict[str, str] = {}
     for path in files(folder, ["metadata.csv"]) if folder else []:
         if rows := csv_rows(path, "frame_id", "sequence_id"):
             videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
             break
-    ordered = sorted(frames, key=lambda one: numeric(Path(str(one.image))))
+    ordered = sorted(frames, key=lambda one: frame_order(Path(str(one.image))))
     groups = (
-        videos.get(str(numeric(Path(str(one.image)))[0]), f"run-{n * RUNS // len(ordered)}") for n, one in enumerate(ordered)
+        videos.get(str(frame_order(Path(str(one.image)))[0]), f"run-{n * RUNS // len(ordered)}")
+        for n, one in enumerate(ordered)
     )
     return [replace(one, group=g, is_patient=g.startswith("sequence-")) for one, g in zip(ordered, groups, strict=True)]
 
 
 def _polyps(pairs: Pairs, has_frames: bool, folder: Path) -> list[SourceSample]:
-    found = match(*folder_pair(folder, pairs))
-    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: numeric(Path(str(one.image))))
+    found = match_by_name(*folder_pair(folder, pairs))
+    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: frame_order(Path(str(one.image))))
 
 
 def _etis(folder: Path) -> list[SourceSample]:
-    """ETIS-LaribPolypDB: N.tif with 'Ground Truth'/pN.tif beside their folder, or within it; elsewhere images/ and masks/."""
+    """Return the samples of ETIS-LaribPolypDB.
+
+    N.tif has its mask in 'Ground Truth'/pN.tif, beside the pictures' folder or within it. Some copies have images/ and masks/.
+    """
     masks = child(folder.resolve().parent, "Ground Truth")
     if not masks or not any(p.suffix.lower() in PICTURE_ENDINGS for p in folder.iterdir()):
         folder, masks = folder_pair(folder, [("ETIS-LaribPolypDB", "Ground Truth"), *PLAIN])
     prefix = "p" if all(p.stem.lower().startswith("p") for p in files(masks, PICTURE_ENDINGS)) else ""
-    return grouped_by_video(match(folder, masks, prefix=prefix), folder)
+    return grouped_by_video(match_by_name(folder, masks, prefix=prefix), folder)
 
 
 def read_pranet(source: Path, options: Options) -> ImportResult:
-    """Read the polyp benchmark of PraNet (Fan et al., MICCAI 2020): a site per set, in its published split.
+    """Read the polyp benchmark of PraNet (Fan et al., MICCAI 2020): a site per set, in the published split.
 
-    TrainDataset mixes two sets: pictures named by a number are CVC-ClinicDB's frames, all others Kvasir-SEG's. The other three
-    sets have test pictures only, so their sites only test, unless --resplit. Frames are kept together in ten runs.
-    Raises DataError for another layout.
+    TrainDataset mixes two sets: pictures whose name is a number are from CVC-ClinicDB, all others from Kvasir-SEG. The other
+    three sets have test pictures only, so their sites only test, unless --resplit is given. Frames of videos are grouped into
+    ten runs. Raises DataError for another layout.
     """
     train, test = find_folder("TrainDataset", source), find_folder("TestDataset", source)
     if train is None and test is None:
         raise wrong_layout(source, PRANET_LAYOUT)
     parts: dict[str, list[SourceSample]] = {"cvc-clinicdb": [], "kvasir-seg": []}
     trained = set(parts)
-    for one in match(*folder_pair(train, PRANET_PAIRS)) if train else []:
+    for one in match_by_name(*folder_pair(train, PRANET_PAIRS)) if train else []:
         parts["cvc-clinicdb" if one.group.isdigit() else "kvasir-seg"].append(one)
     for folder in sorted(test.iterdir()) if test else []:
         if folder.is_dir() and (site := PRANET_SITES.get(folder.name.lower())):
-            parts.setdefault(site, []).extend(match(*folder_pair(folder, PRANET_PAIRS), "test"))
+            parts.setdefault(site, []).extend(match_by_name(*folder_pair(folder, PRANET_PAIRS), "test"))
     found: list[SourceSample] = []
     for site, own in sorted(parts.items()):
         by_stem(Path(str(one.image)) for one in own)
-        ordered = sorted(own, key=lambda one: numeric(Path(str(one.image))))
+        ordered = sorted(own, key=lambda one: frame_order(Path(str(one.image))))
         found += with_masks(site, ordered if site == "kvasir-seg" else grouped_by_video(ordered, None), CUT_AT_HALF)
     if options.resplit:
         return ImportResult(found, POLYP, [f"kvasir-seg: {NO_PATIENTS}", f"the other sets {NAMES_NO_VIDEOS}"])
@@ -195,20 +204,21 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
 
 
 def _refuge(folder: Path) -> Iterator[SourceSample]:
-    """REFUGE: *.jpg and *.bmp of the same name; V* is the validation split, T* the test split, g* and n* are for training."""
+    """Yield the samples of REFUGE: *.jpg and *.bmp of equal names. V* is validation, T* is test, g* and n* are training."""
     shown = (p for p in files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
     images = by_stem(shown)
     for mask in by_stem(files(folder, [".bmp"])).values():
-        image = partner(mask.stem, images, mask, "picture (*.jpg)")
-        yield drawn(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
+        image = find_partner(mask.stem, images, mask, "picture (*.jpg)")
+        yield with_drawings(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
 
 
 def cup_from_dark(only: bool, mask: Path) -> np.ndarray:
-    """Return labels (H, W) of a mask that is dark in the cup and bright in the background, cut at 50 and 200.
+    """Return labels (H, W) of a mask that is dark in the cup and bright in the background, by thresholds at 50 and 200.
 
-    Edges may be smoothed unless there are `only` 0, 128 and 255; then corners must be background. Raises DataError.
+    `only`: DataError is raised for values other than 0, 128 and 255. Without it, edges may be smoothed, and DataError is raised
+    if a corner is not background.
     """
-    values = grey(mask)
+    values = grey_values(mask)
     if only and (unknown := values[~np.isin(values, (0, 128, 255))]).size:
         raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {unknown.min()}")
     if not only and values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
@@ -217,27 +227,27 @@ def cup_from_dark(only: bool, mask: Path) -> np.ndarray:
 
 
 def _drishti(folder: Path) -> Iterator[SourceSample]:
-    """Drishti-GS1: pictures in folders named Images; soft maps of disc and cup; a folder Test* is the test split."""
+    """Yield the samples of Drishti-GS1: pictures in folders Images, soft maps of disc and cup. Folders Test* are for test."""
     images = by_stem(p for p in files(folder, [".png"]) if "images" in [part.lower() for part in p.relative_to(folder).parts])
     for disc in files(folder, ["_odsegsoftmap.png"]):
         stem = disc.name[: -len("_ODsegSoftmap.png")]
-        image, cup = partner(stem, images, disc, "picture"), disc.with_name(f"{stem}_cupsegSoftmap.png")
+        image, cup = find_partner(stem, images, disc, "picture"), disc.with_name(f"{stem}_cupsegSoftmap.png")
         if not cup.is_file():
             raise DataError(f"{disc}: expected {cup.name} beside it; found none; complete the set")
         test = any(part.lower().startswith("test") for part in disc.relative_to(folder).parts)
-        yield drawn(image, [disc, cup], "test" if test else None, stem)
+        yield with_drawings(image, [disc, cup], "test" if test else None, stem)
 
 
 def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
-    """Return 2 where the cup's map, and 1 where the disc's map, has at least half of its range (two of four experts)."""
-    return np.select([grey(cup) >= 128, grey(disc) >= 128], [2, 1], 0)
+    """Return labels (H, W): 2 where the cup's map is at least half of its range (two of four experts), else 1 by the disc's."""
+    return np.select([grey_values(cup) >= 128, grey_values(disc) >= 128], [2, 1], 0)
 
 
 def _rim_one(folder: Path) -> Iterator[SourceSample]:
-    """RIM-ONE DL: pictures in one of two published partitions, drawings of disc and cup elsewhere.
+    """Yield the samples of RIM-ONE DL: pictures in one of two published partitions, drawings of disc and cup elsewhere.
 
-    Both partitions hold the same pictures; the random one comes before that by hospital. Of several drawings of a picture
-    (-1-, -2-) the first is taken.
+    Both partitions hold the same pictures; the random one is preferred to the one by hospital. If a picture has several
+    drawings (-1-, -2-), the first is used.
     """
     parts = {one.name.lower(): one for one in folders(folder) if child(one, "training_set") and child(one, "test_set")}
     part = next((parts[name] for name in ("partitioned_randomly", "partitioned_by_hospital") if name in parts), None)
@@ -248,16 +258,19 @@ def _rim_one(folder: Path) -> Iterator[SourceSample]:
         raise DataError(f"{folder}: expected *-Disc-T.png; found contours (*.txt) only; draw them with the publisher's script")
     first = {re.sub(r"-\d+-disc-t$", "", disc.stem, flags=re.IGNORECASE): disc for disc in reversed(discs)}
     for image in by_stem(files(part, [".png"])).values():
-        disc = partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
-        cup = partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
-        yield drawn(image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
+        disc = find_partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
+        cup = find_partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
+        yield with_drawings(image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
 
 
-def _labelled(folder: Path) -> list[SourceSample]:
-    """ORIGA and G1020 in their Kaggle layout: Images/ with Masks/, or both with _Square. MATLAB's .mat files are refused."""
+def _origa_or_g1020(folder: Path) -> list[SourceSample]:
+    """Return the samples of ORIGA or G1020 in the Kaggle layout: Images/ with Masks/, or both with _Square.
+
+    Raises DataError for MATLAB's .mat files.
+    """
     if files(folder, [".mat"]) and not any(child(one, m) for one in folders(folder) for m in ("Masks", "Masks_Square")):
         raise DataError(f"{folder}: expected Masks/*.png with pixels 1 and 2; found .mat annotations only, which are not read")
-    return match(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
+    return match_by_name(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
 
 
 def _no_rim_and_cup(mask: Path) -> np.ndarray:
@@ -265,11 +278,11 @@ def _no_rim_and_cup(mask: Path) -> np.ndarray:
 
 
 def read_feddg(source: Path, options: Options) -> ImportResult:
-    """Read the fundus benchmark of DoFE and FedDG (Wang et al. 2020, Liu et al. 2021): a site per domain, in its split.
+    """Read the fundus benchmark of DoFE and FedDG (Wang et al. 2020, Liu et al. 2021): a site per domain, published splits.
 
-    Masks are dark in the cup and bright in the background. They are cut at 50 and 200, as by the publishers' loader, because
-    their edges are smoothed. The two eyes of RIM-ONE's patients, named -L and -R, are kept together.
-    Raises DataError for another layout, or a mask with a dark corner.
+    Masks are dark in the cup and bright in the background. Their edges are smoothed, so thresholds of 50 and 200 are applied,
+    as in the publishers' loader. The two eyes of a RIM-ONE patient, named -L and -R, are one group. Raises DataError for
+    another layout, or a mask with a dark corner.
     """
     found: list[SourceSample] = []
     for site in DOMAINS:
@@ -279,7 +292,7 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
             rois = child(part, "ROIs") if part else None
             if rois is None:
                 raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
-            own = match(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
+            own = match_by_name(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
             eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
             found += with_masks(site, eyes, partial(mask_from, partial(cup_from_dark, False), ()), f"{split}-")
     if not found:
@@ -290,7 +303,7 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
 
 
 def read_tnbc(source: Path, options: Options) -> ImportResult:
-    """Read TNBC (Naylor et al. 2018): Slide_XX/*.png with GT_XX/*.png, every value above 0 a nucleus. A slide is a patient.
+    """Read TNBC (Naylor et al. 2018): Slide_XX/*.png with GT_XX/*.png. Values above 0 are nuclei; a slide is a patient.
 
     Raises DataError for another layout.
     """
@@ -299,21 +312,24 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
         annotated = child(slide.parent, truth := "GT_" + slide.name.split("_")[1])
         if annotated is None:
             raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
-        own = (replace(one, group=slide.name, is_patient=True) for one in match(slide, annotated))
-        found += with_masks("tnbc", own, partial(mask_from, lambda path: grey(path) > 0, (0, 1)))
+        own = (replace(one, group=slide.name, is_patient=True) for one in match_by_name(slide, annotated))
+        found += with_masks("tnbc", own, partial(mask_from, lambda path: grey_values(path) > 0, (0, 1)))
     if not found:
         raise wrong_layout(source, TNBC_LAYOUT)
     return ImportResult(found, NUCLEUS)
 
 
 def mask_from(make: Callable[..., np.ndarray], allowed: Sequence[int], name: str, *drawings: Path) -> Path | DerivedFile:
-    """Return a mask of `allowed` values alone as it is, of any other the label picture to write: `make(*drawings)`."""
-    return drawings[0] if allowed and usable(drawings[0], allowed) else mask_png(name, make, *drawings)
+    """Return the first drawing if it can be used as the mask, with only `allowed` values, else the mask to write.
+
+    The mask NAME.png is then written with the values of `make(*drawings)`.
+    """
+    return drawings[0] if allowed and is_usable_mask(drawings[0], allowed) else mask_png(name, make, *drawings)
 
 
 PLAIN = [("images", "masks")]
-CUT_AT_HALF = partial(mask_from, lambda path: np.where(grey(path) >= 128, 255, 0), (0, 255))
-"""Masks that are not of 0 and 255, JPEG above all, are cut at 128."""
+CUT_AT_HALF = partial(mask_from, lambda path: np.where(grey_values(path) >= 128, 255, 0), (0, 255))
+"""Labels of polyps. A mask with other values than 0 and 255, such as a JPEG, gets a threshold at 128."""
 POLYPS = {
     # Jha et al., Kvasir-SEG (2020): no patients are named
     "kvasir-seg": PictureSet("kvasirseg", "Kvasir-SEG (images/, masks/)", partial(_polyps, PLAIN, False), CUT_AT_HALF),
@@ -339,9 +355,9 @@ FUNDUS = {
         has_split=True,
     ),
     # Zhang et al., ORIGA-light (2010)
-    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _labelled, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
+    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
     # Bajwa et al., G1020 (2020)
-    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _labelled, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
+    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
     # Sivaswamy et al., Drishti-GS (2014)
     "drishti-gs1": PictureSet(
         "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti,
@@ -366,7 +382,7 @@ PRANET_PAIRS = [("image", "mask"), *PLAIN]
 PRANET_SITES = {"kvasir": "kvasir-seg"} | {
     name: name for name in ("cvc-300", "cvc-clinicdb", "cvc-colondb", "etis-laribpolypdb")
 }
-"""Sites by the names of TestDataset's folders, in lower case."""
+"""Sites by the names of the folders in TestDataset, in lower case."""
 PRANET_LAYOUT = (
     "TrainDataset/{image,mask}/*.png and TestDataset/SET/{images,masks}/*.png, SET one of CVC-300, CVC-ClinicDB, "
     "CVC-ColonDB, ETIS-LaribPolypDB and Kvasir"
@@ -376,7 +392,7 @@ TNBC_LAYOUT = "folders Slide_01, ... with *.png beside folders GT_01, ... with m
 
 @dataclass(frozen=True)
 class ClassSet:
-    """A published set with a folder per class, in folders of splits if the publisher has them; it becomes one site."""
+    """A published set with a folder per class, in folders of `splits` if the publisher has splits. It becomes one site."""
 
     site: str
     classes: list[str]
@@ -384,12 +400,12 @@ class ClassSet:
 
     @property
     def layout(self) -> str:
-        """The layout of its folder."""
+        """The text that says which folders are expected."""
         start = "train/, val/ and test/ with a folder" if self.splits else "a folder"
         return f"{start} per class: {', '.join(self.classes)}"
 
     def read(self, source: Path, options: Options) -> ImportResult:
-        """Read the pictures of the first folder that has all folders wanted. Raises DataError."""
+        """Read the pictures of the first folder that has a folder for each class. Raises DataError."""
         wanted = [f"{split}/{name}" for split in self.splits or (".",) for name in self.classes]
         root = next((one for one in folders(source) if all((one / name).is_dir() for name in wanted)), None)
         if root is None:

@@ -1,7 +1,7 @@
-"""Published text sets, as their publishers ship them. Each set is a declaration that one reader serves.
+"""Importers of published text sets, in the files that their publishers ship. Most sets are declarations of one reader, TextSet.
 
-BoolQ, PIQA, HellaSwag, WinoGrande and MedMCQA have test sets without labels. Their labelled development set is the test split
-here, and validation is cut from the training set.
+The test sets of BoolQ, PIQA, HellaSwag, WinoGrande and MedMCQA have no labels. Here, their labelled development set is the test
+split, and validation is cut from the training set.
 """
 
 import re
@@ -27,26 +27,26 @@ from consilium.data.importers.base import (
     files,
     wrong_layout,
 )
-from consilium.data.patients import linked
+from consilium.data.patients import first_linked
 from consilium.data.safe_open import MOST_CHARACTERS, check_file, check_line, parse_json, read_text, text_lines
 from consilium.data.site_names import slug
 
 RESULT = "The answer is:"
 SIZES = ("xl", "l", "m", "s", "xs", "debiased")
-"""Of WinoGrande's training set."""
+"""Sizes of WinoGrande's training set."""
 DEVELOPMENT = "the publisher's development set is the test split, because the test set has no labels"
 Record = dict[str, Any]
 Convert = Callable[[str, Record, str], tuple[str, Record] | None]
-"""(where, raw, label) to a record's group and the record, or None for a record without an answer."""
+"""A function of (where, raw record, label) that returns (group, record), or None for a record without an answer."""
 
 
 @dataclass(frozen=True)
 class TextSet:
     """A published set of texts that becomes one site.
 
-    `parts`: names of each file, the first that is there is read ({size} for --size), and its split; a last name "" says that
-    the file may be missing. `fields`: keys and types of a record. `labels`: labels come in NAME-labels.lst beside NAME.jsonl.
-    `unanswered`: how a note calls the records left out.
+    `parts`: per file, its possible names, of which the first that exists is read, and its split. {size} in a name stands for
+    --size; a last name "" means that the file may be missing. `fields`: keys and types of a record. `labels`: the labels are in
+    NAME-labels.lst beside NAME.jsonl. `unanswered`: what the records that are left out lack, for a note.
     """
 
     site: str
@@ -60,7 +60,7 @@ class TextSet:
     sizes: tuple[str, ...] = ()
 
     def read(self, source: Path, options: Options) -> ImportResult:
-        """Read all parts. Raises DataError."""
+        """Read all files of the set below the source. Raises DataError."""
         lines: list[TextRecord] = []
         total = 0
         for names, split in self.parts:
@@ -90,7 +90,7 @@ class TextSet:
 
 
 def find(source: Path, names: Sequence[str], layout: str) -> Path:
-    """Return the file of the first name that is there, in any case, at any depth. Raises DataError for none, or for two."""
+    """Return the file with the first of `names` that exists, in any case, at any depth. Raises DataError for none or two."""
     for name in names:
         found = [path for path in files(source, [name.lower()]) if path.name.lower() == name.lower()]
         least = min((len(path.parts) for path in found), default=0)
@@ -103,7 +103,7 @@ def find(source: Path, names: Sequence[str], layout: str) -> Path:
 
 
 def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
-    """Return the records of a JSON list or of JSON lines. Raises DataError, naming file and record or line."""
+    """Return the records of a JSON list or of JSON lines. Raises DataError with the file and the record or line."""
     if path.suffix.lower() == ".json" and not _is_lines(path, fields):
         raw = parse_json(str(path), read_text(path, GIVE), GIVE)
         if not isinstance(raw, list):
@@ -126,7 +126,10 @@ def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
 
 
 def _is_lines(path: Path, fields: Iterable[str]) -> bool:
-    """Tell whether a .json file has a record a line, as MedMCQA's have: its first line is one, or one of several."""
+    """Tell whether a .json file has one record per line, like MedMCQA's.
+
+    Its first line is then an object, and either further lines follow, or it has all `fields` of a record.
+    """
     first, *more = islice((line.strip() for line in text_lines(path, GIVE) if line.strip()), 2) or [""]
     if not (first.startswith("{") and (first.endswith("}") or len(first) > MOST_CHARACTERS)):
         return False
@@ -137,21 +140,24 @@ def _is_lines(path: Path, fields: Iterable[str]) -> bool:
 
 
 def one_split_per_prompt(lines: Iterable[TextRecord]) -> list[TextRecord]:
-    """Return the records with groups that share a prompt merged: no prompt is ever cut into two splits of a site."""
+    """Return the records with groups merged that share a prompt at a site, so that a prompt is never in two splits."""
     lines = list(lines)
     keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
-    first, least = linked(keys), dict[int, str]()
+    first, least = first_linked(keys), dict[int, str]()
     for line, root in zip(lines, first, strict=True):
         least[root] = min(line.group, least.get(root, line.group))
     return [replace(line, group=least[root]) for line, root in zip(lines, first, strict=True)]
 
 
-def _task(instruction: str, output: str, text: str = "") -> Record:
+def _make_record(instruction: str, output: str, text: str = "") -> Record:
     return {"instruction": instruction, "input": text, "output": output}
 
 
-def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int | None) -> Record:
-    """Return a record whose answer is a letter; `label` counts the options from `first`, or is a letter. Raises DataError."""
+def _choice_record(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int | None) -> Record:
+    """Return a multiple-choice record whose answer is a letter. Raises DataError.
+
+    `label`: the number of the right option, counted from `first`; if `first` is None, its letter.
+    """
     if odd := [option for option in options if not isinstance(option, str)]:
         raise DataError(f"{where}: {text[:60]!r}: expected options that are texts; found {repr(odd[0])[:60]}; {GIVE}")
     letters = [chr(ord("A") + index) for index in range(len(options))]
@@ -161,7 +167,7 @@ def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str
         raise DataError(f"{where}: {text[:60]!r}: {what}; {GIVE}")
     asked = f"{task} Answer with {', '.join(letters[:-1])} or {letters[-1]}."
     shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
-    return _task(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
+    return _make_record(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
 
 
 def choice(
@@ -173,10 +179,11 @@ def choice(
     group: Callable[[Record], str] = lambda raw: "",
     kept: str = "",
 ) -> Convert:
-    """Return the conversion of a multiple choice: `text` in the record's own keys, and the keys of its options.
+    """Return the conversion of multiple-choice records.
 
-    One key is that of a list, or of a map by letter. `label`: the answer's key, "" for a file of labels; `first`: its first
-    number, None for letters; `group`: see TextSet; `kept`: a key that the record keeps.
+    `text`: a template of the raw record's keys. `options`: the keys of the options; a single key holds a list, or a map by
+    letter. `label`: the key of the answer, "" if labels are in a file of their own. `first`: the number of the first option,
+    None if the answer is a letter. `group`: returns a raw record's group. `kept`: a key that the record keeps.
     """
 
     def convert(where: str, raw: Record, given: str) -> tuple[str, Record]:
@@ -184,39 +191,42 @@ def choice(
         if isinstance(found, dict) and list(found) not in (list("ABCD"), list("ABCDE")):
             raise DataError(f"{where}: expected options A to D or E; found {', '.join(found)[:80]}; {GIVE}")
         every = list(found.values()) if isinstance(found, dict) else found
-        record = _choice(where, task, text.format_map(raw), every, str(raw[label]) if label else given, first)
+        record = _choice_record(where, task, text.format_map(raw), every, str(raw[label]) if label else given, first)
         return group(raw), record | ({kept: str(raw.get(kept) or "")} if kept else {})
 
     return convert
 
 
 def _gsm8k(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """Remove the calculator's notes <<...>> from an answer; `final_answer` is the text after ####."""
+    """Convert a record of GSM8K: calculator notes <<...>> are removed, and `final_answer` is the text after ####."""
     steps, mark, result = raw["answer"].rpartition("####")
     if not mark or not result.strip():
         raise DataError(f"{where}: expected an answer with its result behind ####; found {raw['answer'][-80:]!r}; {GIVE}")
     output = re.sub(r"<<[^<>]*>>", "", steps) + f"#### {result.strip()}"
-    return "", _task(raw["question"], output) | {"final_answer": result.strip().replace(",", "")}
+    return "", _make_record(raw["question"], output) | {"final_answer": result.strip().replace(",", "")}
 
 
 def _metamath(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
-    """Write "The answer is: X" as "#### X", which exact match reads; variants of one question are one group."""
+    """Convert a record of MetaMathQA: "The answer is: X" becomes "#### X", which exact match reads.
+
+    Variants of one question are one group.
+    """
     steps, mark, result = raw["response"].rpartition(RESULT)
     if not mark or not (result := result.strip()):
         return None
     output = f"{steps.rstrip().removesuffix(f'#### {result}').rstrip()}\n#### {result}".lstrip()
-    return raw["original_question"], _task(raw["query"], output) | {"final_answer": result, "type": raw["type"]}
+    return raw["original_question"], _make_record(raw["query"], output) | {"final_answer": result, "type": raw["type"]}
 
 
 def _alpaca(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
     answered = raw["output"].strip() and raw["instruction"].strip()
-    return ("", _task(raw["instruction"], raw["output"], raw["input"])) if answered else None
+    return ("", _make_record(raw["instruction"], raw["output"], raw["input"])) if answered else None
 
 
 def _boolq(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """Questions about one page are one group."""
+    """Convert a record of BoolQ. Questions about one page are one group."""
     task = "Read the passage and answer the question about it with True or False."
-    record = _task(task, str(raw["answer"]), f"{raw['passage']}\n\nQuestion: {raw['question']}?")
+    record = _make_record(task, str(raw["answer"]), f"{raw['passage']}\n\nQuestion: {raw['question']}?")
     return str(raw.get("title") or raw["passage"]), record | {"labels": ["True", "False"]}
 
 
@@ -226,24 +236,24 @@ MEDICAL = "Which answer is right?"
 MMLU_SUBJECTS = (
     "anatomy", "clinical_knowledge", "college_biology", "college_medicine", "medical_genetics", "professional_medicine",
 )  # fmt: skip
-"""MMLU's medical parts, as MultiMedQA has them (Singhal et al., "Large language models encode clinical knowledge", 2023)."""
+"""MMLU's medical subjects in MultiMedQA (Singhal et al., "Large language models encode clinical knowledge", 2023)."""
 MMLU_SPLITS = {"dev": "training", "val": "validation", "test": "test"}
 FEW = "the publisher's five development questions of each subject are the training split"
 _ASKED = partial(choice, MEDICAL, "{question}")
 PUBMEDQA = ("yes", "no", "maybe")
 TRUTH = "test_ground_truth.json"
-"""Of PubMedQA: the answers of its test split by PubMed number."""
+"""PubMedQA's file with the answers of its test split, by PubMed number."""
 
 
 def read_pubmedqa(source: Path, options: Options) -> ImportResult:
-    """Read PubMedQA (Jin et al. 2019), its labelled part: records by PubMed number.
+    """Read the labelled part of PubMedQA (Jin et al. 2019). Raises DataError.
 
-    Those that test_ground_truth.json names are the test split, without this file it is cut as for other sets.
+    The records that test_ground_truth.json names are the test split. Without this file, a test split is cut as for other sets.
     """
     path, tests = find(source, ["ori_pqal.json"], PUBMEDQA_LAYOUT), dict[str, Any]()
-    raws = _map(path)
+    raws = _read_map(path)
     if files(source, [TRUTH]):
-        tests = _map(truth := find(source, [TRUTH], PUBMEDQA_LAYOUT))
+        tests = _read_map(truth := find(source, [TRUTH], PUBMEDQA_LAYOUT))
         for number, answer in tests.items():
             own = raws.get(number)
             if not (isinstance(own, dict) and own.get("final_decision") == answer):
@@ -258,13 +268,13 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
             raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {GIVE}")
         asked = "Read the abstract and answer the question about it with yes, no or maybe."
         text = "\n".join([*raw["CONTEXTS"], "", f"Question: {raw['QUESTION']}"])
-        record = _task(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
+        record = _make_record(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
         lines.append(TextRecord("pubmedqa", number, record, "test" if number in tests else None))
     notes = [] if tests else ["there is no test_ground_truth.json: the test split is not the publisher's"]
     return ImportResult(one_split_per_prompt(lines), None, notes)
 
 
-def _map(path: Path) -> Record:
+def _read_map(path: Path) -> Record:
     found = parse_json(str(path), read_text(path, GIVE), GIVE)
     if not isinstance(found, dict):
         raise DataError(f"{path}: expected a map by PubMed number; found a {type(found).__name__}; {GIVE}")
@@ -272,7 +282,10 @@ def _map(path: Path) -> Record:
 
 
 def read_mmlu(source: Path, options: Options) -> ImportResult:
-    """Read MMLU's medical parts (Hendrycks et al. 2021): rows of question, A, B, C, D and the letter. `subject` is kept."""
+    """Read MMLU's medical subjects (Hendrycks et al. 2021): rows of question, A, B, C, D and the letter of the answer.
+
+    Records keep `subject`. Raises DataError.
+    """
     lines = list[TextRecord]()
     for subject in MMLU_SUBJECTS:
         for part, split in MMLU_SPLITS.items():
@@ -281,15 +294,16 @@ def read_mmlu(source: Path, options: Options) -> ImportResult:
                 where = f"{path}:{number}"
                 if len(row) != 6:
                     raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {GIVE}")
-                record = _choice(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
+                record = _choice_record(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
                 lines.append(TextRecord("mmlu-medical", f"{path.name}:{number}", record, split))
     return ImportResult(one_split_per_prompt(lines), None, [FEW])
 
 
 def read_medquad(source: Path, options: Options) -> ImportResult:
-    """Read MedQuAD (Ben Abacha and Demner-Fushman 2019): a site per source; all questions of one page stay together.
+    """Read MedQuAD (Ben Abacha and Demner-Fushman 2019): a site per source. All questions about one page are one group.
 
-    Empty answers are left out: three sources withhold theirs for copyright. `type` and `focus` are kept.
+    Records without an answer are left out; three sources withhold answers for copyright. Records keep `type` and `focus`.
+    Raises DataError.
     """
     lines: list[TextRecord] = []
     empty: Counter[str] = Counter()
@@ -301,15 +315,15 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
             root = ElementTree.parse(path).getroot()
         except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding
             raise DataError(f"{path}: expected XML of QAPairs; found otherwise ({error}); {GIVE}") from None
-        site, focus = slug(found[1]), _words(root.find("Focus"))
+        site, focus = slug(found[1]), _element_text(root.find("Focus"))
         for pair in root.iter("QAPair"):
-            question, answer = pair.find("Question"), _words(pair.find("Answer"))
-            if question is None or not (asked := _words(question)):
+            question, answer = pair.find("Question"), _element_text(pair.find("Answer"))
+            if question is None or not (asked := _element_text(question)):
                 continue
             if not answer:
                 empty[site] += 1
                 continue
-            record = _task(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
+            record = _make_record(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
             lines.append(TextRecord(site, f"{path.parent.name}/{path.name}", record))
     if not lines:
         raise wrong_layout(source, MEDQUAD_LAYOUT)
@@ -317,15 +331,15 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
     return ImportResult(one_split_per_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
 
 
-def _words(element: ElementTree.Element | None) -> str:
-    """Return an element's text, with runs of blanks as one."""
+def _element_text(element: ElementTree.Element | None) -> str:
+    """Return the text of an element, "" for None. Runs of blanks become one blank."""
     return "" if element is None else " ".join("".join(element.itertext()).split())
 
 
 def read_e2e(source: Path, options: Options) -> ImportResult:
-    """Read E2E NLG (Novikova et al. 2017): its three splits; in the test split all references of one input are one record.
+    """Read the three splits of E2E NLG (Novikova et al. 2017). In the test split, all references of an input are one record.
 
-    `name`, the first attribute of every input, is kept as a key.
+    Records have `name`, the first attribute of the input. Raises DataError.
     """
     lines: list[TextRecord] = []
     for name, split in (("trainset.csv", None), ("devset.csv", "validation"), ("testset_w_refs.csv", "test")):
@@ -380,7 +394,7 @@ TEXT_SETS = (
         "train.jsonl and valid.jsonl (or dev.jsonl) with goal, sol1 and sol2, and train-labels.lst and valid-labels.lst",
         ((("train.jsonl",), None), (("valid.jsonl", "dev.jsonl"), "test")),
         {"goal": str, "sol1": str, "sol2": str},
-        choice("Which solution reaches the goal?", "{goal}", ("sol1", "sol2"), 0, group=itemgetter("goal")),  # of one goal
+        choice("Which solution reaches the goal?", "{goal}", ("sol1", "sol2"), 0, group=itemgetter("goal")),
         labels=True,
     ),
     _DEVELOPMENT_TESTS(  # Zellers et al. (2019)
@@ -389,7 +403,7 @@ TEXT_SETS = (
         {"ctx": str, "endings": list, "label": int, "activity_label": str},
         choice(
             "How does the text go on?", "{activity_label}: {ctx}", ("endings",), 0, "label",
-            lambda raw: str(raw.get("source_id") or ""), "activity_label",  # of one video or article
+            lambda raw: str(raw.get("source_id") or ""), "activity_label",  # a video or an article
         ),
     ),
     _DEVELOPMENT_TESTS(  # Sakaguchi et al. (2020)

@@ -8,7 +8,7 @@ from typing import Any
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import Registry
 from consilium.core.schema import nearest
-from consilium.core.storage import undone
+from consilium.core.storage import nothing_left_on_failure
 from consilium.data.importers.base import Importer, Options
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
@@ -27,7 +27,7 @@ _MODULES = {
 IMPORTERS: Registry[Importer] = Registry(
     "data set", {name: f"{_ROOM}.{module}:SETS" for module, names in _MODULES.items() for name in names}
 )
-"""Importers by the name a user gives. A new one: an Importer in a file, and its name here."""
+"""Importers by the name that a user gives. To add one, write an Importer in a module and add its name here."""
 
 
 def import_set(
@@ -37,15 +37,15 @@ def import_set(
     options: Options = Options(),  # noqa: B008 - frozen
     add: bool = False,
 ) -> dict[str, Any]:
-    """Read the data set `name` as import_sets; returns the record of its sites with masks, or of all."""
+    """Import the data set `name` like `import_sets`. Return the first record: of the sites with masks if both kinds exist."""
     return next(iter(import_sets(name, source, dest, options, add).values()))
 
 
 def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool = False) -> dict[Path, dict[str, Any]]:
-    """Read the data set `name` from its published folders and write a data list per site; returns its record in import.json.
+    """Read the data set `name` and write a data list per site. Return the records in import.json, by folder.
 
-    Where some sites have masks and others classes, each kind gets a folder of its own in `dest`. `add`: beside the sites of
-    earlier imports. Raises ConfigError for an unknown name or impossible options, DataError for folders that look otherwise.
+    If some sites have masks and others classes, each kind gets a folder of its own in `dest`. `add`: keep the sites of earlier
+    imports. Raises ConfigError for an unknown name or impossible options, DataError for folders of another layout.
     """
     if name not in IMPORTERS:
         raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{nearest(name, IMPORTERS)}")
@@ -55,17 +55,17 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
         raise DataError(f"{source}: no such {'file' if own.is_file else 'folder'}; expected {own.layout}")
     earlier_imports(dest, add)
     found = own.read(source, options)
-    if own.is_own:  # it has taken and renamed the sites
+    if own.is_own:  # the importer has selected and renamed the sites already
         options = replace(options, only=(), rename=options.rename if options.sites else {})
     if found.beside is None:
         return {dest: write_sites(found, name, source, dest, options, add)}
     kinds = {"segmentation": found, "classification": found.beside}
-    with undone(dest):
+    with nothing_left_on_failure(dest):
         return {dest / kind: write_sites(part, name, source, dest / kind, options, add) for kind, part in kinds.items()}
 
 
 def _check(name: str, options: Options) -> None:
-    """Raise ConfigError for options that cannot be, or that the set does not have."""
+    """Raise ConfigError for options with impossible values, or that the set does not have."""
     if min(options.validation, options.test) < 0 or options.validation + options.test >= 1:
         asked = f"--validation {options.validation:g} --test {options.test:g}"
         raise ConfigError(f"{asked}: expected shares of at least 0 that sum to less than 1")

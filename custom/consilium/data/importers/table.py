@@ -1,4 +1,4 @@
-"""Pictures with a table: a CSV file that says of each its class or its mask and, where known, site, patient and split."""
+"""Importer of tables: CSV files with a row per picture or text, its label and, where known, site, patient and split."""
 
 import csv
 import re
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.schema import nearest
-from consilium.data.class_names import EACH_ITS_OWN, doubts
+from consilium.data.class_names import EACH_ITS_OWN, doubtful_names
 from consilium.data.file_kinds import PICTURES, is_volume, place_of
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, files
-from consilium.data.importers.labels import labelled
-from consilium.data.pairs import composed, kind_of, without_ending
+from consilium.data.importers.labels import result_of_labels
+from consilium.data.pairs import compose_unicode, kind_of, without_ending
 from consilium.data.safe_open import text_lines
 from consilium.data.site_names import asked_sites, renamed_notes, renamed_sites
 
@@ -34,20 +34,20 @@ TEXT_FIELDS = ("text", "label", "site", "patient", "split")
 FIELDS = ("image", "label", "site", "patient", "split")
 NEEDED = FIELDS[:2]
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
-"""Excel's line that says which character separates its columns."""
+"""Excel's line that names the separator of columns."""
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
 _FLAGS = {"0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True}
 _OTHER = {"image": "mask", "label": "image"}
-"""Folders in which no file of a field lies."""
+"""By field, the kind of folder in which its files are not searched."""
 _TOLD, _SEARCHED = 5, 20_000
-"""Missing files that are named; names of files that are compared with theirs."""
+"""The most missing files that a message names, and the most files that are compared with them."""
 _LOOKED_AT = 20
-"""Lines of which the cells tell what a column holds."""
+"""The number of lines whose cells show what a column holds."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, with its number as an editor counts."""
+    """One line of the table, with its number in a text editor."""
 
     number: int
     values: Mapping[str, str]
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table's lines by field. `has_masks`: its labels are paths of masks."""
+    """The lines of a table of pictures. `has_masks`: labels are paths of masks, not classes."""
 
     path: Path
     rows: Sequence[Row]
@@ -63,21 +63,21 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def samples(self, site: str, options: Options) -> list[SourceSample]:
-        """Return the pictures of the sites that are asked for; those of lines that name no site are of `site`.
+        """Return the samples of the sites in `options.only`, or all. Lines that name no site belong to `site`.
 
-        Raises DataError, which names lines.
+        Raises DataError with the number of the line.
         """
         sites = [row.values.get("site", "") or site for row in self.rows]
         asked = asked_sites(set(sites), options.only, options.rename)
         rows = [row for row, own in zip(self.rows, sites, strict=True) if own in asked]
-        files = _files(self, rows)
+        files = _find_files(self, rows)
         found, known = list[SourceSample](), dict[str, int]()
         for row in rows:
-            values, (who, split) = row.values, _whose(self.path, row)
+            values, (who, split) = row.values, _patient_and_split(self.path, row)
             label = files["label", values["label"]] if self.has_masks else values["label"]
             own, image = values.get("site", "") or site, files["image", values["image"]]
             one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
-            if (before := known.setdefault(str(one.image), row.number)) != row.number:  # it could be in two splits
+            if (before := known.setdefault(str(one.image), row.number)) != row.number:  # or it might get into two splits
                 what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
                 raise DataError(f"{self.path}: line {row.number}: {what}")
             found.append(one)
@@ -85,18 +85,18 @@ class Table:
 
 
 def read_table(source: Path, options: Options) -> ImportResult:
-    """Read pictures by their lines; labels make the classes, sorted. Raises DataError, and ConfigError for a column."""
+    """Read a table of pictures. The classes are the sorted labels. Raises DataError, and ConfigError for a missing column."""
     table = open_table(source, options.columns)
     one = [] if "site" in table.rows[0].values else [ONE]
     samples = table.samples(source.stem, options)
-    return labelled(source, samples, [*table.notes, *one], options)
+    return result_of_labels(source, samples, [*table.notes, *one], options)
 
 
 def read_texts(source: Path, options: Options) -> ImportResult:
-    """Read texts by their lines: text, label and, where known, site, patient and split. Raises DataError, ConfigError."""
-    there, lines = _lines(source)
+    """Read a table of texts: text, label and, where known, site, patient and split. Raises DataError and ConfigError."""
+    there, lines = _read_lines(source)
     _check_headings(source, there)
-    named, notes = _columns(source, options.columns, there, (), TEXT_FIELDS)
+    named, notes = _match_columns(source, options.columns, there, (), TEXT_FIELDS)
     rows = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in lines]
     kept = [row for row in rows if row.values["text"] and row.values["label"]]
     if not kept:
@@ -106,23 +106,23 @@ def read_texts(source: Path, options: Options) -> ImportResult:
     sites = renamed_sites({row.values.get("site") or source.stem for row in kept}, source)
     found = list[TextRecord]()
     for row in kept:
-        patient, split = _whose(source, row)
+        patient, split = _patient_and_split(source, row)
         record = {one: row.values[one] for one in TEXT_FIELDS[:2]} | ({"patient": patient} if patient else {})
         site = sites[row.values.get("site") or source.stem]
         found.append(TextRecord(site, patient or f"line {row.number}", record, split))
     if lost := len(rows) - len(kept):
         notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
     notes += [*renamed_notes(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
-    return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubts(counts))])
+    return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_names(counts))])
 
 
 def find_table(folder: Path) -> Table | None:
-    """Return the table of pictures in a folder, None where no CSV file is one. Raises DataError for two."""
+    """Return the table of pictures in a folder, None if no CSV file is one. Raises DataError if two are."""
     found = []
     for path in sorted(folder.glob("[!.]*.[cC][sS][vV]")):
         try:
             found.append(open_table(path, {}))
-        except ConsiliumError:  # of something else
+        except ConsiliumError:  # a table of something else
             continue
     if len(found) > 1:
         what = f"{found[0].path.name} and {found[1].path.name} are both tables of its pictures"
@@ -131,13 +131,13 @@ def find_table(folder: Path) -> Table | None:
 
 
 def open_table(source: Path, columns: Mapping[str, str]) -> Table:
-    """Return a table's lines by field. Raises DataError, and ConfigError for a column that is not there."""
-    there, lines = _lines(source)
+    """Return a table of pictures with its lines by field. Raises DataError, and ConfigError for a missing column."""
+    there, lines = _read_lines(source)
     head = list(islice(lines, _LOOKED_AT))
     _check_headings(source, there)
-    named, notes = _columns(source, columns, there, head)
+    named, notes = _match_columns(source, columns, there, head)
     every = [*head, *lines]
-    flags = _parts(named["label"], there) if named["label"] not in there else []
+    flags = _column_names(named["label"], there) if named["label"] not in there else []
     if flags:
         every = [row for row in every if any(row.values[name] for name in (named["image"], *flags))]
         ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in every]
@@ -164,8 +164,8 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     return Table(source, kept, has_masks, notes)
 
 
-def _lines(source: Path) -> tuple[list[str], Iterator[Row]]:
-    """Return the headings, and the lines by heading. Excel may write a line `sep=;` before the headings."""
+def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
+    """Return the headings, and the lines with cells by heading. Excel may write a line `sep=;` before the headings."""
     lines = text_lines(source, "save it as CSV in UTF-8", newline="")
     before, first, said = 0, next(lines, ""), None
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
@@ -190,7 +190,7 @@ def _lines(source: Path) -> tuple[list[str], Iterator[Row]]:
 
 
 def _check_headings(source: Path, there: Sequence[str]) -> None:
-    """Raise DataError for a line of a picture in the place of headings, and for two headings of one name."""
+    """Raise DataError if the first line is a picture's instead of headings, or two headings have the same name."""
     if picture := next((name for name in there if _is_path(source, name)), None):
         what = f"line 1 names a picture, {picture!r}, and no columns"
         raise DataError(f"{source}: {what}; put a line of headings before it, such as image,label")
@@ -199,14 +199,17 @@ def _check_headings(source: Path, there: Sequence[str]) -> None:
         raise DataError(f"{source}: two columns are called {twice!r}; rename or delete one")
 
 
-def _columns(
+def _match_columns(
     source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row], fields: Sequence[str] = FIELDS
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the heading of each field that the table has, by name or by its cells, and notes. Raises ConfigError."""
+    """Return the heading of each field, and notes. Headings are found by the user's `columns`, by name, or by their cells.
+
+    Raises ConfigError for an unknown field or heading, and for a needed field without a heading.
+    """
     wrong = [f"{name!r}: expected one of {', '.join(fields)}{nearest(name, fields)}" for name in columns if name not in fields]
     exact = {name.casefold(): name for name in reversed(there)}
     named = {one: columns.get(one) or exact[one] for one in fields if one in columns or one in exact}
-    absent = {one: [part for part in _parts(name, there) if part not in there] for one, name in named.items()}
+    absent = {one: [part for part in _column_names(name, there) if part not in there] for one, name in named.items()}
     if absent := {one: parts for one, parts in absent.items() if parts}:
         what = ", ".join(f"{part!r}{nearest(part, there)}" for parts in absent.values() for part in parts)
         remedy = " ".join(f"--column {one}=NAME" for one in absent)
@@ -216,7 +219,7 @@ def _columns(
     paths = list[str]()
     for name in there:
         cells = [row.values[name] for row in rows[:_LOOKED_AT] if row.values[name] and name not in named.values()]
-        if cells and all(_picture(source.parent, cell) for cell in cells):
+        if cells and all(_find_picture(source.parent, cell) for cell in cells):
             paths.append(name)
     paths.sort(key=lambda name: kind_of(name) == "mask")
     notes, lacking = list[str](), dict[str, str]()
@@ -225,10 +228,10 @@ def _columns(
         if one not in named and paths:
             named[one] = paths.pop(0)
             notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
-        elif one == "label" and one not in named and len(flags := _flags(left, rows)) > 1:
-            # another column may be the classes, or these be called after splits
+        elif one == "label" and one not in named and len(flags := _flag_columns(left, rows)) > 1:
+            # another column may hold the classes, or these columns may be splits
             others = [name for name in left if name not in flags and len({row.values[name] for row in rows} - {""}) > 1]
-            own, every = _proposed("label", others, rows), ",".join(flags)
+            own, every = _propose_column("label", others, rows), ",".join(flags)
             if own != "NAME" or any(split_of(word) for name in flags for word in re.split(r"[\W_]+", name)):
                 choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, every))
                 what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
@@ -236,7 +239,7 @@ def _columns(
             named[one] = every
             notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
         elif one not in named:
-            lacking[one] = _proposed(one, [name for name in left if name not in lacking.values()], rows)
+            lacking[one] = _propose_column(one, [name for name in left if name not in lacking.values()], rows)
     if lacking:
         remedy = " ".join(f"--column {shlex.quote(f'{one}={name}')}" for one, name in lacking.items())
         what = f"{source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}"
@@ -244,18 +247,18 @@ def _columns(
     return named, notes
 
 
-def _parts(name: str, there: Sequence[str]) -> list[str]:
-    """Return the columns that a user names: one, or several of 0 and 1 with commas between them."""
+def _column_names(name: str, there: Sequence[str]) -> list[str]:
+    """Return the columns that a user names: one column, or several columns of 0 and 1, separated by commas."""
     return [name] if name in there else [part.strip() for part in name.split(",")]
 
 
-def _flags(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Return the columns that say yes or no of each picture."""
+def _flag_columns(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the columns that have yes or no, or 1 or 0, for every picture."""
     return [name for name in columns if rows and all(row.values[name].casefold() in _FLAGS for row in rows)]
 
 
-def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the column that a field may be, by its cells: names of pictures, or few classes."""
+def _propose_column(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return the column that may hold field `what`, by its cells: names of pictures, or few classes. "NAME" if none does."""
     kinds = {name: len({row.values[name] for row in rows}) for name in there}
     files = [name for name in there if any(row.values[name].lower().endswith(PICTURES) for row in rows[:_LOOKED_AT])]
     classes = sorted((name for name, count in kinds.items() if 1 < count <= len(rows) // 2), key=kinds.__getitem__)
@@ -263,37 +266,39 @@ def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _is_path(source: Path, cell: str) -> bool:
-    return cell.lower().endswith(PICTURES) or (bool(re.search(r"[/\\]", cell)) and _picture(source.parent, cell) is not None)
+    return cell.lower().endswith(PICTURES) or (
+        bool(re.search(r"[/\\]", cell)) and _find_picture(source.parent, cell) is not None
+    )
 
 
 def _check_labels(source: Path, column: str, counts: Mapping[str, int]) -> None:
-    """Raise DataError where no class has two samples."""
-    for kind, line in doubts(counts):
+    """Raise DataError if no class has two samples. `counts`: samples per class."""
+    for kind, line in doubtful_names(counts):
         if kind == EACH_ITS_OWN:
             raise DataError(
                 f"{source}: column {column!r} has {kind}, {line}; name the column of classes by --column label=NAME"
             )
 
 
-def _files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
-    """Return the files by field and cell. One that is not at its path is the only one of its name below the table's folder.
+def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
+    """Return the files by (field, cell). A file that is not at its path is searched by name below the table's folder.
 
-    Raises DataError, which names all that are not there.
+    It is used if it is the only one with that name. Raises DataError with the missing files.
     """
     fields = NEEDED if table.has_masks else NEEDED[:1]
     lines = {(one, row.values[one]): row.number for row in reversed(rows) for one in fields}
-    found = {key: path for key in lines if (path := _picture(table.path.parent, key[1]))}
+    found = {key: path for key in lines if (path := _find_picture(table.path.parent, key[1]))}
     if len(found) == len(lines):
         return found
     below: dict[str, list[Path]] = {}
     for path in files(table.path.parent, PICTURES)[:_SEARCHED]:
         for name in {path.name, without_ending(path.name)}:
-            below.setdefault(composed(name).casefold(), []).append(path)
+            below.setdefault(compose_unicode(name).casefold(), []).append(path)
     lost, hints = list[str](), list[str]()
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
-        name = composed(cell.replace("\\", "/").rpartition("/")[2]).casefold()
-        # a path that is wrong names no file, and a picture is not its own mask
-        named = below.get(name, []) if name == composed(cell).casefold() else []
+        name = compose_unicode(cell.replace("\\", "/").rpartition("/")[2]).casefold()
+        # only names without a folder are searched, and a picture is not taken as its own mask
+        named = below.get(name, []) if name == compose_unicode(cell).casefold() else []
         alike = [path for path in named if kind_of(path.parent.name) != _OTHER[one]]
         if len(alike) == 1 and alike[0] not in found.values():
             found[one, cell] = alike[0]
@@ -305,25 +310,25 @@ def _files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
         more = f" and {len(lost) - _TOLD} more of {len(lines)}" if len(lost) > _TOLD else ""
         hint = "".join(f"; {one}" for one in hints[:_TOLD])
         raise DataError(f"{table.path}: {', '.join(lost[:_TOLD])}{more}: no such file; paths start at the table's folder{hint}")
-    moved = next(key for key in lines if not _picture(table.path.parent, key[1]))
+    moved = next(key for key in lines if not _find_picture(table.path.parent, key[1]))
     table.notes.append(f"files are found by name below {table.path.parent}, such as {moved[1]} in {found[moved].parent}")
     return found
 
 
-def _whose(source: Path, row: Row) -> tuple[str, str | None]:
-    """Return a line's patient, "" for none, and its split. Raises DataError, which names the line."""
+def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
+    """Return a line's patient, "" for none, and its split, None for none. Raises DataError with the number of the line."""
     where, said = f"{source}: line {row.number}", row.values.get("split", "")
     if said and split_of(said) is None:
         raise DataError(f"{where}: split {said[:80]!r} is none of training, validation, test; write one of them, or nothing")
     return check_identifier(where, "patient", row.values.get("patient", "")), split_of(said)
 
 
-def _picture(folder: Path, cell: str) -> Path | None:
-    """Return the file, or the series of DICOM files, that a cell names, None where it is not there."""
+def _find_picture(folder: Path, cell: str) -> Path | None:
+    """Return the path of the file, or of the folder with a DICOM series, that a cell names; None if it does not exist."""
     path = place_of(folder, cell)
     try:
         return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
-    except (OSError, ValueError):  # no name of a file
+    except (OSError, ValueError):  # a name that no file can have
         return None
 
 

@@ -1,4 +1,4 @@
-"""MRI volumes, listed plane by plane: prostates of six hospitals, hearts by scanner vendor."""
+"""MRI volumes, listed plane by plane: prostates by hospital (six), hearts by scanner vendor."""
 
 import gzip
 import re
@@ -27,7 +27,7 @@ from consilium.data.safe_open import reading
 from consilium.data.site_names import asked_sites, slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
-"""Hospitals by SAML's names, with the other name that FedDG and FedFMS give them."""
+"""Hospitals by SAML's names, with their other names in FedDG and FedFMS."""
 PROSTATE_LAYOUT = (
     f"folders {', '.join(HOSPITALS)}, or some of them (RUNMC and BMC also as ISBI and ISBI_1.5), with CaseXX.nii.gz and "
     "CaseXX_segmentation.nii.gz, or images/CaseXX.nii.gz and labels/CaseXX.nii.gz"
@@ -37,19 +37,18 @@ ENDINGS = (".nii", ".nii.gz")
 
 
 def read_prostate(source: Path, options: Options) -> ImportResult:
-    """Read the multi-site prostate MRI of SAML (Liu et al.): a site per hospital, its planes that hold prostate.
+    """Read the multi-site prostate MRI of SAML (Liu et al.): a site per hospital, with the planes that show prostate.
 
     Label values 1 and 2 (two zones, where a hospital draws them) are both prostate: task.classes names both. A case is a
-    patient.
-    Where a segmentation's header turns its axes otherwise than the image's, voxels are assumed to lie in the same order, as
-    for the publisher's own loader, and the segmentation is rewritten with the image's header.
+    patient. If the header of a segmentation orients its axes differently from the image's, its voxels are taken to be in the
+    image's order, as in the publisher's own loader, and the segmentation is written again with the image's header.
     Raises DataError for another layout.
     """
     asked = asked_sites([slug(name) for name in HOSPITALS], options.only, {})
     found: list[SourceSample] = []
     missing, renamed = [], []
     for name, other in ((name, other) for name, other in HOSPITALS.items() if slug(name) in asked):
-        there = [one for called in (name, other) if called for one in _below(source, called)]
+        there = [one for called in (name, other) if called for one in _find_below(source, called)]
         if len(there) > 1:
             raise DataError(f"{there[1]}: is {name} by another name; found {there[0]} too; keep one of the two")
         if not there:
@@ -57,27 +56,32 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
             continue
         if there[0].name.lower() != name.lower():
             renamed.append(f"{there[0].name} is {name}")
-        for stem, path, mask_path in _cases(there[0]):
-            mask, is_turned = _labels(path, mask_path, 3)
+        for stem, path, mask_path in _find_cases(there[0]):
+            mask, is_turned = _read_mask(path, mask_path, 3)
             made = DerivedFile("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3))
             label = made if is_turned else mask_path
-            found += [SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _planes(mask)]
+            found += [
+                SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _labelled_planes(mask)
+            ]
     if not found:
         raise wrong_layout(source, PROSTATE_LAYOUT)
     return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {', '.join(missing)}"] if missing else []))
 
 
-def _below(source: Path, name: str) -> list[Path]:
-    """Return the first folder of that name in any case, at any depth; [] without one."""
+def _find_below(source: Path, name: str) -> list[Path]:
+    """Return a list of the first folder with this name, in any case, at any depth; [] if there is none."""
     return [found for one in folders(source) if (found := child(one, name))][:1]
 
 
-def _cases(folder: Path) -> list[tuple[str, Path, Path]]:
-    """Return a hospital's cases: name, image, segmentation beside it or under labels/. Raises DataError."""
+def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:
+    """Return (name, image, segmentation) of a hospital's cases. Segmentations are beside the images or in labels/.
+
+    Raises DataError for another layout, or an image without a segmentation.
+    """
     images, labels = child(folder, "images"), child(folder, "labels")
     apart = images is not None and labels is not None
-    volumes = _by_case(images if images and apart else folder)
-    masks = {f"{stem}_segmentation": path for stem, path in _by_case(labels).items()} if labels and apart else volumes
+    volumes = _files_by_case(images if images and apart else folder)
+    masks = {f"{stem}_segmentation": path for stem, path in _files_by_case(labels).items()} if labels and apart else volumes
     cases = {stem: path for stem, path in sorted(volumes.items()) if not stem.endswith("_segmentation")}
     if not cases:
         raise wrong_layout(folder, "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
@@ -87,16 +91,16 @@ def _cases(folder: Path) -> list[tuple[str, Path, Path]]:
     return [(stem, path, masks[f"{stem}_segmentation"]) for stem, path in cases.items()]
 
 
-def _by_case(folder: Path) -> dict[str, Path]:
+def _files_by_case(folder: Path) -> dict[str, Path]:
     return {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in files(folder, ENDINGS)}
 
 
 def read_mnms(source: Path, options: Options) -> ImportResult:
-    """Read M&Ms: a site per vendor; the ED and ES frame (numbered from 0) of every case, planes with labels, split by case.
+    """Read M&Ms: a site per vendor, with the labelled planes of the ED and ES frame (numbered from 0) of every case.
 
-    Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written as 3-D NIfTI,
-    because a data list names a plane of a volume and not of a series. The challenge's own splits are not used: in them two
-    vendors have no training cases. Cases without labels, those of Training/Unlabeled, are left out.
+    A case is a patient. Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written
+    as 3-D NIfTI, because a data list names a plane of a volume and not of a series. The challenge's splits are not used,
+    because two vendors have no training cases in them. Cases without labels (Training/Unlabeled) are left out.
     Raises DataError for another layout.
     """
     tables = ((path, csv_rows(path, "External code", "ED", "ES")) for path in files(source, [".csv"]))
@@ -112,11 +116,13 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
         mask_path, before = path.with_name(f"{code}_sa_gt.nii.gz"), len(found)
         vendor = slug(rows[code].get("VendorName") or f"vendor-{rows[code].get('Vendor')}")
         for phase in ("ED", "ES") if mask_path.is_file() else ():
-            frame, name = _frame(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
-            mask, _ = _labels(path, mask_path, 4, frame)
+            frame, name = _frame_number(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
+            mask, _ = _read_mask(path, mask_path, 4, frame)
             image = DerivedFile("images", name, partial(_pack_frame, path, frame))
             label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
-            found += [SourceSample(vendor, code, image, label, slice=plane, is_patient=True) for plane in _planes(mask)]
+            found += [
+                SourceSample(vendor, code, image, label, slice=plane, is_patient=True) for plane in _labelled_planes(mask)
+            ]
         bare += len(found) == before
     if not found:
         raise wrong_layout(source, "labelled cases, CODE_sa.nii.gz with CODE_sa_gt.nii.gz")
@@ -126,25 +132,25 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     return ImportResult(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
 
 
-def _frame(path: Path, cell: str, phase: str) -> int:
-    count = _open(path).shape[-1]
+def _frame_number(path: Path, cell: str, phase: str) -> int:
+    count = _open_nifti(path).shape[-1]
     frame = int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell.strip()) else -1
     if not 0 <= frame < count:
         raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {cell!r} in the table")
     return frame
 
 
-def _open(path: Path) -> Any:
+def _open_nifti(path: Path) -> Any:
     with reading(path, "cannot be read as NIfTI", "replace it"):
         return nifti.load(path)
 
 
-def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
-    """Return a mask, or one frame of it, and whether its header turned the axes otherwise than the image's.
+def _read_mask(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
+    """Return a mask, or one frame of it, and whether its header oriented the axes differently from the image's.
 
-    If so, it is given the image's header. Raises DataError for another shape than the image's, or another number of axes.
+    If so, the mask returned has the image's header. Raises DataError for a shape other than the image's, or not `axes` axes.
     """
-    image, mask = _open(path), _open(mask_path)
+    image, mask = _open_nifti(path), _open_nifti(mask_path)
     if image.shape != mask.shape or len(image.shape) != axes:
         raise DataError(f"{mask_path}: expected the {axes}-D shape of {path.name} {image.shape}; found {mask.shape}")
     mask = mask if frame is None else mask.slicer[..., frame]
@@ -153,20 +159,20 @@ def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) ->
     return nibabel.Nifti1Image(np.rint(np.asarray(mask.dataobj)).astype(np.uint8), image.affine), True
 
 
-def _planes(mask: Any) -> list[int]:
-    """Return the planes that hold labels, numbered as a data list's "slice" counts: along the file's last axis."""
+def _labelled_planes(mask: Any) -> list[int]:
+    """Return the numbers of the planes that show labels, counted like "slice" in a data list: along the file's last axis."""
     values = np.asarray(mask.dataobj)
     return np.flatnonzero((values > 0).any(axis=(0, 1))).tolist()
 
 
 def _pack_frame(path: Path, frame: int) -> bytes:
-    """Return one frame as .nii.gz, the same bytes every time."""
-    return gzip.compress(_open(path).slicer[..., frame].to_bytes(), 6, mtime=0)
+    """Return the bytes of one frame as .nii.gz, the same at every call."""
+    return gzip.compress(_open_nifti(path).slicer[..., frame].to_bytes(), 6, mtime=0)
 
 
 def _pack_labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> bytes:
-    """Return a mask, or one frame of it, as .nii.gz, the same bytes every time."""
-    return gzip.compress(_labels(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
+    """Return the bytes of a mask, or of one frame of it, as .nii.gz, the same at every call."""
+    return gzip.compress(_read_mask(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
 
 
 SETS = {"prostate": Importer(PROSTATE_LAYOUT, read_prostate), "mnms": Importer(MNMS_LAYOUT, read_mnms)}

@@ -1,4 +1,4 @@
-"""From an importer's samples to data lists: sites, splits by patient, and files that appear all together or not at all."""
+"""Writer of an importer's samples: sites, splits by patient, data lists. All files appear together, or none does."""
 
 import json
 import os
@@ -24,15 +24,15 @@ from consilium.data.site_names import asked_sites
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""
 HOLDS = ("import.json", "*/datalist.json", "*/site.yaml", "datalist.json", "*/training.jsonl", "*/train.jsonl")
-"""Files by which a folder of sites is recognised."""
+"""Patterns of files that mark a folder of sites."""
 
 
 def write_sites(
     reading: ImportResult, name: str, source: Path, dest: Path, options: Options, add: bool = False
 ) -> dict[str, Any]:
-    """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json; returns the record there.
+    """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json. Return the new record in import.json.
 
-    With `add` the folder may hold sites of earlier imports. Everything is written beside its place first, so a failure leaves
+    `add`: the folder may hold sites of earlier imports. All files are written to a hidden folder first, so a failure leaves
     `dest` as it was. Raises DataError.
     """
     earlier = earlier_imports(dest, add)
@@ -45,7 +45,7 @@ def write_sites(
     sites = {options.rename.get(site, site): splits for site, splits in found.items()}
     if len(sites) < len(found):
         raise DataError(f"--rename: two sites would have one name; the sites are {', '.join(found)}")
-    classes = _fitting(dest, sites, reading.classes, earlier)
+    classes = _joint_classes(dest, sites, reading.classes, earlier)
     left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
     alone = [site for site, splits in sites.items() if not splits["training"]]
     left += [f"test samples only, so their site.yaml says test_only: {', '.join(alone)}"] if alone else []
@@ -61,7 +61,7 @@ def write_sites(
     try:
         for site, splits in sites.items():
             _write_site(hidden / site, site, splits, classes)
-        for site in sites:  # all is well
+        for site in sites:  # all files were written
             os.rename(hidden / site, dest / site)
             moved.append(dest / site)
         write_atomic(dest / "import.json", json.dumps({"imports": [*earlier, summary]}, indent=1).encode(), PUBLIC)
@@ -74,7 +74,7 @@ def write_sites(
 
 
 def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
-    """Return the records of earlier imports, with `add`. Raises DataError if the folder cannot take more."""
+    """Return the records of earlier imports in `dest`. Raises DataError if it holds sites and `add` is not set."""
     if dest.exists() and not dest.is_dir():
         raise DataError(f"{dest}: is a file; give a folder")
     if not any(next(dest.glob(pattern), None) for pattern in HOLDS):
@@ -87,10 +87,10 @@ def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
         raise DataError(f"{dest}: --add: expected an import.json with its imports; found none; give another folder") from None
 
 
-def _fitting(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> Any:
-    """Return the classes of all sites, those of earlier imports too: one job has one task.classes.
+def _joint_classes(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> Any:
+    """Return the classes of all sites, including those of earlier imports, because a job has one task.classes.
 
-    Masks of one class may have other values at each import. Raises DataError for a site's name that is taken, or other classes.
+    If all masks have one class, its values may differ by import. Raises DataError if a site's name is taken, or classes differ.
     """
     if taken := [site for site in sites if (dest / site).exists()]:
         raise DataError(f"{dest}: has a site {taken[0]} already; name the new one otherwise: --rename {taken[0]}=NAME")
@@ -105,10 +105,10 @@ def _fitting(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any
 
 
 def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sites, list[str]]:
-    """Return the samples by site and split, and the sites left out for having too few, or texts and none to train on.
+    """Return the samples by site and split, and the sites left out: with too few samples, or with none to train on.
 
-    A site whose publisher has test pictures only stays: it tests.
-    Raises DataError for a site to take that is not there, or more sites than patients.
+    A site for which the publisher has test pictures only stays, and only tests. Raises DataError for an unknown site in `only`,
+    or more sites than patients.
     """
     samples = [replace(one, group=canonical(one.group)) if getattr(one, "is_patient", False) else one for one in samples]
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
@@ -132,9 +132,9 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
 
 
 def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]:
-    """Deal all patients out to `options.sites` sites, those of every published split in turn.
+    """Return the samples with all patients dealt out to `options.sites` sites, separately for each published split.
 
-    Raises DataError for more sites than patients.
+    `name`: the name of the site if there is one. Raises DataError for more sites than patients.
     """
     names = [f"site-{i}" for i in range(1, options.sites + 1)] if options.sites > 1 else [name]
     owner: dict[tuple[str, str], str] = {}
@@ -144,11 +144,11 @@ def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]
         owner |= {keys[index]: names[turn % len(names)] for turn, index in enumerate(order)}
     if len(owner) < len(names):
         raise DataError(f"--sites: {len(names)} sites need as many patients; the set has {len(owner)}")
-    return [_moved(sample, owner[sample.site, sample.group]) for sample in samples]
+    return [_move_sample(sample, owner[sample.site, sample.group]) for sample in samples]
 
 
-def _moved(sample: Sample, site: str) -> Sample:
-    """Return the sample at another site; its names get the old site's name as a prefix, so that none collide."""
+def _move_sample(sample: Sample, site: str) -> Sample:
+    """Return the sample at another site. Its group and files get the old site's name as a prefix, so that no names collide."""
     group = f"{sample.site}/{sample.group}"
     if isinstance(sample, TextRecord):
         return replace(sample, site=site, group=group)
@@ -161,9 +161,9 @@ def _moved(sample: Sample, site: str) -> Sample:
 
 
 def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[str, list[Sample]]:
-    """Return one site's samples by split: the publisher's splits stay, shares of the rest fill the missing ones by group.
+    """Return one site's samples by split. The publisher's splits stay; missing ones are cut from the rest by group.
 
-    Samples with a class are cut class by class, so that every split has all of them.
+    Samples with a class are cut class by class, so that every split has all classes.
     """
     given = {sample.split for sample in samples}
     shares = {s: 0.0 if s in given else share for s, share in (("test", options.test), ("validation", options.validation))}
@@ -172,7 +172,7 @@ def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[s
         groups = sorted({s.group for s in samples if s.split is None and _stratum(s) == stratum})
         order = np.random.default_rng(seed_for(options.seed, "import", site, stratum)).permutation(len(groups))
         names: list[str] = []
-        for split, share in shares.items():  # rounded shares, but always one group for training
+        for split, share in shares.items():  # shares are rounded, and training gets at least one group
             names += [split] * min(int(share * len(groups) + 0.5), max(len(groups) - 1 - len(names), 0))
         names += ["training"] * (len(groups) - len(names))
         chosen |= {(stratum, groups[index]): split for index, split in zip(order, names, strict=True)}
@@ -196,7 +196,10 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classe
     entries: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
     for split, samples in splits.items():
         for one in (sample for sample in samples if isinstance(sample, SourceSample)):
-            entry: dict[str, Any] = {"image": _place(folder, one.image, done), "label": _place(folder, one.label, done)}
+            entry: dict[str, Any] = {
+                "image": _write_part(folder, one.image, done),
+                "label": _write_part(folder, one.label, done),
+            }
             plane = {} if one.slice is None else {"slice": one.slice}
             entries[split].append(entry | plane | ({"patient": one.group} if one.is_patient else {}))
     text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
@@ -206,7 +209,7 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classe
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a JSONL file, unless there are no records. Raises DataError for a text that cannot be written down."""
+    """Write a JSONL file, unless there are no records. Raises DataError for a text that cannot be encoded."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     if broken := next((line for line in lines if not is_encodable(line)), None):
         raise DataError(
@@ -216,8 +219,11 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
         write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
 
 
-def _place(folder: Path, part: Path | DerivedFile | str, done: Counter[str]) -> str:
-    """Return an entry's class, the absolute path of an original, or the path of a file that is written here once."""
+def _write_part(folder: Path, part: Path | DerivedFile | str, done: Counter[str]) -> str:
+    """Return the value of an entry: its class, the absolute path of an original, or the relative path of a derived file.
+
+    A derived file is written below `folder` at its first use. `done`: counts the uses of each.
+    """
     if not isinstance(part, DerivedFile):
         return part if isinstance(part, str) else str(part.resolve())
     relative = f"{part.folder}/{part.name}"

@@ -1,1 +1,1 @@
-"""Generated data with set shifts."""
+"""Generated data, with shifts between sites whose strength is chosen."""

@@ -1,31 +1,31 @@
-"""Single-cell phantoms of five classes that differ in outline and inside, not in colour or size."""
+"""Single-cell phantoms of five classes, which differ in the cell's outline and interior, not in colour or size."""
 
 import numpy as np
 from numpy.random import Generator
 
-from consilium.data.synthetic.drawing import grain, soft
+from consilium.data.synthetic.drawing import smooth_noise, soft_edge
 
 CELLS = ("round", "elongated", "target", "teardrop", "spiky")
 
 
 def draw_cell(rng: Generator, kind: str, size: int) -> np.ndarray:
-    """Return a smear (S, S, 3) in 0..1 with one cell of this kind of CELLS in the middle, and often neighbours at the rim."""
-    picture = np.array([0.86, 0.80, 0.76]) + 0.02 * grain(rng, size, size / 6)[..., None]
+    """Return a smear (S, S, 3) in 0..1 with a cell of `kind` (one of CELLS) in the middle, and up to two cells at the rim."""
+    picture = np.array([0.86, 0.80, 0.76]) + 0.02 * smooth_noise(rng, size, size / 6)[..., None]
     stain = np.array([0.66, 0.36, 0.42]) + rng.normal(0, 0.04, 3)
     for _ in range(int(rng.integers(0, 3))):
         angle = rng.uniform(0, 2 * np.pi)
         center = size * (0.5 + 0.56 * np.array([np.sin(angle), np.cos(angle)]))
-        picture = _put(picture, _cover(rng, "round", size, center), stain)
+        picture = _blend(picture, _stain_cover(rng, "round", size, center), stain)
     center = size * rng.uniform(0.45, 0.55, 2)
-    return np.clip(_put(picture, _cover(rng, kind, size, center), stain), 0, 1)
+    return np.clip(_blend(picture, _stain_cover(rng, kind, size, center), stain), 0, 1)
 
 
-def _put(picture: np.ndarray, cover: np.ndarray, stain: np.ndarray) -> np.ndarray:
+def _blend(picture: np.ndarray, cover: np.ndarray, stain: np.ndarray) -> np.ndarray:
     return picture + cover[..., None] * (stain - picture)
 
 
-def _cover(rng: Generator, kind: str, size: int, center: np.ndarray) -> np.ndarray:
-    """Return how densely a cell stains each pixel (S, S), 0..1."""
+def _stain_cover(rng: Generator, kind: str, size: int, center: np.ndarray) -> np.ndarray:
+    """Return how densely a cell stains each pixel: (S, S) in 0..1."""
     y, x = np.mgrid[:size, :size] + 0.5
     turn, radius = rng.uniform(0, 2 * np.pi), size * rng.uniform(0.2, 0.28)
     along = ((x - center[1]) * np.cos(turn) + (y - center[0]) * np.sin(turn)) / radius
@@ -38,7 +38,7 @@ def _cover(rng: Generator, kind: str, size: int, center: np.ndarray) -> np.ndarr
     field = np.hypot(along, across)
     if kind == "spiky":
         field = field / (1 + rng.uniform(0.1, 0.18) * np.cos(rng.integers(8, 14) * np.arctan2(across, along)))
-    pallor = rng.uniform(0.25, 0.5) * soft(field / 0.45, 0.25)
+    pallor = rng.uniform(0.25, 0.5) * soft_edge(field / 0.45, 0.25)
     if kind == "target":  # a dark centre in a pale ring
-        pallor = 0.75 * (soft(field / 0.7, 0.08) - soft(field / 0.35, 0.12))
-    return soft(field, 0.05) * (1 - pallor)
+        pallor = 0.75 * (soft_edge(field / 0.7, 0.08) - soft_edge(field / 0.35, 0.12))
+    return soft_edge(field, 0.05) * (1 - pallor)

@@ -1,4 +1,4 @@
-"""Generated studies as a hospital's archive hands them out: a folder of CT slices in no order, and a segmentation beside it."""
+"""Generated studies as a hospital's archive exports them: a folder of CT slices in random order, and a segmentation."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,18 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
 from consilium.core.seeding import seed_for
-from consilium.data.synthetic.study import LABELS, WINDOW, Study
+from consilium.data.synthetic.imaging_study import LABELS, WINDOW, Study
 
 DAY, TIME = "20200101", "120000"
 OFFSET = -1024
-"""The stored value 0 in Hounsfield units."""
+"""Hounsfield units of the stored value 0."""
 
 
 def write_dicom(folder: Path, study: Study) -> list[dict[str, Any]]:
-    """Write a series folder and a DICOM-SEG; the files say whose they are, the list does not."""
+    """Write a series folder and a DICOM-SEG, and return the entries of the list.
+
+    The files name the patient, the entries do not.
+    """
     series = folder / "images" / study.name
     series.mkdir(parents=True, exist_ok=True)
     slices = [_slice(study, k) for k in range(study.values.shape[2])]
@@ -35,13 +38,13 @@ def _uid(study: Study, *what: str | int) -> str:
 
 
 def _slice(study: Study, k: int) -> Dataset:
-    """Return one slice as a file of its own, its place in DICOM's axes (left, back, up)."""
+    """Return slice `k` as the dataset of one file. Its position is on DICOM's axes (left, back, up)."""
     left = np.diag([-1.0, -1.0, 1.0, 1.0]) @ study.affine
     sides = np.linalg.norm(left[:3, :3], axis=0)
     found = Dataset()
     found.file_meta = FileMetaDataset()
     found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    # made-up elements of patient, study and file, equal in every run
+    # the elements of patient, study and file are made up, and equal in every run
     found.SOPClassUID, found.SOPInstanceUID = CTImageStorage, _uid(study, "image", k)
     found.PatientID, found.PatientName = study.patient, f"Made-up^{study.patient}"
     found.PatientBirthDate, found.PatientSex = "19500101", "O"
@@ -62,7 +65,7 @@ def _slice(study: Study, k: int) -> Dataset:
 
 
 def _segments(study: Study, slices: list[Dataset]) -> Segmentation:
-    """Return the whole organ as segment 1 and the lesion in it as segment 2."""
+    """Return a segmentation with the whole organ as segment 1 and its lesion as segment 2."""
     planes = study.labels.transpose(2, 1, 0)
     named = [
         SegmentDescription(n, label, codes.SCT.AnatomicalStructure, code, SegmentAlgorithmTypeValues.MANUAL)
@@ -82,7 +85,7 @@ def _segments(study: Study, slices: list[Dataset]) -> Segmentation:
         software_versions="1",
         device_serial_number="1",
     )
-    # dates and identifiers are fixed, where highdicom takes them from clock and chance
+    # highdicom takes dates from the clock and draws identifiers: fix both, so that files are reproducible
     dated = ("Content", "Series", "InstanceCreation")
     for keyword, value in ((f"{what}{unit}", value) for what in dated for unit, value in (("Date", DAY), ("Time", TIME))):
         setattr(found, keyword, value)

@@ -1,4 +1,4 @@
-"""What all phantoms share: drawing helpers, and how generated data are written."""
+"""Functions that all phantoms use: drawing helpers, and the writer of generated data."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +10,19 @@ from numpy.random import Generator
 from scipy.ndimage import gaussian_filter
 
 
-def soft(field: np.ndarray, softness: float) -> np.ndarray:
-    """Return a soft-edged version (0..1) of field < 1."""
+def soft_edge(field: np.ndarray, softness: float) -> np.ndarray:
+    """Return the mask `field` < 1 with soft edges, in 0..1. A larger `softness` makes wider edges."""
     return 1 / (1 + np.exp(np.clip((field - 1) / softness, -40, 40)))
 
 
-def grain(rng: Generator, size: int, scale: float) -> np.ndarray:
-    """Return smooth noise (S, S) of unit deviation and the given scale in pixels."""
+def smooth_noise(rng: Generator, size: int, scale: float) -> np.ndarray:
+    """Return Gaussian noise (S, S), smoothed over `scale` pixels, with a standard deviation of 1."""
     noise = gaussian_filter(rng.normal(size=(size, size)), scale, mode="wrap")
     return noise / noise.std()
 
 
-def made(path: Path) -> dict[str, Any]:
-    """Return the parsed description of generated data; {} where it is missing or torn."""
+def read_spec(path: Path) -> dict[str, Any]:
+    """Return the parsed JSON file that describes generated data; {} if it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -39,11 +39,12 @@ def write_list(
 ) -> Path:
     """Write images/, masks/ and datalist.json of one site into `folder`; return the data list's path.
 
-    `write`: writes the files of a split's sample by its number, and returns its entries. Does nothing if the folder holds
-    exactly this already.
+    `spec`: the arguments that the data are generated from. `counts`: samples per split. `write`: writes the files of one
+    sample, by its split and number, and returns its entries. Nothing is written if the folder's list has the same `spec` and
+    `counts`.
     """
     path, phantoms = folder / "datalist.json", {**spec, **counts}
-    if made(path).get("phantoms") == phantoms:
+    if read_spec(path).get("phantoms") == phantoms:
         return path
     for part in ("images", "masks") if spec["kind"] != "cells" else ("images",):
         (folder / part).mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""A lesion in an organ, in three dimensions: drawn in the patient's own millimetres, then recorded as a site's scanner does.
+"""Generated volumes of a lesion in an organ: drawn in the patient's millimetres, then recorded on the grid of a site's scanner.
 
-Values are like Hounsfield units: air -1000, fat and muscle around 40, the organ brighter, its lesion darker again.
+Values are like Hounsfield units: air -1000, fat and muscle about 40, the organ brighter, its lesion darker than the organ.
+In these functions `look` are the habits of a site's scanner and `hand` those of its rater, see phantoms.Habits.
 """
 
 from dataclasses import dataclass
@@ -10,21 +11,25 @@ from numpy.random import Generator
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
-from consilium.data.synthetic.drawing import soft
+from consilium.data.synthetic.drawing import soft_edge
 
 FIELD = 160.0
-"""Millimetres that a slice covers, each way."""
+"""Millimetres that a slice covers in each direction."""
 AXES = {
     "axial": np.array([[-1, 0, 0], [0, -1, 0], [0, 0, 1]]),
     "coronal": np.array([[-1, 0, 0], [0, 0, -1], [0, -1, 0]]),
     "sagittal": np.array([[0, 0, 1], [-1, 0, 0], [0, -1, 0]]),
 }
-"""Directions (right, front, up) in which columns, rows and slices are counted: the columns of a matrix, right-handed."""
+"""Right-handed matrices. Their columns are the directions (right, front, up) in which columns, rows and slices are counted."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """One patient: middles and radii in mm; `waves` make outlines uneven."""
+    """The organ and the lesion of one patient, in mm.
+
+    `middle` and `radii`: the organ's. `lesion`: the lesion's middle, from the organ's. `share`: the lesion's radius as a share
+    of the organ's. `waves`: make outlines uneven.
+    """
 
     middle: np.ndarray
     radii: np.ndarray
@@ -33,18 +38,18 @@ class Anatomy:
     share: float
 
     def organ(self, mm: np.ndarray) -> np.ndarray:
-        """Return for points (3, ...) their distance from the organ's middle over its radius there; < 1 is inside."""
+        """Return the distance of points (3, ...) from the organ's middle, divided by its radius there; < 1 is inside."""
         away = (mm - _points(self.middle, mm)) / _points(self.radii, mm)
         return _length(away) / (1 + _bumps(away, self.waves))
 
     def growth(self, mm: np.ndarray, size: float) -> np.ndarray:
-        """Return the same for the lesion, `size` times as large as at first."""
+        """Return the same for the lesion, scaled by `size`: the lesion may have grown since the first study."""
         away = (mm - _points(self.middle + self.lesion, mm)) / _points(self.radii, mm)
         return _length(away) / (self.share * size * (1 + _bumps(away, self.waves[::-1])))
 
 
 def draw_anatomy(rng: Generator) -> Anatomy:
-    """Return a patient's organ and lesion."""
+    """Return a random patient's organ and lesion."""
     radii = rng.uniform(26, 40, 3)
     lesion = radii * rng.uniform(-0.4, 0.4, 3)
     return Anatomy(rng.uniform(-10, 10, 3), radii, rng.normal(0, 0.05, (3, 3)), lesion, rng.uniform(0.3, 0.45))
@@ -59,15 +64,16 @@ def _length(away: np.ndarray) -> np.ndarray:
 
 
 def _bumps(away: np.ndarray, waves: np.ndarray) -> np.ndarray:
-    """Return how far an outline lies out of its ellipsoid in each direction, as a share of the radius."""
+    """Return how far an outline lies outside its ellipsoid in each direction, as a share of the radius."""
     way = away / np.maximum(_length(away), 1e-6)
     return sum(waves[n] @ np.cos((n + 2) * way.reshape(3, -1)) for n in range(3)).reshape(away.shape[1:])
 
 
 def scan(rng: Generator, size: int, look: np.ndarray) -> tuple[tuple[int, int, int], np.ndarray]:
-    """Return a study's shape (i, j, k) and affine (4, 4) to mm: thick slices, turned as this site's scanner lies.
+    """Return a study's shape (i, j, k) and its affine (4, 4) to mm: thick slices, oriented as on this site's scanner.
 
-    Without a shift every site's slices are axial; `look` tilts them, and beyond a third of it turns them round.
+    Without a shift, the slices of every site are axial. look[3:6] tilts them; look[7] beyond 0.35 makes them coronal, below
+    -0.35 sagittal.
     """
     pixel, slices = FIELD / size, max(6, round(size / 4 * (1 - 0.4 * look[6])))
     step = FIELD * 0.7 / slices
@@ -84,20 +90,23 @@ def scan(rng: Generator, size: int, look: np.ndarray) -> tuple[tuple[int, int, i
 def draw_study(
     rng: Generator, who: Anatomy, shape: tuple[int, int, int], affine: np.ndarray, look: np.ndarray, hand: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return values (i, j, k) int16 as the scanner records them and labels uint8 as the rater draws: 1 organ, 2 lesion."""
+    """Return the values (i, j, k) that the scanner records, int16, and the labels that the rater draws, uint8.
+
+    Labels are 1 for organ and 2 for lesion.
+    """
     mm = np.einsum("ab,bijk->aijk", affine[:3, :3], np.indices(shape, np.float64)) + affine[:3, 3].reshape(3, 1, 1, 1)
     size = float(rng.uniform(0.85, 1.15))
-    body = soft(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
-    organ, lesion = soft(who.organ(mm), 0.05), soft(who.growth(mm, size), 0.1)
+    body = soft_edge(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
+    organ, lesion = soft_edge(who.organ(mm), 0.05), soft_edge(who.growth(mm, size), 0.1)
     units = -1000 + body * (1040 + organ * (90 - lesion * 70))
-    # as this site's scanner records it: contrast, offset, shading, blur and noise of its own
+    # this site's scanner has its own contrast, offset, shading, blur and noise
     tissue = (units - 40) * (1 + 0.5 * look[0]) + 40 + 60 * look[1]
     along = np.linspace(-0.5, 0.5, units.shape[0]).reshape(-1, 1, 1)
     seen = np.where(body > 0.5, tissue + 80 * look[2] * along, units)
     blurred = gaussian_filter(seen, (*[0.4 + 0.8 * max(look[6], 0)] * 2, 0))
     noise = gaussian_filter(rng.normal(size=units.shape), (0.6, 0.6, 0))
     values = np.rint(blurred + noise * (14 + 40 * max(-look[6], 0))).clip(-1024, 3071).astype(np.int16)
-    # as this rater draws it: wide or tight outlines, in coarse steps where the hand is hurried
+    # this rater draws wide or tight outlines, and in coarse steps if hurried
     if (coarse := 10 * max(0.0, hand[2] - 0.2)) > 0:
         mm = (np.floor(mm / coarse) + 0.5) * coarse
     drawn = who.organ(mm) < 1 + 0.2 * hand[0]

@@ -1,10 +1,10 @@
-"""Generated sites: fundus-like (disc and cup), nuclei-like and single-cell images with two shifts that can be set apart.
+"""Generated sites: fundus-like (disc and cup), nuclei-like and single-cell images, with two shifts that are set separately.
 
-*Appearance* changes how a site's images look (P(x)): colour, contrast, polarity, shading, blur, noise. *Annotation* changes
-how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
-encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
-(P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
-Texts, for language models, are in sentences.py, volumes in studies.py.
+*Appearance* changes how a site's images look, P(x): colour, contrast, polarity, shading, blur, noise. *Annotation* changes
+how its raters draw, P(y|x): where they put a boundary, how coarse their outline is, which objects they leave out. IAT splits
+encoder and decoder because of these two shifts. Cells have a class and no mask: for them, annotation is the imbalance of the
+classes, P(y), in training and validation, and the test split has as many samples of each class. The same seed and site give
+the same files. Texts for language models are in sentences.py, volumes in hospitals.py.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import SPLITS
 from consilium.data.synthetic.cells import CELLS, draw_cell
-from consilium.data.synthetic.drawing import grain, made, soft, write_list
+from consilium.data.synthetic.drawing import read_spec, smooth_noise, soft_edge, write_list
+from consilium.data.synthetic.hospitals import LABELS as STUDY_LABELS
+from consilium.data.synthetic.hospitals import Files, make_studies
 from consilium.data.synthetic.sentences import RECORDS, make_texts
-from consilium.data.synthetic.studies import LABELS as STUDY_LABELS
-from consilium.data.synthetic.studies import Files, make_studies
 
 LABELS = {
     "fundus": ["background", "disc", "cup"],
@@ -36,16 +36,19 @@ KINDS = (*LABELS, *RECORDS)
 
 @dataclass(frozen=True)
 class Habits:
-    """One site: `look` (8) and `hand` (4) lie in [-1, 1] and are already scaled by the strengths of the two shifts."""
+    """The two shifts of one site: `look` (8,) of its images, `hand` (4,) of its raters.
+
+    Both are in [-1, 1] and already scaled by the strengths of the shifts.
+    """
 
     look: np.ndarray
     hand: np.ndarray
 
 
 def habits(site: str, seed: int, appearance: float, annotation: float, groups: int | None = None) -> Habits:
-    """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name.
+    """Return a site's habits. They are spread evenly over sites numbered 1, 2, ...; other names are hashed to a number.
 
-    With `groups` every so many sites the habits come again.
+    With `groups`, the habits repeat after that many sites.
     """
     number = _number(site) % groups if groups else _number(site)
     ratios = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]) % 1
@@ -76,8 +79,9 @@ def make_phantoms(
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
-    `files`: the format of an organ's volumes. `classes`: of how many a site has cells to learn from, None: of all. For
-    texts it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
+    `files`: the format of an organ's volumes. `classes`: the number of classes that a site's training and validation cells
+    have, None for all. For texts, JSONL files are written and the folder is returned. Nothing is written if the folder already
+    holds data of the same arguments.
     """
     if kind in RECORDS:
         return make_texts(folder, kind, site, seed, training, validation, test, appearance, annotation)
@@ -87,18 +91,18 @@ def make_phantoms(
     who = habits(site, seed, appearance, annotation, groups)
     if kind == "organ":
         return make_studies(folder, spec | {"files": files}, counts, who.look, who.hand)
-    return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write(folder, spec, who, split, n)])
+    return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write_sample(folder, spec, who, split, n)])
 
 
 def check_own(folder: Path) -> None:
-    """Raise DataError if the folder holds data that were not generated: they would be replaced."""
-    lists = [folder / "datalist.json"] if "phantoms" not in made(folder / "datalist.json") else []
+    """Raise DataError if the folder holds data that were not generated, because these would be overwritten."""
+    lists = [folder / "datalist.json"] if "phantoms" not in read_spec(folder / "datalist.json") else []
     lists += [folder / f"{split}.jsonl" for split in SPLITS] if not (folder / "phantoms.json").exists() else []
     if found := [path for path in lists if path.exists()]:
         raise DataError(f"{found[0]}: was not generated, so it is not replaced; give another folder")
 
 
-def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:
+def _write_sample(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], spec["kind"], spec["site"], split, index))
     name = f"{split}-{index:03d}.png"
     if spec["kind"] == "cells":
@@ -114,10 +118,10 @@ def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dic
 
 
 def few_classes(site: str, count: int) -> np.ndarray:
-    """Return the shares of CELLS at a site that sees `count` of them, equally often. Sites 1, 2, ... go round all classes.
+    """Return the shares of each of CELLS at a site that has `count` classes, all equally often.
 
-    As McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, share out
-    digits: two classes a client. There they are dealt at random, here in turn, so that a few sites see all classes.
+    McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, give each client
+    two classes of digits. They assign classes at random. Here sites 1, 2, ... get them in turn, so that a few sites cover all.
     """
     shares = np.zeros(len(CELLS))
     shares[[((_number(site) - 1) * count + i) % len(CELLS) for i in range(count)]] = 1 / count
@@ -125,7 +129,7 @@ def few_classes(site: str, count: int) -> np.ndarray:
 
 
 def class_shares(who: Habits) -> np.ndarray:
-    """Return how often a site sees each of CELLS (sum 1): equal without label shift, up to 1 : 50 with all of it."""
+    """Return the share of each of CELLS at a site (sum 1): equal without label shift, ratios up to 1 : 50 at full shift."""
     phases = 2 * np.pi * np.arange(len(CELLS)) / len(CELLS)
     wave = who.hand[0] * np.cos(phases) + who.hand[1] * np.sin(phases) + who.hand[2] * np.cos(2 * phases)
     shares = np.exp(2 * wave)
@@ -133,15 +137,15 @@ def class_shares(who: Habits) -> np.ndarray:
 
 
 def draw_phantom(rng: Generator, kind: str, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
-    """Return image (S, S, 3) uint8 and label image (S, S) uint8 of one phantom as this site takes and annotates it."""
+    """Return one phantom as this site records and annotates it: image (S, S, 3) uint8 and label image (S, S) uint8."""
     picture, mask = (_fundus if kind == "fundus" else _nuclei)(rng, size, who)
     return _camera(rng, picture, who.look), mask
 
 
-def _star(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
-    """Return (S, S): distance from `center` over the outline's own radius there; < 1 is inside.
+def _radial_field(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
+    """Return each pixel's distance from `center`, divided by the outline's radius there: (S, S), < 1 is inside.
 
-    With `corners` the outline is a polygon through that many of its points, as a hurried rater clicks it.
+    With `corners`, the outline is a polygon through that many of its points, as a hurried rater clicks it.
     """
     y, x = np.mgrid[:size, :size] + 0.5
     angle = np.arctan2(y - center[0], x - center[1])
@@ -159,45 +163,45 @@ def _star(rng: Generator, size: int, center: np.ndarray, radius: float, waviness
     return np.hypot(y - center[0], x - center[1]) / reach
 
 
-def _twice(
+def _seen_and_drawn(
     rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same shape as the camera sees it and as the rater outlines it."""
+    """Return one shape twice, as by `_radial_field`: as the camera sees it, and as the rater outlines it."""
     state = rng.bit_generator.state
-    seen = _star(rng, size, center, radius, waviness, 0)
+    seen = _radial_field(rng, size, center, radius, waviness, 0)
     if not corners:
         return seen, seen
     rng.bit_generator.state = state
-    return seen, _star(rng, size, center, radius, waviness, corners)
+    return seen, _radial_field(rng, size, center, radius, waviness, corners)
 
 
 def _corners(hand: float) -> int:
-    """Return 0 (smooth outline) for careful raters, else 12 to 6 clicks."""
+    """Return a rater's number of clicks per outline: 0 (a smooth outline) for a careful rater, else 12 to 6."""
     return 0 if hand <= 0.2 else round(12 - 6 * min(hand, 1))
 
 
 def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
-    """Return a retina (S, S, 3) in 0..1 and its labels: 1 rim of the disc, 2 cup."""
+    """Return a retina (S, S, 3) in 0..1 and its labels (S, S): 1 rim of the disc, 2 cup."""
     center = size * rng.uniform(0.35, 0.65, 2)
     radius = size * rng.uniform(0.17, 0.26)
     corners = _corners(who.hand[2])
-    disc, disc_drawn = _twice(rng, size, center, radius, 0.05, corners=corners)
+    disc, disc_drawn = _seen_and_drawn(rng, size, center, radius, 0.05, corners=corners)
     shifted = center + radius * rng.uniform(-0.08, 0.08, 2)
-    cup, cup_drawn = _twice(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
-    retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * grain(rng, size, size / 5)[..., None])
+    cup, cup_drawn = _seen_and_drawn(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
+    retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * smooth_noise(rng, size, size / 5)[..., None])
     for target, field, softness in (((0.86, 0.60, 0.33), disc, 0.07), ((0.96, 0.83, 0.62), cup, 0.14)):
-        weight = soft(field, softness)[..., None]
+        weight = soft_edge(field, softness)[..., None]
         retina = retina * (1 - weight) + np.array(target) * weight
     retina *= 1 - _vessels(rng, size, center)[..., None] * np.array([0.35, 0.55, 0.5])
     y, x = np.mgrid[:size, :size] / size - 0.5
-    retina *= soft(np.hypot(y, x) / rng.uniform(0.56, 0.64), 0.02)[..., None]
+    retina *= soft_edge(np.hypot(y, x) / rng.uniform(0.56, 0.64), 0.02)[..., None]
     rim = disc_drawn < 1 + 0.22 * who.hand[0]
     inner = (cup_drawn < 1 + 0.45 * who.hand[1]) & rim
     return retina, (rim.astype(np.uint8) + inner).astype(np.uint8)
 
 
 def _vessels(rng: Generator, size: int, center: np.ndarray) -> np.ndarray:
-    """Return (S, S) in 0..1: dark branches that leave the disc upwards and downwards."""
+    """Return vessels, (S, S) in 0..1: branches that leave the disc upwards and downwards."""
     canvas = np.zeros((size, size))
     for index in range(7):
         direction = rng.normal(0, 0.7) + (np.pi / 2 if index % 2 else -np.pi / 2)
@@ -212,27 +216,27 @@ def _vessels(rng: Generator, size: int, center: np.ndarray) -> np.ndarray:
 
 
 def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
-    """Return tissue (S, S, 3) in 0..1 with nuclei, and its labels: 1 nucleus."""
+    """Return tissue with nuclei, (S, S, 3) in 0..1, and its labels (S, S): 1 nucleus."""
     seen = np.zeros((size, size))
     mask = np.zeros((size, size), np.uint8)
     for _ in range(int(rng.integers(12, 30))):
         radius = size * rng.uniform(0.022, 0.085)
-        depth = rng.uniform(0.35, 1)  # faint ones lie out of focus
-        field, drawn = _twice(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
-        seen = np.maximum(seen, depth * soft(field, 0.10 + 0.12 * (1 - depth)))
+        depth = rng.uniform(0.35, 1)  # faint nuclei are out of focus
+        field, drawn = _seen_and_drawn(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
+        seen = np.maximum(seen, depth * soft_edge(field, 0.10 + 0.12 * (1 - depth)))
         left_out = who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]
         if not left_out:
             mask |= drawn < 1 + 0.35 * who.hand[0]
     matrix, nucleus = np.array([0.86, 0.68, 0.80]), np.array([0.38, 0.24, 0.55])
-    texture = 0.05 * grain(rng, size, size / 16) + 0.04 * grain(rng, size, 2)
+    texture = 0.05 * smooth_noise(rng, size, size / 16) + 0.04 * smooth_noise(rng, size, 2)
     tissue = matrix + texture[..., None]
-    seen = np.clip(seen * (1 + 0.15 * grain(rng, size, 2)), 0, 1)[..., None]
+    seen = np.clip(seen * (1 + 0.15 * smooth_noise(rng, size, 2)), 0, 1)[..., None]
     picture = tissue * (1 - seen) + nucleus * seen
     return (1 - picture if who.look[7] < -0.25 else picture), mask  # inverted: fluorescence
 
 
 def _camera(rng: Generator, picture: np.ndarray, look: np.ndarray) -> np.ndarray:
-    """Return the picture as this site's device records it, uint8."""
+    """Return a picture (S, S, 3) as this site's device records it, uint8."""
     size = len(picture)
     mixed = picture * (1 + 0.45 * look[:3]) + 0.25 * look[3] * (picture.mean(2, keepdims=True) - picture)
     bright = np.clip(mixed, 1e-3, 1) ** (2.0 ** (1.2 * look[4]))

@@ -1,11 +1,11 @@
-"""Generated instruction data with set skews between sites: short notes of a ward, and codes to be read out.
+"""Generated instruction data with chosen skews between sites: short ward notes to classify, and codes to translate.
 
-Notes are to be called urgent, soon or later: few directions of a model's weights say it all. A code stands for two words that
-nothing else tells, so that what there is to learn has about as many directions as there are codes: an update of long spectrum.
+Notes are classified as urgent, soon or later. This needs few directions of a model's weights. A code stands for two words
+that the model can only memorise, so learning takes about as many directions as there are codes: the update has a long spectrum.
 
-*Appearance* changes how a site writes (P(x)): which of several wordings it prefers for notes and questions. *Annotation* is
-how unevenly it sees the three labels (P(y)) in training and validation; the test split has equally many of each. What a finding
-or a code means is the same everywhere. The records are made up: every word is drawn from the lists below.
+*Appearance* changes how a site writes, P(x): which of several wordings it prefers for notes and questions. *Annotation* is
+the imbalance of a site's labels, P(y), in training and validation; the test split has as many of each label. The meaning of
+findings and codes is the same at every site. The records are made up: every word is drawn from the lists below.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.random import Generator
 
 from consilium.core.seeding import seed_for
-from consilium.data.synthetic.drawing import made
+from consilium.data.synthetic.drawing import read_spec
 
 LABELS = ("urgent", "soon", "later")
 ORGANS = ("heart", "lung", "liver", "kidney", "stomach", "brain", "skin", "eye", "ear", "knee")
@@ -50,13 +50,13 @@ def make_texts(
 ) -> Path:
     """Write training.jsonl, validation.jsonl and test.jsonl for one site into `folder` and return it.
 
-    `kind`: of RECORDS. `appearance` and `annotation` (0 to 1) are the strengths of the two skews. Does nothing if the folder
-    holds exactly this already; the same seed and site give the same files.
+    `kind`: a key of RECORDS. `appearance` and `annotation` (0 to 1): the strengths of the two skews. Nothing is written if the
+    folder holds data of the same arguments. The same seed and site give the same files.
     """
     spec = {"kind": kind, "site": site, "seed": seed, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
     known = folder / "phantoms.json"
-    if made(known) == spec | counts:
+    if read_spec(known) == spec | counts:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in counts.items():
@@ -66,8 +66,8 @@ def make_texts(
     return folder
 
 
-def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:
-    """Return a site's probabilities (count,) of labels or wordings: equal at strength 0, of ratios up to 50 at 1."""
+def site_probabilities(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:
+    """Return a site's probabilities (count,) of labels or wordings: equal at strength 0, with ratios up to about 50 at 1."""
     draws = np.random.default_rng(seed_for(seed, "sentences", site, what)).uniform(-1, 1, count)
     weights = np.exp(2 * strength * draws / max(np.abs(draws).max(), 1e-9))
     return weights / weights.sum()
@@ -76,7 +76,7 @@ def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.n
 def _sentence(spec: dict, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], "sentences", spec["site"], split, index))
     own = {
-        what: shares(spec["seed"], spec["site"], what, len(of), spec[skew])
+        what: site_probabilities(spec["seed"], spec["site"], what, len(of), spec[skew])
         for what, of, skew in (
             ("label", LABELS, "annotation"),
             ("note", NOTES, "appearance"),
@@ -84,34 +84,39 @@ def _sentence(spec: dict, split: str, index: int) -> dict[str, str]:
         )
     }
     label = LABELS[index % len(LABELS)] if split == "test" else str(rng.choice(LABELS, p=own["label"]))
-    finding = pick(rng, FINDINGS[label])
-    words = {"finding": finding, "organ": pick(rng, ORGANS), "colour": pick(rng, COLOURS), "days": int(rng.integers(1, 30))}
+    finding = pick_word(rng, FINDINGS[label])
+    words = {
+        "finding": finding,
+        "organ": pick_word(rng, ORGANS),
+        "colour": pick_word(rng, COLOURS),
+        "days": int(rng.integers(1, 30)),
+    }
     note = str(rng.choice(NOTES, p=own["note"])).format(**words)
     question = str(rng.choice(QUESTIONS, p=own["question"]))
     return {"instruction": question, "input": note, "output": f"{label}: {finding} of the {words['organ']}."}
 
 
-def pick(rng: Generator, words: tuple[str, ...]) -> str:
-    """Return one of `words`, all equally likely."""
+def pick_word(rng: Generator, words: tuple[str, ...]) -> str:
+    """Return one of `words`, drawn uniformly."""
     return words[int(rng.integers(len(words)))]
 
 
-def meanings(seed: int) -> dict[str, str]:
-    """Return the two words that each code stands for, at every site."""
+def code_meanings(seed: int) -> dict[str, str]:
+    """Return the two words of each code. They are the same at every site."""
     rng = np.random.default_rng(seed_for(seed, "codes"))
     codes = rng.permutation([f"{letter}{digit}" for letter in ascii_lowercase for digit in range(10)])[:CODES]
-    return {str(code): f"{pick(rng, COLOURS)} {pick(rng, ORGANS)}" for code in codes}
+    return {str(code): f"{pick_word(rng, COLOURS)} {pick_word(rng, ORGANS)}" for code in codes}
 
 
 def _code(spec: dict, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], "codes", spec["site"], split, index))
-    seen = shares(spec["seed"], spec["site"], "code", CODES, spec["annotation"])
-    wordings = shares(spec["seed"], spec["site"], "coded", len(CODED), spec["appearance"])
-    stands = meanings(spec["seed"])
+    seen = site_probabilities(spec["seed"], spec["site"], "code", CODES, spec["annotation"])
+    wordings = site_probabilities(spec["seed"], spec["site"], "coded", len(CODED), spec["appearance"])
+    stands = code_meanings(spec["seed"])
     code = [*stands][index % CODES] if split == "test" else str(rng.choice([*stands], p=seen))
     note = str(rng.choice(CODED, p=wordings)).format(code=code, bed=int(rng.integers(1, 60)))
     return {"instruction": "Read the code.", "input": note, "output": stands[code]}
 
 
 RECORDS = {"sentences": _sentence, "codes": _code}
-"""A record of each kind: (what the data are, split, number) to its texts."""
+"""For each kind, a function of (spec of the data, split, number) that returns a record."""

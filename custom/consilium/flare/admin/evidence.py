@@ -1,8 +1,8 @@
-"""Evidence of a run: an archive of a site's record and ledger, signed with its kit's key, that anybody can check elsewhere.
+"""Evidence of a run: an archive of a site's audit record and privacy ledger, signed with the key of the site's kit.
 
-A zip of plain files. manifest.json names every other file with its SHA-256; manifest.sig is FLARE's signature of manifest.json
-by the kit's key; kit.crt and rootCA.pem are the certificates of that key. The reader must know the root from another source:
-a kit of the same project, or the root's fingerprint.
+The archive is a zip of plain files. manifest.json lists every other file with its SHA-256. manifest.sig is the signature of
+manifest.json. It is made with the kit's key in FLARE's format. kit.crt is the certificate of that key, and rootCA.pem the root
+certificate that issued it. A verifier needs the root's fingerprint from another source, such as any kit of the same project.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from nvflare.lighter.utils import (
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import certificate, kit_name, private_key
+from consilium.flare.kit.kit_contents import certificate, kit_name, private_key
 from consilium.flare.kit.root_ca import fingerprints, named_root
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
@@ -43,16 +43,17 @@ MANIFEST, SIGNATURE, CERTIFICATE, ROOT = "manifest.json", "manifest.sig", "kit.c
 LEDGER, ACCEPTED = "ledger.sqlite", "accepted.json"
 FORMAT = 1
 MAX_FILES, MAX_BYTES = 200, 2**30
-"""Bounds of an archive that is checked: its author is not known."""
+"""Limits of an archive that `verify` reads, because its author is not trusted: number of files, and bytes in total."""
 MAX_VALUES, MAX_JSON = 2**25, 2**24
-"""Values of a record, 3 GB of Python's objects at most, and bytes of manifest.json and of accepted.json."""
+"""Largest number of JSON values in a record, which take at most 3 GB as Python objects; largest size of manifest.json and of
+accepted.json in bytes."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RECORD = re.compile(r"audit-\d+\.jsonl")
 _SUM = re.compile(r"[0-9a-f]{64}")
 
 
 class Manifest(Section):
-    """The signed description. `made`: seconds since 1970; `intact`: whether the site found record and ledger unaltered."""
+    """The content of manifest.json. `made`: seconds since 1970. `intact`: the site found its record and ledger unaltered."""
 
     format: int
     site: str
@@ -63,7 +64,7 @@ class Manifest(Section):
 
 
 def copy_ledger(path: Path) -> bytes:
-    """Return a consistent copy of a ledger that other processes may be writing; b"" if there is none."""
+    """Return a consistent copy of a ledger's file, even while another process writes to it; b"" if there is no ledger."""
     if not path.is_file():
         return b""
     with tempfile.TemporaryDirectory() as place:
@@ -73,8 +74,12 @@ def copy_ledger(path: Path) -> bytes:
         return copy.read_bytes()
 
 
-def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the number of messages and rows, and for record and ledger the first alteration found, None if there is none."""
+def check_chains(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Verify the hash chains of a site's records and ledger.
+
+    Returns "messages" and "rows", the numbers of messages in the records and of rows in the ledger; and "record" and "ledger",
+    each a text about the first alteration found, or None if there is none.
+    """
     with tempfile.TemporaryDirectory() as place:
         found: dict[str, Any] = {"messages": 0, "record": None, "rows": 0, "ledger": None}
         named, known = set[str](), {""}
@@ -86,14 +91,14 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
             path.write_bytes(files[name])
             try:
                 read = audit.verified(path)
-            except Exception as error:  # a site may sign anything
+            except Exception as error:  # a site can sign arbitrary bytes
                 found["record"] = f"{name} cannot be read ({error})"
                 continue
             found["messages"] += len(read["messages"])
             named |= {str(one.get("ledger", "")) for one in read["messages"]}
             if read["broken_line"]:
                 found["record"] = f"{name}, line {read['broken_line']}"
-        with suppress(ValueError, TypeError, RecursionError):  # rows whose loss the site's administrator has put on record
+        with suppress(ValueError, TypeError, RecursionError):  # lost rows that the site's administrator has acknowledged
             if len(accepted := files.get(ACCEPTED, b"[]")) <= MAX_JSON:
                 known |= {str(one) for one in json.loads(accepted)}
         if LEDGER in files:
@@ -103,16 +108,19 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
             except Exception as error:
                 return found | {"ledger": str(error).replace(place, "")}
             found["rows"], known = len(seals), known | {*seals}
-        if lost := sorted(named - known):  # a chain that lost its last rows is valid in itself, and so is an empty one
+        if lost := sorted(named - known):  # a chain without its last rows still verifies, and so does an empty chain
             found["ledger"] = f"lacks rows: a record names the seal {lost[0][:16]}"
         return found
 
 
 def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -> Manifest:
-    """Write the signed archive of these files, of a site's kit. Raises ConfigError if `output` exists."""
+    """Write `files` of a site to the archive `output`, sign it with the kit's key, and return its manifest.
+
+    Raises ConfigError if `output` exists.
+    """
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give another name, evidence is never replaced")
-    own, found = certificate(kit), chains(files)
+    own, found = certificate(kit), check_chains(files)
     every = {**files, CERTIFICATE: own.read_bytes(), ROOT: (kit / "startup" / ROOT).read_bytes()}
     manifest = Manifest(
         format=FORMAT,
@@ -133,14 +141,14 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
 
 
 def verify(path: Path, fingerprint: str) -> dict[str, Any]:
-    """Check an archive against the root whose certificate or key has this `fingerprint` (see `root_fingerprint`).
+    """Verify an archive's signature and digests. `fingerprint`: that of the root's certificate or key, see `root_fingerprint`.
 
-    Returns plain JSON values: site, experiment, time, files, and what `chains` returns. Raises ConsiliumError for an archive
-    that is not as it was signed, ConfigError for another file. Nothing is unpacked.
+    Returns JSON values: "site", "experiment", "made" (ISO time), "files", and the values of `check_chains`. Raises
+    ConsiliumError if the archive was altered or forged, ConfigError if it is no archive of this kind. No file is unpacked.
     """
-    wanted, files = named_root(fingerprint), _read(path)
-    manifest = _manifest(path, files)
-    own, root = _certificates(path, files)
+    wanted, files = named_root(fingerprint), _read_archive(path)
+    manifest = _read_manifest(path, files)
+    own, root = _read_certificates(path, files)
     if wanted not in fingerprints(root):
         raise ConsiliumError(f"{path}: its root is another one ({fingerprints(root)[0]}); it is of another project, or forged")
     _check_signature(path, manifest, files, own, root)
@@ -157,11 +165,14 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
         raise ConsiliumError(f"{path}: {name}: {problem}; the archive was changed")
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
     about = {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content)}
-    return about | chains(content)
+    return about | check_chains(content)
 
 
-def _read(path: Path) -> dict[str, bytes]:
-    """Return all files of an archive. Raises ConfigError for two of one name, a path in a name, too many or too large files."""
+def _read_archive(path: Path) -> dict[str, bytes]:
+    """Return the content of all files of an archive by name.
+
+    Raises ConfigError for duplicate names, for names with a path, and above MAX_FILES files or MAX_BYTES bytes.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             listed = archive.infolist()
@@ -175,13 +186,13 @@ def _read(path: Path) -> dict[str, bytes]:
             found = {}
             for one in listed:
                 with archive.open(one) as file:
-                    found[one.filename] = file.read(one.file_size)  # no more than counted above, whatever is packed in it
+                    found[one.filename] = file.read(one.file_size)  # at most the declared size, even if more is packed
             return found
     except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"{path}: is not a readable archive ({error}); give what `consilium evidence` wrote") from None
 
 
-def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
+def _read_manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     if missing := [name for name in (MANIFEST, SIGNATURE, CERTIFICATE, ROOT) if name not in files]:
         raise ConfigError(f"{path}: has no {missing[0]}; give what `consilium evidence` wrote")
     try:
@@ -195,7 +206,7 @@ def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     return manifest
 
 
-def _certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certificate, x509.Certificate]:
+def _read_certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certificate, x509.Certificate]:
     try:
         own, root = load_crt_bytes(files[CERTIFICATE]), load_crt_bytes(files[ROOT])
         if not all(isinstance(one.public_key(), rsa.RSAPublicKey) for one in (own, root)):
@@ -208,7 +219,7 @@ def _certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certific
 def _check_signature(
     path: Path, manifest: Manifest, files: Mapping[str, bytes], own: x509.Certificate, root: x509.Certificate
 ) -> None:
-    """Raise ConsiliumError unless the site that the manifest names has signed it while its certificate was valid."""
+    """Raise ConsiliumError unless the site named in the manifest signed it, and did so while its certificate was valid."""
     try:
         verify_cert(own, root.public_key())
     except InvalidSignature:

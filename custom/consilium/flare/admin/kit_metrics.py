@@ -1,6 +1,6 @@
-"""A kit's numbers for a monitoring system: certificates, disk, runs at a server, budgets and messages at a site.
+"""Metrics of a kit for a monitoring system: certificates and disk; runs at a server; budgets and messages at a site.
 
-They are read from files, so FLARE need not run.
+All metrics are read from files, so FLARE does not need to run.
 """
 
 import shutil
@@ -18,10 +18,10 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.kit import heartbeat_server
-from consilium.flare.kit.admission import noted
+from consilium.flare.kit.admission import noted_cause
 from consilium.flare.kit.certificates import days_left
-from consilium.flare.kit.kit_files import certificate, kit_name, kit_role, load_certificate
-from consilium.flare.kit.revocation import read as revoked
+from consilium.flare.kit.kit_contents import certificate, kit_name, kit_role, load_certificate
+from consilium.flare.kit.revocation import revoked_until
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
@@ -29,7 +29,7 @@ from consilium.report.exposition import Sample
 from consilium.report.plain_files import read_events
 
 RECENT = 30 * 86400.0
-"""Seconds without an event after which a run is left out."""
+"""Seconds after a run's last event until its metrics are dropped."""
 SITE_FACTS = {
     "skew": "site_clock_ahead_seconds",
     "certificate_ends": "site_certificate_end_timestamp_seconds",
@@ -38,42 +38,42 @@ SITE_FACTS = {
     "data_readable": "site_data_readable",
     "data_checked": "site_data_checked_timestamp_seconds",
 }
-"""Facts of a heartbeat that are one number, and their metrics."""
+"""The metric for each fact of a heartbeat that is a single number."""
 HELP = {
     "info": "version of the package that wrote this",
     "written_timestamp_seconds": "when this was written",
-    "certificate_days_left": "whole days until a certificate in the kit ends",
-    "disk_free_bytes": "free space where the participant's files go",
-    "revoked_names": "names whose credentials the server refuses",
-    "refused": "1 if the server does not let a site in, with the cause",
-    "run_round": "rounds that a run has concluded",
-    "run_rounds": "rounds that a run has",
-    "run_state": "1: the run is running, completed or stopped by its label; a run whose server died counts as running",
+    "certificate_days_left": "whole days until a certificate in the kit expires",
+    "disk_free_bytes": "free space of the disk with the participant's files",
+    "revoked_names": "number of names whose credentials are revoked",
+    "refused": "1 if the server refuses a site, with the cause as label",
+    "run_round": "rounds of a run that are finished",
+    "run_rounds": "planned rounds of a run",
+    "run_state": "1 for the state in the label: running, completed or stopped; a run whose server died counts as running",
     "run_end_timestamp_seconds": "when a run was completed or stopped",
-    "run_stopped": "1, with why a run was stopped before its end",
-    "run_last_event_timestamp_seconds": "when anything was last written of a run",
-    "run_round_seconds": "how long the last concluded round took",
-    "run_refusals_total": "answers of a site that were not used, or did not come",
+    "run_stopped": "1 if a run was stopped early, with the cause as label",
+    "run_last_event_timestamp_seconds": "time of a run's last event",
+    "run_round_seconds": "duration of the last finished round",
+    "run_refusals_total": "results of a site that were refused or did not arrive",
     "site_last_seen_timestamp_seconds": "when a site's last result or hello was accepted",
     "site_last_heartbeat_timestamp_seconds": "when a site's last heartbeat was accepted",
     "site_clock_ahead_seconds": "how far a site's clock is ahead of the server's",
-    "site_certificate_end_timestamp_seconds": "when a site's certificate ends",
+    "site_certificate_end_timestamp_seconds": "when a site's certificate expires",
     "site_disk_free_bytes": "free disk of a site that shares its health",
     "site_memory_free_bytes": "free memory of a site that shares its health",
     "site_gpu_memory_free_bytes": "free memory of each GPU of a site that shares its health",
     "site_data_readable": "0 if the data list of a site that shares its health cannot be read",
     "site_data_checked_timestamp_seconds": "when a site last tried to read its data list",
     "site_last_refusal_timestamp_seconds": "when a site last refused a job, with the code",
-    "epsilon_spent": "privacy that all jobs together have cost",
-    "epsilon_left": "privacy that the budget leaves, never under 0",
+    "epsilon_spent": "epsilon that all jobs together have spent",
+    "epsilon_left": "epsilon that is left of the budget, at least 0",
     "ledger_intact": "0 if the privacy ledger cannot be read or was altered",
     "messages_total": "messages that have left the site",
-    "record_intact": "0 if the record of what left a run's site was altered",
+    "record_intact": "0 if a run's record of messages that left the site was altered",
 }
 
 
 def collect(kit: Path) -> list[Sample]:
-    """Return all numbers of a site's or server's kit. Raises ConfigError for another folder."""
+    """Return all metrics of a site's or a server's kit. Raises ConfigError if the folder is no such kit."""
     role = kit_role(kit)
     own = load_certificate(certificate(kit))
     found = [Sample("info", 1, {"version": __version__, "role": str(role)}), Sample("written_timestamp_seconds", time.time())]
@@ -83,27 +83,27 @@ def collect(kit: Path) -> list[Sample]:
     site = load_site(settings) if settings.is_file() else SiteConfig()
     state = site.state or kit / STATE
     found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
-    if cause := noted(kit):
+    if cause := noted_cause(kit):
         found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))
-    return [*found, *(_server(kit, state) if role == "server" else _site(site, state))]
+    return [*found, *(_server_samples(kit, state) if role == "server" else _site_samples(site, state))]
 
 
-def _server(kit: Path, state: Path) -> Iterator[Sample]:
-    yield Sample("revoked_names", len(revoked(kit / "local")))
+def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
+    yield Sample("revoked_names", len(revoked_until(kit / "local")))
     seen: dict[str, float] = {}
     for folder in sorted((state / RUNS).iterdir()) if (state / RUNS).is_dir() else ():
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
-            yield from _run(folder, read_events(path)[0], seen)
-    with suppress(ConfigError):  # no site was seen, or the file is damaged, which `consilium sites` says
-        for name, one in heartbeat_server.read(kit)["sites"].items():
-            yield from _attendance(name, one)
+            yield from _run_samples(folder, read_events(path)[0], seen)
+    with suppress(ConfigError):  # no site was seen, or the file is damaged; `consilium sites` reports both
+        for name, one in heartbeat_server.read_attendance(kit)["sites"].items():
+            yield from _heartbeat_samples(name, one)
     for site, when in sorted(seen.items()):
         yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
 
 
-def _attendance(name: str, one: dict[str, Any]) -> Iterator[Sample]:
-    """Yield what a site's last heartbeat said, and its health (see health.py) while it is there."""
+def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
+    """Yield the facts of a site's last heartbeat, and its health facts (see health.py) if it is connected."""
     of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
         yield Sample("refused", 1, of | {"cause": one["cause"]})
@@ -117,14 +117,14 @@ def _attendance(name: str, one: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("site_last_refusal_timestamp_seconds", health.get("refused_at", 0.0), of | {"code": health["refusal"]})
 
 
-def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
-    """Yield a run's numbers, and put the time of each site's last message into `seen`."""
+def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
+    """Yield the metrics of one run. Store the time of each site's last message in `seen`."""
     of = {"run": folder.name}
     done = [x for x in lines if x["event"] == "concluded"]
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
-    yield from _ending(folder, lines, of)
+    yield from _run_state_samples(folder, lines, of)
     if lines:
         yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
@@ -139,8 +139,8 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
         yield Sample("run_refusals_total", count, of | {"site": site})
 
 
-def _ending(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
-    """Yield a run's state, and for one that has ended when, and why if it was before its end."""
+def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
+    """Yield a run's state; for an ended run its end time; for a stopped run also the cause."""
     results = folder / "results.json"
     last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
     if last and last["event"] == "stopped":
@@ -154,16 +154,16 @@ def _ending(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> It
         yield Sample("run_state", 1, of | {"state": "running"})
 
 
-def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:
-    yield from _privacy(site, Ledger(site.privacy.ledger_in(state)))
+def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
+    yield from _budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     runs = sorted(one for one in (state / RUNS).iterdir() if one.is_dir()) if (state / RUNS).is_dir() else []
     for run in runs:
-        found = [_record(path) for path in run.rglob(audit.FILE)]
+        found = [_check_record(path) for path in run.rglob(audit.FILE)]
         yield Sample("record_intact", float(all(whole for _, whole in found)), {"run": run.name})
         yield Sample("messages_total", sum(count for count, _ in found), {"run": run.name})
 
 
-def _record(path: Path) -> tuple[int, bool]:
+def _check_record(path: Path) -> tuple[int, bool]:
     """Return the number of messages in a record, and whether it is unaltered."""
     try:
         found = audit.verified(path)
@@ -172,8 +172,8 @@ def _record(path: Path) -> tuple[int, bool]:
     return len(found["messages"]), found["broken_line"] is None
 
 
-def _privacy(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
-    """Yield the spent and remaining budgets of each dataset, and whether the ledger is intact."""
+def _budget_samples(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
+    """Yield the spent and the remaining epsilon per dataset and unit of privacy, and whether the ledger is intact."""
     try:
         entries = ledger.entries()
         sets = {entry.dataset for entry in entries} or {site.privacy.dataset or ""}

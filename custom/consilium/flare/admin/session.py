@@ -1,4 +1,7 @@
-"""An administrator's session with a running federation: submit, watch, abort, download. FLARE's errors become one line each."""
+"""An administrator's session with a running federation: submit, watch, abort and download jobs.
+
+Every error of FLARE is raised as a ConsiliumError of one line.
+"""
 
 import io
 import json
@@ -25,22 +28,22 @@ from consilium.federation.run_folders import default_name
 from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
 from consilium.flare.kit.heartbeat_client import KEY
-from consilium.flare.kit.kit_files import server_folders
+from consilium.flare.kit.kit_contents import server_folders
 from consilium.report.live_view import progress
 
 ENDED = "FINISHED"
 WAITING = "SUBMITTED"
 TIMESTAMP = len("2026-11-22 20:30:00: ")
-"""Characters before the text in a line of FLARE's scheduler."""
+"""Length of the timestamp before the text in a line of FLARE's scheduler."""
 LOST = "LOST"
-"""Our status of a job whose server process is gone; `consilium resume` continues its run."""
+"""Our status for a job whose server process has died. `consilium resume` continues its run."""
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
 UNLISTED = "is not in allow_list"
-"""In FLARE's error for a kit without our classes, such as one of FLARE's own."""
+"""Part of FLARE's error if a kit's allow-list lacks our classes, such as in a kit that FLARE's own tools made."""
 MAX_REASONS = 5
-"""Reasons in a list of jobs: each is in a result that must be downloaded."""
+"""Newest failed jobs for which a list of jobs shows the reason. Each reason needs a download of the job's result."""
 MAX_APPS = 64
-"""Apps of a stored job that are read: an author may put any number there."""
+"""Apps read in a stored job. A job's author can put any number of apps in it."""
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
 """The last line of a traceback."""
 _LOGGED = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
@@ -48,24 +51,31 @@ FLARE_ERRORS: tuple[type[Exception], ...] = tuple(
     kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
 NO_SESSION, INACTIVE = (api_spec.SessionClosed, api_spec.AuthenticationError), "session_inactive"
-"""FLARE's errors once the server no longer knows a session, and the words of those that have no type of their own."""
+"""FLARE's exceptions for a session that the server no longer has; and the text of its other exceptions for the same."""
 NO_JOB: tuple[type[Exception], ...] = (*FLARE_ERRORS, ConfigError, ValueError, OSError)
 Job = dict[str, Any]
 
 
 class Admin:
-    """An administrator's actions. A job is named by FLARE's id, its beginning, or the experiment (then its last submission)."""
+    """An administrator's actions in one session.
+
+    A job is named by FLARE's job id, by the first characters of that id, or by its experiment. An experiment stands for the job
+    that was submitted last under this name.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     @property
     def uploads(self) -> Path:
-        """The kit's folder for job folders."""
+        """The folder in the kit from which FLARE submits job folders."""
         return Path(self.session.upload_dir)
 
     def jobs(self) -> list[Job]:
-        """Return FLARE's metadata of all jobs, oldest first. Those whose server process died are LOST; FLARE says RUNNING."""
+        """Return FLARE's metadata of all jobs, oldest first.
+
+        A job whose server process has died gets the status LOST. FLARE reports it as RUNNING.
+        """
         running = {job.job_id for job in self.session.get_system_info().job_info}
         jobs = sorted(self.session.list_jobs(detailed=True), key=lambda job: job["submit_time"])
         lost = {job["job_id"] for job in jobs if job["status"] == "RUNNING"} - running
@@ -74,13 +84,18 @@ class Admin:
     def find(self, name: str) -> Job:
         """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
         jobs = self.jobs()
-        found = self._last_of(name, jobs) or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
+        found = self._last_submission(name, jobs) or next(
+            (job for job in reversed(jobs) if job["job_id"].startswith(name)), None
+        )
         if found is None:
             raise ConfigError(f"{shown(name)}: no such job or experiment; `consilium status --kit KIT` lists them")
         return found
 
-    def _last_of(self, experiment: str, jobs: list[Job]) -> Job | None:
-        """Return an experiment's last submission. Of jobs that FLARE's own tools submitted, only job.yaml names it."""
+    def _last_submission(self, experiment: str, jobs: list[Job]) -> Job | None:
+        """Return the metadata of an experiment's last job, None if there is none.
+
+        Jobs that FLARE's own tools submitted have no experiment in their metadata, so their job.yaml is downloaded and read.
+        """
 
         def in_file(job_id: str) -> str | None:
             with tempfile.TemporaryDirectory() as folder, suppress(*NO_JOB):
@@ -98,11 +113,11 @@ class Admin:
         return self.session.submit_job(str(folder.resolve()))
 
     def sites(self) -> set[str]:
-        """Return the sites that are connected."""
+        """Return the names of the connected sites."""
         return {client.name for client in self.session.get_system_info().client_info}
 
     def attendance(self) -> dict[str, Any]:
-        """Return the server's list of sites (heartbeat_server.py). Raises ConsiliumError if its kit is too old."""
+        """Return the server's list of sites (see heartbeat_server.py). Raises ConsiliumError if the server's kit is too old."""
         found = self.session._do_command("check_status server")["meta"].get(KEY)
         if found is None:
             what = "the server's kit has nothing that counts its sites"
@@ -110,15 +125,15 @@ class Admin:
         return found
 
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
-        """Wait until these sites are connected, for at most so many seconds; return those that are not."""
+        """Wait at most `seconds` until the `wanted` sites are connected. Return those that still are not."""
         ends = time.monotonic() + seconds
         while (missing := wanted - self.sites()) and time.monotonic() < ends:
             time.sleep(1)
         return missing
 
     def former_sites(self, experiment: str) -> set[str]:
-        """Return the sites of an experiment's last job. Raises ConfigError if it still runs or waits."""
-        last = self._last_of(experiment, self.jobs())
+        """Return the sites of an experiment's last job. Raises ConfigError if this job still runs or waits."""
+        last = self._last_submission(experiment, self.jobs())
         if last is None:
             return set()
         if last["status"] != LOST and not last["status"].startswith(ENDED):
@@ -126,47 +141,57 @@ class Admin:
         return {line.split(":")[0] for line in last.get("job_deploy_detail", []) if line.endswith(": OK")} - {"server"}
 
     def status(self, name: str) -> Job:
-        """Return one job's id, experiment, status and progress, and why it ended early or could not be deployed."""
+        """Return one job's state for `consilium status`.
+
+        The keys are "job_id", "experiment", "status", "progress" and "problems" (failed deployments, one line per site).
+        "reason" says why the job ended early, and "waits" why it has not started.
+        """
         meta = self.find(name)
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
         found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
         if meta["status"] == LOST:
-            return found | {"progress": None, "reason": self._why(meta)}
+            return found | {"progress": None, "reason": self._failure_line(meta)}
         if not meta["status"].startswith(ENDED):
-            waits = self._unscheduled(meta["job_id"]) if meta["status"] == WAITING else ""
-            return found | {"progress": self._running(meta["job_id"])} | ({"waits": waits} if waits else {})
-        found |= self._outcome(meta["job_id"])
+            waits = self._scheduler_lines(meta["job_id"]) if meta["status"] == WAITING else ""
+            return found | {"progress": self._running_progress(meta["job_id"])} | ({"waits": waits} if waits else {})
+        found |= self._ended_outcome(meta["job_id"])
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
-            found["reason"] = self._unscheduled(meta["job_id"]) or NO_REASON
+            found["reason"] = self._scheduler_lines(meta["job_id"]) or NO_REASON
         return found
 
     def reasons(self, jobs: list[Job]) -> list[str]:
-        """Return a line for each job that says why it failed; "" for other jobs and all but the newest MAX_REASONS."""
-        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MAX_REASONS:]
-        return [self._why(job) if job["job_id"] in failed else "" for job in jobs]
+        """Return one line per job: why it failed. The line is "" for jobs that did not fail, and for old ones.
 
-    def _why(self, job: Job) -> str:
+        Only the newest MAX_REASONS failed jobs get a reason.
+        """
+        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MAX_REASONS:]
+        return [self._failure_line(job) if job["job_id"] in failed else "" for job in jobs]
+
+    def _failure_line(self, job: Job) -> str:
         if job["status"] == LOST:
             resume = f"`consilium resume {shown(experiment_of(job))} --kit KIT`"
             return f"its server process is gone; {resume} goes on from the last finished round"
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
-        reason = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
-        return " ".join((reason or self._unscheduled(job["job_id"]) or NO_REASON).split())
+        reason = self._ended_outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
+        return " ".join((reason or self._scheduler_lines(job["job_id"]) or NO_REASON).split())
 
-    def _unscheduled(self, job_id: str) -> str:
-        """Return the last lines of FLARE's scheduler about a job that it has not started, "" for none."""
+    def _scheduler_lines(self, job_id: str) -> str:
+        """Return the last lines of FLARE's scheduler about a job that has not started, joined by "; ". "" if there are none."""
         history = self.session.get_job_meta(job_id).get("schedule_history") or []
         return "; ".join(text for text in dict.fromkeys(str(line)[TIMESTAMP:] for line in history[-2:]) if text != "scheduled")
 
-    def _running(self, job_id: str) -> Job | None:
-        """Return a running job's progress; None before its controller starts and while it ends."""
+    def _running_progress(self, job_id: str) -> Job | None:
+        """Return a running job's progress. None before the job's controller has started and while the job ends."""
         try:
             return self.session.show_stats(job_id, api_spec.TargetType.SERVER).get("server", {}).get("consilium")
         except FLARE_ERRORS:
             return None
 
-    def _outcome(self, job_id: str) -> Job:
-        """Return an ended job's progress and reason from its result, if this administrator may download it."""
+    def _ended_outcome(self, job_id: str) -> Job:
+        """Return an ended job's "progress" and, if it ended early, its "reason".
+
+        They are read from the job's result. Without the right to download it, "progress" is None.
+        """
         with tempfile.TemporaryDirectory() as folder:
             try:
                 result = self.download(job_id, Path(folder))
@@ -179,11 +204,11 @@ class Admin:
             return {"progress": finished} | ({"reason": reason} if reason else {})
 
     def download(self, job_id: str, destination: Path) -> Path:
-        """Download an ended job's result; return our folder in it, see RunLog."""
+        """Download an ended job's result. Return this package's folder in it, whose files RunLog describes."""
         return Path(self.session.download_job_result(job_id, str(destination))) / "workspace" / "consilium"
 
     def abort(self, job_id: str) -> None:
-        """Stop a job; its checkpoint stays."""
+        """Stop a job. Its checkpoint stays at the server."""
         self.session.abort_job(job_id)
 
 
@@ -192,29 +217,31 @@ def _failed(status: str) -> bool:
 
 
 def experiment_of(job: Job) -> str:
-    """Return the name of a job's run at the server; see job_context.experiment."""
+    """Return the name of a job's run at the server, as job_context.experiment does."""
     return job.get("experiment") or default_name(job["name"], job["job_id"])
 
 
 def stored_jobs(kit: Path, experiment: str) -> list[Path]:
-    """Return FLARE's folders of an experiment's jobs at the server; unreadable ones are left out.
+    """Return FLARE's folders of all jobs of an experiment, from the files of the server's kit. Unreadable jobs are left out.
 
-    They are found by FLARE's metadata, or by the jobs' own files if FLARE's tools submitted them. Raises ConfigError for a kit
-    that names no folder of jobs.
+    A job's experiment is read from FLARE's metadata; if FLARE's own tools submitted the job, from its job.yaml. Raises
+    ConfigError if the kit's settings name no folder of jobs.
     """
     metas = sorted(server_folders(kit)[0].glob("*/meta"))
-    return [meta.parent for meta in metas if _is_of(meta, experiment) or _names(meta.with_name("data"), experiment)]
+    return [
+        meta.parent for meta in metas if _metadata_names(meta, experiment) or _archive_names(meta.with_name("data"), experiment)
+    ]
 
 
-def _is_of(meta: Path, experiment: str) -> bool:
+def _metadata_names(meta: Path, experiment: str) -> bool:
     try:
         return experiment_of(json.loads(meta.read_text(encoding="utf-8"))) == experiment
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
-def _names(stored: Path, experiment: str) -> bool:
-    """Return whether a job.yaml in a job's archive names this experiment. Others there may be unreadable."""
+def _archive_names(stored: Path, experiment: str) -> bool:
+    """Return whether any job.yaml in a job's archive names this experiment. Unreadable files in the archive are skipped."""
     with suppress(Exception), zipfile.ZipFile(stored) as job:  # an author may submit anything
         for name in [name for name in job.namelist() if name.endswith("/config/job.yaml")][:MAX_APPS]:
             with suppress(Exception):
@@ -224,13 +251,16 @@ def _names(stored: Path, experiment: str) -> bool:
 
 
 def _experiment_in(file: Path | zipfile.Path) -> str | None:
-    """Return the experiment that a job.yaml names, None for none. Raises ConfigError."""
+    """Return the experiment that a job.yaml names, None if it names none. Raises ConfigError."""
     raw = read_yaml(file)
     return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
 
 
 def _progress_left(result: Path) -> Job | None:
-    """Return an ended job's progress; None if its result holds none, or an incomplete one of a full disk."""
+    """Return an ended job's progress from its result.
+
+    None if the result has no metrics, or if its files are incomplete, as after a full disk.
+    """
     try:
         return progress(result) if (result / "metrics.jsonl").is_file() else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
@@ -238,7 +268,10 @@ def _progress_left(result: Path) -> Job | None:
 
 
 def reason_left(result: Path) -> str | None:
-    """Return why a job ended early: the line in our folder of its result, else the error in FLARE's log; None for neither."""
+    """Return why a job ended early, from its downloaded result. None if nothing is found.
+
+    The reason is the text of stopped.txt in our folder, else the first error in FLARE's log.
+    """
     stopped, log = result / "stopped.txt", result.parent / "error_log.txt"
     if stopped.is_file() and (ours := stopped.read_text(encoding="utf-8", errors="replace").strip()):
         return ours
@@ -249,43 +282,47 @@ def reason_left(result: Path) -> str | None:
     return found[0].strip() if found else None
 
 
-def _no_connection(kit: Path, error: Exception) -> str:
-    """Return why there is no session: the server's reason for refusing this kit, else the fault of the connection."""
+def _why_no_session(kit: Path, error: Exception) -> str:
+    """Return why no session could be opened: the server's reason for refusing this kit, else the connection's error."""
     if (said := refusal(error)) is not None:
         cause = cause_of(said)
         return f"the server refuses this kit: {cause}: {cause.text} ({said}); ask the hub"
     return f"no connection to the server ({error}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
-def _connected(user: str, kit: Path, seconds: float) -> Session:
-    """Return FLARE's session. Raises ConsiliumError if the server has not yet read its own certificate."""
+def _open_session(user: str, kit: Path, seconds: float) -> Session:
+    """Return a FLARE session. Raises UnreachableError if the server has just started and sends no certificate yet."""
     try:
         return new_secure_session(user, str(kit.resolve()), timeout=seconds)
-    except KeyboardInterrupt:  # FLARE closes its connection at an error only; its threads would keep this process alive
+    except KeyboardInterrupt:  # FLARE does not close its connection then, and its threads would keep this process alive
         for cell in list(CoreCell.ALL_CELLS.values()):
             cell.stop()
         raise
-    except TypeError:  # FLARE's: the answer has no certificate
+    except TypeError:  # FLARE raises it if the server's reply has no certificate
         raise UnreachableError(f"{kit}: the server is only just starting; try again in a minute") from None
 
 
 @contextmanager
 def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
-    """Log in with an administrator's startup kit. Raises ConfigError for another kit, ConsiliumError for FLARE's errors."""
+    """Log in with an administrator's startup kit, and yield the session.
+
+    Raises ConfigError if the folder is no administrator's kit, UnreachableError if there is no connection or the server has
+    ended the session, and ConsiliumError for FLARE's other errors.
+    """
     config = kit / "startup" / "fed_admin.json"
     if not config.is_file():
         raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
     check_time(kit)
     user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
     try:
-        with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints, and a traceback for a refusal
-            session = _connected(user, kit, seconds)
+        with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints lines, and a traceback if refused
+            session = _open_session(user, kit, seconds)
         try:
             yield Admin(session)
         finally:
             session.close()
     except (api_spec.NoConnection, FLCommunicationError) as error:
-        raise UnreachableError(f"{kit}: {_no_connection(kit, error)}") from None
+        raise UnreachableError(f"{kit}: {_why_no_session(kit, error)}") from None
     except FLARE_ERRORS as error:
         if isinstance(error, NO_SESSION) or INACTIVE in str(error):
             what = "the server has ended this session: it was started anew, or the person's credential was revoked"

@@ -1,4 +1,4 @@
-"""The job folder of one submission: a run under its own experiment name, in the administrator kit's upload folder."""
+"""Job folders for submission: each is one run with its own experiment name, in the upload folder of an administrator's kit."""
 
 import json
 import shutil
@@ -22,21 +22,22 @@ CONTROLLER = "consilium.flare.job.controller.RoundController"
 
 
 def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Path:
-    """Return a new job folder UPLOADS/EXPERIMENT: a copy of `job`, or the export of a job.yaml, with `overrides`.
+    """Write a job folder UPLOADS/EXPERIMENT and return it.
 
-    Raises ConfigError for a job that cannot run, and for a name that was submitted from this kit before.
+    The folder is a copy of the FLARE job folder `job`, or the export of a job.yaml. `overrides` replace values of its job.yaml.
+    Raises ConfigError for a job that cannot run, and for an experiment that this kit has submitted before.
     """
     folder = uploads / check_name(experiment)
     if folder.exists():
         raise ConfigError(f"--experiment: {experiment!r} was submitted from this kit before; resume it, or give another name")
-    with _built(job, overrides, experiment, uploads) as ready:
+    with _build_folder(job, overrides, experiment, uploads) as ready:
         ready.rename(folder)
     return folder
 
 
 @contextmanager
 def submitting(folder: Path) -> Iterator[None]:
-    """Delete the job folder if the block fails or is interrupted, so that the experiment's name is free again."""
+    """Delete the job folder if the `with` block fails or is interrupted, so that the experiment's name can be used again."""
     try:
         yield
     except BaseException:
@@ -45,13 +46,13 @@ def submitting(folder: Path) -> Iterator[None]:
 
 
 def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
-    """Return the folder of an experiment, set to resume from the server's checkpoint.
+    """Set the job folder of an experiment to resume from the server's checkpoint, and return the folder.
 
-    `job`: the job that was submitted, if that was from another kit. Raises ConfigError for an unknown experiment.
+    `job`: the submitted job, if another kit submitted it. Raises ConfigError for an unknown experiment.
     """
     folder = uploads / check_name(experiment)
     if job is not None:
-        with _built(job, {}, experiment, uploads) as ready:
+        with _build_folder(job, {}, experiment, uploads) as ready:
             shutil.rmtree(folder, ignore_errors=True)
             ready.rename(folder)
     if not folder.is_dir():
@@ -65,8 +66,8 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
 
 
 @contextmanager
-def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
-    """Yield the finished job folder, in a hidden folder that is deleted when the block ends. Raises ConfigError."""
+def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
+    """Yield the finished job folder. It lies in a hidden temporary folder that is deleted afterwards. Raises ConfigError."""
     config = load_job(job, {**overrides, "experiment": experiment}, plugins=None, author=True)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
     uploads.mkdir(parents=True, exist_ok=True)

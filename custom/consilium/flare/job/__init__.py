@@ -1,1 +1,1 @@
-"""Components of a running FLARE job: controller, executor, filters, messages."""
+"""A FLARE job: its recipe, its components (controller, aggregator, executor, filters), its messages, and FLARE's simulator."""

@@ -1,4 +1,4 @@
-"""The strategy's server half as a FLARE aggregator. Our controller uses it, and so can FedAvg and ScatterAndGather."""
+"""The strategy's server part as a FLARE aggregator, for our controller and for FLARE's FedAvg and ScatterAndGather."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ from consilium.strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class Ready:
-    """A run's job, its privacy plan, and the results that this round has received so far."""
+    """A run's job, its privacy plan, and the aggregate of the results received so far in this round."""
 
     job: Job
     plan: Plan | None
@@ -30,10 +30,11 @@ class Ready:
 
 
 class StrategyAggregator(ModelAggregator):
-    """Aggregates updates by the strategy of the job.yaml in the app's config folder.
+    """Aggregates updates with the strategy that the job.yaml in the app's config folder names.
 
-    FLARE's own workflows broadcast one payload. They fit strategies that share all trained parameters (fedit, ffa_lora after
-    its start, centralized); others are refused there. Results that the server's check refuses are left out with a warning.
+    FLARE's own workflows send the same payload to all sites. So they work with strategies that share all trained parameters
+    (fedit, ffa_lora after its start, centralized). `aggregate_model` refuses other strategies. Results that the server's check
+    refuses are left out with a warning.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class StrategyAggregator(ModelAggregator):
         self._ready: Ready | None = None
 
     def use(self, job: Job) -> RoundAggregate:
-        """Make and return the aggregate for `job`."""
+        """Set the job of this run. Return the new aggregate for it."""
         aggregate = aggregate_for(job)
         self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate)
         return self._ready.aggregate
@@ -55,26 +56,26 @@ class StrategyAggregator(ModelAggregator):
                 self.use(job_context.load(fl_ctx))
 
     def accept_model(self, model: FLModel) -> None:
-        """Add one site's difference, weighted by its NUM_STEPS_CURRENT_ROUND (its sample count) as the job allows."""
+        """Add one site's update, weighted by its NUM_STEPS_CURRENT_ROUND (its number of samples) as the job allows."""
         try:
-            self._add(self._running(), model)
+            self._add_result(self._run_state(), model)
         except RefusedError as error:
             self.warning(f"{shown(model.meta.get('client_name', 'a site'))}: result refused: {error}")
-        except Exception as error:  # a malformed model costs its sender the round, and no other site
+        except Exception as error:  # a malformed model excludes its sender from the round, and no other site
             self.exception(f"{shown(model.meta.get('client_name', 'a site'))}: result refused ({type(error).__name__})")
 
-    def _running(self) -> Ready:
-        """Return the run's state. Raises ConfigError before it has begun."""
+    def _run_state(self) -> Ready:
+        """Return the run's state. Raises ConfigError if no run has begun."""
         if self._ready is None:
             raise ConfigError("StrategyAggregator: no run has begun")
         return self._ready
 
-    def _add(self, ready: Ready, model: FLModel) -> None:
-        """Check and add one result. Raises RefusedError."""
+    def _add_result(self, ready: Ready, model: FLModel) -> None:
+        """Check one result and add it to the aggregate. Raises RefusedError if the check fails."""
         rest = model.meta.get(wire.KEY, {})
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
         state = replace(ready.job.strategy.initialize(ready.job.initial), round=update.round, phase=update.phase)
-        sent = ready.job.strategy.payload(state, SiteInfo("", 1, joined=True))  # FLARE's own workflows send all sites the same
+        sent = ready.job.strategy.payload(state, SiteInfo("", 1, joined=True))  # FLARE's workflows send all sites the same
         check_update(ready.job, ready.plan, update, sent)
         count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
         if type(count) is not int or not 1 <= count <= SAMPLES:
@@ -83,8 +84,8 @@ class StrategyAggregator(ModelAggregator):
         ready.aggregate.add(site, update, ready.job.config.weight(count), sent)
 
     def aggregate_model(self) -> FLModel:
-        """Return the mean difference in the tensors' own type. Raises ConfigError for jobs whose server does more than that."""
-        ready = self._running()
+        """Return the mean update, each tensor in its dtype. Raises ConfigError for jobs that need more than a mean."""
+        ready = self._run_state()
         strategy, own, base = ready.job.strategy, type(ready.job.strategy), Strategy
         if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
             what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
@@ -99,6 +100,6 @@ class StrategyAggregator(ModelAggregator):
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 
     def reset_stats(self) -> None:
-        """Forget the round's results."""
+        """Drop the round's results."""
         if self._ready is not None:
             self._ready.aggregate.reset()

@@ -1,4 +1,4 @@
-"""The server's FLARE controller: it runs the rounds of one Coordinator by tasks to the sites."""
+"""The server's FLARE controller, which runs the rounds of one Coordinator by sending tasks to the sites."""
 
 import errno
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.flare.job.registration import Registration
+from consilium.flare.job.site_registration import Registration
 from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.flare.patches import share_timers
@@ -26,12 +26,12 @@ from consilium.report.live_view import progress
 from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_state
-from consilium.server.initialization import keep_inside
 from consilium.server.masked_round import MaskedRounds
+from consilium.server.run_start import keep_inside
 
 
 class Arguments(Section):
-    """The arguments that a job may set in config_fed_server.json. `task_check_period`: seconds between two looks at tasks."""
+    """The arguments that a job may set in config_fed_server.json. `task_check_period`: seconds between two checks of tasks."""
 
     aggregator_id: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "aggregator"
     resume: StrictBool = False
@@ -39,7 +39,7 @@ class Arguments(Section):
 
 
 class RoundController(Controller):
-    """Runs a job's rounds. Raises ConfigError for an argument of another type or out of bounds."""
+    """Runs a job's rounds. Raises ConfigError for an argument of a wrong type or out of bounds."""
 
     def __init__(self, aggregator_id: str = "aggregator", resume: bool = False, task_check_period: float = 0.2) -> None:
         given = {"aggregator_id": aggregator_id, "resume": resume, "task_check_period": task_check_period}
@@ -53,7 +53,7 @@ class RoundController(Controller):
         self._revoked: Callable[[], set[str]] = set
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Read the job. A job that cannot run ends here with one line that says why."""
+        """Read the job and prepare its coordinator. A job that cannot run ends here with one line that says why."""
         wire.register()
         share_timers()
         try:
@@ -76,12 +76,12 @@ class RoundController(Controller):
             self._give_up(error, fl_ctx)
 
     def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
-        """End the job with one line that says why, also in the published files."""
-        self._note(str(error), fl_ctx)
+        """End the job with one line that says why. The line is also in the files that an administrator can download."""
+        self._record_reason(str(error), fl_ctx)
         self.system_panic(str(error), fl_ctx)
 
-    def _note(self, reason: str, fl_ctx: FLContext) -> None:
-        """Write why the job ends early to the run's record and the published files."""
+    def _record_reason(self, reason: str, fl_ctx: FLContext) -> None:
+        """Write why the job ends early to the run's log of events and to the files for download."""
         with suppress(OSError):  # a full disk
             if self.coordinator:
                 self.coordinator.log.stopped(reason)
@@ -97,7 +97,7 @@ class RoundController(Controller):
             collector.set_info("consilium", progress(self.coordinator.folder, waiting))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Close the run's files and publish those that an administrator may download."""
+        """Close the run's files, and copy those that an administrator may download to FLARE's run folder."""
         if self.registration:
             self.registration.close()
         if self.coordinator:
@@ -105,7 +105,7 @@ class RoundController(Controller):
             job_context.publish(fl_ctx, self.coordinator.folder)
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Run all rounds and the final evaluation. Under the quorum the job ends with the reason; its checkpoint stays."""
+        """Run all rounds and the final evaluation. If the quorum is missed, the job ends early; its checkpoint stays."""
         if (c := self.coordinator) is None:
             return
         tasks = TaskSender(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
@@ -114,7 +114,7 @@ class RoundController(Controller):
             with suppress(Aborted):
                 RunLoop(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
             if tasks.aborted:
-                self._note(self._abort_reason(tasks, self.registration), fl_ctx)
+                self._record_reason(self._abort_reason(tasks, self.registration), fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
@@ -124,7 +124,7 @@ class RoundController(Controller):
 
     @staticmethod
     def _abort_reason(tasks: TaskSender, registration: Registration) -> str:
-        """Return in which round FLARE ended the job, and which sites were silent. FLARE says no more."""
+        """Return in which round FLARE ended the job, and which sites had not replied. FLARE gives no other reason."""
         c = tasks.coordinator
         silent = registration.sent.keys() - tasks.replied or c.asked.keys() - c.accepted
         place = f"in round {c.state.round + 1}" if c.asked else "between rounds"

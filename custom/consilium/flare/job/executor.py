@@ -1,4 +1,4 @@
-"""The site's FLARE executor: it runs the tasks that the guard has authorized, and keeps the results for the guard."""
+"""The site's FLARE executor, which runs the tasks that the guard has authorized and leaves the results to the guard."""
 
 from functools import partial
 
@@ -19,10 +19,13 @@ from consilium.training.loop import Stopped
 
 
 class SiteExecutor(Executor):
-    """Runs `hello`, `statistics`, `train`, `evaluate` and `model`; the guard does `masks`. FLARE's FedAvg may send `train`."""
+    """Runs the tasks `hello`, `statistics`, `train`, `evaluate` and `model`. For `masks` the guard makes the reply.
+
+    `train` may also come from FLARE's own FedAvg.
+    """
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Prepare the process when the run starts: serialization, exit code, private log, timers. Close the site at the end."""
+        """Prepare the process at the run's start (serialization, exit code, private log, timers). Close the site at its end."""
         if event_type == EventType.START_RUN:
             wire.register()
             job_context.leave_to_quorum(fl_ctx)
@@ -32,7 +35,7 @@ class SiteExecutor(Executor):
             site_registry.close(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """Run the authorized task. After a failure the reply has a reason only; the rest is in the site's own log."""
+        """Run the authorized task. After a failure, the reply has a reason only, and the details are in the site's own log."""
         if (reason := wire.reason_of(shareable)) is not None:  # the guard refused the task
             return wire.refusal(reason)
         collect_garbage()
@@ -40,14 +43,14 @@ class SiteExecutor(Executor):
             task = wire.pop(shareable)
             if not isinstance(task, AuthorizedTask) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
-            return wire.put(wire.Answer(task, perform(task, partial(self._ready, fl_ctx, abort_signal))))
+            return wire.put(wire.Answer(task, perform(task, partial(self._prepared_site, fl_ctx, abort_signal))))
         except STOPS:
             raise
-        except BaseException as error:  # of any kind: the round goes on without this site
+        except BaseException as error:  # whatever it is, the round continues without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 
-    def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Client:
+    def _prepared_site(self, fl_ctx: FLContext, abort_signal: Signal) -> Client:
         site = site_registry.ready(self, fl_ctx)
         site.context.should_stop = partial(_stop_if, abort_signal)
         return site

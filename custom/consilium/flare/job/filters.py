@@ -1,7 +1,8 @@
-"""The site's guard and the server's result check, as FLARE filters. All fail closed: on any error nothing passes.
+"""FLARE filters: the site's privacy guard and the server's check of results. All fail closed: on any error nothing passes.
 
-The guard is a pair of filters: one authorizes each task, the other makes each message that leaves. A hospital has both in its
-privacy.json, and our job folders have them too. Then the second pair gets the very objects of the first, and lets them pass.
+The guard is a pair of filters: one authorizes each task, the other builds each message that leaves the site. The pair is in the
+hospital's privacy.json, and again in our job folders. So both pairs may run. The second pair then gets the objects that the
+first pair made, and lets exactly these objects pass.
 """
 
 from abc import abstractmethod
@@ -22,7 +23,10 @@ from consilium.server.checks import check_result
 
 
 class ClosedFilter(Filter):
-    """A filter that turns each failure into a refusal with a reason only. FLARE's DXOFilter would let the data pass."""
+    """A filter that turns every failure into a refusal with nothing but a reason.
+
+    FLARE's DXOFilter would let the data pass after a failure.
+    """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the result of `handle`, or a refusal."""
@@ -36,62 +40,65 @@ class ClosedFilter(Filter):
             return self.refused(reason, shareable, fl_ctx)
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return a refusal in the place of `shareable`."""
+        """Return a refusal that replaces `shareable`."""
         return _with_cookies(wire.refusal(reason), shareable)
 
     @abstractmethod
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the message that may pass. After any exception nothing passes."""
+        """Return the message that may pass. If this raises any exception, a refusal replaces the message."""
 
 
 class GuardTaskFilter(ClosedFilter):
-    """Authorizes each task before the executor gets it. A refusal reaches the executor in the task's place."""
+    """Authorizes each task before the executor gets it. If the guard refuses, the executor gets a refusal instead."""
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return a shareable that only names the authorized task; the message itself is not passed on."""
+        """Return a shareable that only refers to the authorized task. The server's message itself is not passed on."""
         if isinstance(wire.peek(shareable), AuthorizedTask) or site_registry.of(fl_ctx).refused is shareable:
-            return shareable  # the first pair's
+            return shareable  # the first pair of filters made it
         site_registry.reload_data(fl_ctx)
         guard = site_registry.guard(self, fl_ctx)
         guard.end_task()
-        return wire.put(_authorize(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
+        return wire.put(_authorize_task(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return a refusal, and keep it for the second pair: a refusal that a server sends is not a task."""
+        """Return a refusal, and remember it so that the second pair lets it pass. Refusals sent by a server do not pass."""
         site_registry.of(fl_ctx).refused = refusal = super().refused(reason, shareable, fl_ctx)
         return refusal
 
 
 class GuardResultFilter(ClosedFilter):
-    """Makes a new message of the data that may leave; nothing else of the reply leaves."""
+    """Builds a new message from the data that may leave the site. Nothing else of the executor's reply leaves."""
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the guard's message of a result; a refusal keeps its reason only."""
+        """Return the message that the guard releases for a result. Of a refusal only the reason is used."""
         if site_registry.of(fl_ctx).sent is shareable:
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
             return self.refused(reason, shareable, fl_ctx)
-        return self._keep(_message(site_registry.guard(self, fl_ctx), wire.pop(shareable)), fl_ctx)
+        return self._remember_sent(_release_message(site_registry.guard(self, fl_ctx), wire.pop(shareable)), fl_ctx)
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Put the refusal on record and return it; if that fails, return one that does not depend on the data."""
-        reply = self._recorded(reason, fl_ctx)
+        """Record the refusal and return it. If recording fails, return a refusal whose reason does not depend on the data."""
+        reply = self._record_refusal(reason, fl_ctx)
         if isinstance(reply, Reason):
-            return self._keep(super().refused(reply, shareable, fl_ctx), fl_ctx)
-        return self._keep(_with_cookies(reply, shareable), fl_ctx)
+            return self._remember_sent(super().refused(reply, shareable, fl_ctx), fl_ctx)
+        return self._remember_sent(_with_cookies(reply, shareable), fl_ctx)
 
-    def _recorded(self, reason: Reason, fl_ctx: FLContext) -> Reason | Shareable:
-        """Return the reason or message that may leave in place of a result. All failures to record have one of two reasons."""
+    def _record_refusal(self, reason: Reason, fl_ctx: FLContext) -> Reason | Shareable:
+        """Return the reason or the message that may leave instead of a result.
+
+        If recording fails, the reason is BUDGET or LEDGER, whatever the failure was.
+        """
         try:
             guard = site_registry.guard(self, fl_ctx)
         except STOPS:
             raise
-        except BaseException as error:  # such as no data list: nothing was trained, and the log is the record
+        except BaseException as error:  # such as a missing data list; nothing was trained, so a log line is enough
             self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
             return reason
         try:
             reply = guard.refuse(reason)
-            return reply if isinstance(reply, Reason) else _encoded(guard, *reply)
+            return reply if isinstance(reply, Reason) else _encode_release(guard, *reply)
         except STOPS:
             raise
         except BaseException as error:
@@ -99,20 +106,23 @@ class GuardResultFilter(ClosedFilter):
             over = isinstance(error, RefusedError) and error.reason is Reason.BUDGET
             return Reason.BUDGET if over else Reason.LEDGER
 
-    def _keep(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
+    def _remember_sent(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
         site_registry.of(fl_ctx).sent = message
         return message
 
 
 class ResultCheckFilter(ClosedFilter):
-    """The server's check: names and scalars as the strategy declares them, all values finite. The coordinator checks shapes."""
+    """The server's check of training results: the strategy's tensor names and scalars, and finite values only.
+
+    The coordinator checks shapes later.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._job: Job | None = None
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result itself if checks.check_result accepts it; hellos and evaluations are checked elsewhere."""
+        """Return the result itself if checks.check_result accepts it. Replies to other tasks are not checked here."""
         if shareable.get_return_code() != ReturnCode.OK:
             return wire.strip_reply(shareable)
         self._job = self._job or job_context.load(fl_ctx)
@@ -125,8 +135,8 @@ class ResultCheckFilter(ClosedFilter):
         return shareable
 
 
-def _authorize(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
-    """Return the guard's authorized task of a message, which must be of the kind that its name says."""
+def _authorize_task(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
+    """Return the task that the guard authorizes for a message. The message must be of the kind that the task `name` says."""
     if wire.reason_of(shareable) is not None:
         raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
     if name not in list(Kind):
@@ -135,18 +145,18 @@ def _authorize(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
     return guard.authorize(Kind(name), run, payload, seal=seal)
 
 
-def _message(guard: Guard, answer: wire.Answer) -> Shareable:
-    """Return the message of the data that the guard releases of an answer."""
+def _release_message(guard: Guard, answer: wire.Answer) -> Shareable:
+    """Return a message with the data that the guard releases from an answer."""
     if not isinstance(answer, wire.Answer):
         raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
     released = guard.answer(answer.task, answer.result)
     if not isinstance(released, Payload):
         return wire.encode_dict(answer.task.kind.value, released)
-    return _encoded(guard, answer.task, released)
+    return _encode_release(guard, answer.task, released)
 
 
-def _encoded(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable:
-    """Return the message of a model, of scores or of an update; a refusal may have the same form."""
+def _encode_release(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable:
+    """Return a message with a released model, scores or update. A refusal may have the same form."""
     if task.kind is not Kind.TRAIN:
         return wire.encode(released, "", update=task.kind is Kind.EVALUATE)
     ours = not task.run.startswith(f"job-{guard.job_id}.")  # FLARE's own controllers name no run
@@ -154,6 +164,6 @@ def _encoded(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable
 
 
 def _with_cookies(message: Shareable, came: Shareable) -> Shareable:
-    """Give a message the cookies of the task: by them the server finds the task."""
+    """Copy the cookies of the task `came` to a message. The server finds the task by them."""
     message.set_cookie_jar(came.get_cookie_jar() or {})
     return message

@@ -1,25 +1,25 @@
-"""Garbage collection after each exchange: FLARE's messages are reference cycles that hold tensors.
+"""Garbage collection after each exchange of messages, because FLARE's messages are reference cycles that hold tensors.
 
-Python collects old cycles by the number of objects, not of bytes: measured, after some 500 rounds. A collection over all
-imported modules takes a third of a second. So the objects of the first exchanges are frozen, and later collections take no
-measurable time.
+Python collects old cycles by the number of objects, not by their bytes; in a measurement only after about 500 rounds. A
+collection that visits the objects of all imported modules takes a third of a second. So the objects that exist after the first
+exchanges are frozen, and later collections take no measurable time.
 """
 
 import gc
 from functools import cache
 
 LOADING = 2
-"""Exchanges after which all modules are loaded: the hello and a first round."""
+"""Number of exchanges after which all modules are imported: the hello and a first round."""
 _collections = 0
 
 
 @cache
 def _others_freeze() -> bool:
-    return gc.get_freeze_count() > 0  # asked once, before this module freezes: it walks all frozen objects
+    return gc.get_freeze_count() > 0  # called once, before this module freezes anything: it walks all frozen objects
 
 
 def collect_garbage() -> None:
-    """Free unreachable objects. Does nothing in a process where other code has frozen objects, and so collects itself."""
+    """Free unreachable objects. Does nothing if other code in this process has frozen objects: then that code collects."""
     global _collections
     if _others_freeze():
         return

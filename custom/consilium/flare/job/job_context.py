@@ -1,4 +1,4 @@
-"""A job's settings, folders and observers by FLARE's context."""
+"""A running job's settings, folders and observers, found from FLARE's context, at a server, at a site and in a simulation."""
 
 import json
 import os
@@ -28,36 +28,35 @@ from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
-from consilium.flare.kit.revocation import read as read_revoked
-from consilium.flare.kit.revocation import since
+from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
-from consilium.report.private_logging import places
+from consilium.report.private_logging import public_fields
 from consilium.server.coordinator import FILE as SEALS
 from consilium.server.coordinator import Seals
 from consilium.server.cross_site import former_run
 
 UPLOAD = 300.0
-"""Seconds; FLARE's default for every message."""
+"""FLARE's default timeout for every message, in seconds."""
 
 
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
     folder = Path(
         _workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id())
-    )  # in kits of `nvflare package` FLARE's get_app_config_dir is wrong
+    )  # FLARE's get_app_config_dir is wrong in kits made by `nvflare package`
     plugins = kit_plugins(
         Path(_workspace(fl_ctx).get_site_config_dir()), simulated()
-    )  # of a server's site.yaml only `plugins` counts here
+    )  # at a server, only `plugins` of its site.yaml counts
     return federated_job(folder / "config" / "job.yaml", plugins)
 
 
 def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
-    """Return this run's job and the site's configuration, read once in a process, so that guard and executor use the same.
+    """Return (this run's job, the site's configuration). Both are read once per process.
 
-    FLARE may rewrite the job's folder while the job runs. Raises ConfigError, and RefusedError if the site needs its
-    administrator's approval of this job.
+    So guard and executor use the same values, even if FLARE rewrites the job's folder while the job runs. Raises ConfigError,
+    and RefusedError if the site's administrator must approve the job first.
     """
     key = (fl_ctx.get_job_id(), name)
     if key not in _opened:
@@ -71,16 +70,16 @@ def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
 
 
 _opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
-"""The jobs of this process by FLARE's id and site."""
+"""The values of `approved` in this process, by (FLARE's job id, site name)."""
 
 
 def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
-    """Return the job of a job.yaml; `author`: as for load_job. Raises ConfigError also for a job that pools data."""
+    """Return the job of a job.yaml. `plugins` and `author`: as for load_job. Raises ConfigError, also as `check_federated`."""
     return check_federated(assemble_job(load_job(path, plugins=plugins, author=author), path), path)
 
 
 def check_federated(job: Job, path: Path) -> Job:
-    """Return `job`, of the file `path`. Raises ConfigError for a job that runs in one process only."""
+    """Return `job`, which was read from `path`. Raises ConfigError for a job that only the in-process engine can run."""
     if job.strategy.traits.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
     if job.config.diagnostics.looks_inside:
@@ -91,18 +90,19 @@ def check_federated(job: Job, path: Path) -> Job:
 
 
 def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
-    """Return the site's own configuration, in a deployment from its kit's local/site.yaml. Raises ConfigError.
+    """Return the site's configuration; in a deployment, from its kit's local/site.yaml. Raises ConfigError.
 
-    A missing file is an error too: FLARE deletes any folder that a server names as a job's, and the file has the policies.
+    A missing file is an error too, because it holds the site's policies. A server could make FLARE delete it: FLARE deletes any
+    folder that a server names as a job's.
     """
     local = Path(_workspace(fl_ctx).get_site_config_dir())
     if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
         raise ConfigError(f"{local / 'site.yaml'}: missing; restore it, or write one that says `{{}}`", Reason.POLICY)
-    return find_site(name, _given(), local)
+    return find_site(name, _simulation_settings(), local)
 
 
 def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
-    """Return the site's key and certificates, of its kit or of a simulation. Raises ConfigError."""
+    """Return the site's key and certificates for secure aggregation, from its kit or a simulation. Raises ConfigError."""
     if simulated():
         return read_simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
     startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
@@ -114,29 +114,29 @@ def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
 
 
 def federation_root(fl_ctx: FLContext) -> tuple[Certificate, str]:
-    """Return the root certificate of the server's kit or of a simulation, and the server's name."""
+    """Return (the root certificate, the server's name), from the server's kit or a simulation."""
     if simulated():
         return read_root(Path(os.environ[OUTPUT]) / IDENTITIES / "rootCA.pem"), SERVER
     return read_root(Path(_workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
 
 
 def own_config(fl_ctx: FLContext) -> SiteConfig:
-    """Return the server's own configuration; its checkpoint folder and tracking are used. Raises ConfigError."""
+    """Return the server's own configuration, of which the checkpoint folder and tracking are used. Raises ConfigError."""
     path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if simulated() or not path.is_file():
-        return SiteConfig(checkpoints=_given().checkpoints, tracking=_given().tracking)
+        return SiteConfig(checkpoints=_simulation_settings().checkpoints, tracking=_simulation_settings().tracking)
     return load_site(path)
 
 
-def _given() -> Given:
-    """Return the settings of a simulation for its sites; in a deployment an empty Given."""
+def _simulation_settings() -> Given:
+    """Return the settings that a simulation has for its sites; in a deployment an empty Given."""
     return read_settings(Path(os.environ[OUTPUT])) if simulated() else Given()
 
 
 def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
-    """Return the folder of the server's files, outside FLARE's run folder, which FLARE clears. Raises ConfigError.
+    """Return the folder of the server's files for this run. It lies outside FLARE's run folder, which FLARE clears.
 
-    The folder belongs to the job's submitter. For `resume` it must hold a run.
+    Raises ConfigError if the folder belongs to another submitter, and with `resume` if it holds no run.
     """
     state, name = state_folder(fl_ctx), experiment(fl_ctx, job)
     if resume and not (state / RUNS / name / "metrics.jsonl").is_file() and not simulated():
@@ -145,32 +145,35 @@ def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
 
 
 def experiment(fl_ctx: FLContext, job: Job) -> str:
-    """Return the name of this run's files: the submission's experiment, else a name for this submission alone."""
+    """Return the name of this run's folder: the job's experiment, or else a name made from FLARE's job id."""
     return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
 
 
 def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
-    """Return a function that returns the names revoked at this server since now; see revocation.py. Raises ConfigError."""
+    """Return a function that lists the names revoked at this server since this call; see revocation.py. Raises ConfigError."""
     if simulated():
         return set
     local = Path(_workspace(fl_ctx).get_site_config_dir())
-    return partial(since, local, read_revoked(local))
+    return partial(revoked_since, local, revoked_until(local))
 
 
 def seals(fl_ctx: FLContext) -> Seals:
-    """Return the last seals of sites' privacy ledgers at this server; a simulation has none."""
+    """Return the store of the last seals of the sites' privacy ledgers at this server. In a simulation it is not saved."""
     return Seals(None if simulated() else state_folder(fl_ctx) / SEALS)
 
 
 def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
-    """Call `arrived` with the sites that connect while this job runs; None in a simulation, where all connect at its start."""
+    """Start a watcher that calls `arrived` with the sites that connect while this job runs, and return it.
+
+    Return None in a simulation, where all sites connect at the start.
+    """
     engine = fl_ctx.get_engine()
     real = isinstance(engine, ServerEngine) and not simulated()
     return Arrivals(engine, fl_ctx.get_job_id(), arrived) if real else None
 
 
 def submitter(fl_ctx: FLContext) -> str:
-    """Return the submitter's name in the certificate by which the server knows it; "" in a simulation."""
+    """Return the submitter's name, which the server has read from the submitter's certificate; "" in a simulation."""
     try:
         path = Path(_workspace(fl_ctx).get_job_meta_path(fl_ctx.get_job_id()))
         return str(json.loads(path.read_text(encoding="utf-8")).get(JobMetaKey.SUBMITTER_NAME.value, ""))
@@ -179,10 +182,10 @@ def submitter(fl_ctx: FLContext) -> str:
 
 
 def leave_to_quorum(fl_ctx: FLContext) -> None:
-    """Let FLARE take this site's process as ended, not failed, if it is killed; then the quorum decides about the job.
+    """Make FLARE treat this site's process as ended, not as failed, if it is killed. Then the quorum decides about the job.
 
-    FLARE 2.9 fails the whole job for one site's dead process, whatever `min_clients` says. It reads a process's exit code from
-    a file in the run folder, which is written here; FLARE itself writes another code there for errors that it catches.
+    FLARE 2.9 fails the whole job if one site's process dies, whatever `min_clients` says. It reads a process's exit code from a
+    file in the run folder. This function writes success to that file; for an error that FLARE catches, FLARE overwrites it.
     """
     if not simulated():
         folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
@@ -190,38 +193,38 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 
 
 def allow_upload(fl_ctx: FLContext, job: Job) -> None:
-    """Give a reply a twelfth of the round's time, and at least UPLOAD seconds, to reach the server.
+    """Set the timeout for sending a reply to a twelfth of the round's time, and to at least UPLOAD seconds.
 
-    FLARE counts the server's download of the tensors in it. Other timeouts are those of the site's resources.json.
+    This time includes the server's download of the reply's tensors. Other timeouts come from the site's resources.json.
     """
     if (runner := fl_ctx.get_prop(FLContextKey.RUNNER)) is not None:
         runner.submit_task_result_timeout = max(UPLOAD, job.config.federation.round_timeout / 12)
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
-    """Copy the run's files into FLARE's run folder for download, without the server's state and pictures of patients."""
+    """Copy the run's files into FLARE's run folder for download, except the server's state and pictures of patients."""
     if not simulated():
         private = shutil.ignore_patterns("*.lock", ".*", OWNER, f"*{PREDICTIONS}*")
 
-        def kept_back(place: str, names: list[str]) -> set[str]:
+        def ignored(place: str, names: list[str]) -> set[str]:
             return private(place, names) | ({"server"} if Path(place) == folder else set())  # but not tb_events/server
 
-        shutil.copytree(folder, _published(fl_ctx), ignore=kept_back, dirs_exist_ok=True)
+        shutil.copytree(folder, _download_folder(fl_ctx), ignore=ignored, dirs_exist_ok=True)
 
 
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:
-    """Write why a job ends early to the files for download."""
-    write_atomic(_published(fl_ctx) / "stopped.txt", reason.encode())
+    """Write the reason why a job ends early to stopped.txt among the files for download."""
+    write_atomic(_download_folder(fl_ctx) / "stopped.txt", reason.encode())
 
 
-def _published(fl_ctx: FLContext) -> Path:
+def _download_folder(fl_ctx: FLContext) -> Path:
     return Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
 
 
 def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return the site's private folder for this run: under the site's `state`, else beside FLARE's run folders.
+    """Return the site's private folder for this run. It lies under `state` of the site's site.yaml, by default in the kit.
 
-    Raises ConfigError for an invalid name, and for a run of another submitter or another site.
+    Raises ConfigError for an invalid name, and if the folder belongs to another submitter or another site.
     """
     if (own := _own_state(site)) is not None:
         return _run_folder(fl_ctx, job, own, name)
@@ -229,25 +232,28 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
 
 
 def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
-    """Return the site's folder of the run that a cross-site job scores; None if it took no part. Raises ConfigError."""
+    """Return the site's folder of the run that a cross-site job scores; None if the site took no part. Raises ConfigError."""
     own = _own_state(site)
-    former = _former(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
+    former = _scored_run_folder(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
     found = former if former is None or own else former / "sites" / name
     return found if found and found.is_dir() else None
 
 
 def _own_state(site: SiteConfig) -> Path | None:
-    """Return the site's own `state` folder; a simulation writes into its workspace only, and has none."""
+    """Return `state` of the site's site.yaml; None in a simulation, which writes into its workspace only."""
     return None if simulated() else site.state
 
 
 def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
     """Return the server's folder of the run that a cross-site job scores; None if there is none. Raises ConfigError."""
-    return _former(fl_ctx, job, state_folder(fl_ctx))
+    return _scored_run_folder(fl_ctx, job, state_folder(fl_ctx))
 
 
-def _former(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
-    """Return the scored run's folder under `state`, of the same submitter; in a simulation it lies beside the workspace."""
+def _scored_run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
+    """Return the folder under `state` of the run that a cross-site job scores, which must be of the same submitter.
+
+    None for other jobs. In a simulation, the folder lies beside the workspace.
+    """
     if job.config.cross_site is None:
         return None
     if simulated():
@@ -256,19 +262,22 @@ def _former(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | 
 
 
 def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return the folder of the site's ledger and records, which outlive jobs; a simulation has its own."""
+    """Return the folder of the site's ledger and records, which are kept beyond a job. In a simulation they are per run."""
     if simulated():
         return site_folder(fl_ctx, job, name, site)
     return site.state or state_folder(fl_ctx)
 
 
 def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool = False) -> Observer:
-    """Return an observer that logs each event, without its numbers if `private`, and sends it to a simulation's live view."""
+    """Return an observer that logs each event, and in a simulation also writes it to a file for the live view.
+
+    `private`: outside a simulation, log events without their numbers.
+    """
     output = os.environ.get(OUTPUT)
 
     def observe(event: Mapping[str, Any]) -> None:
         if event["event"] != "step":
-            component.log_info(fl_ctx, json.dumps(places(event) if private and not output else dict(event)))
+            component.log_info(fl_ctx, json.dumps(public_fields(event) if private and not output else dict(event)))
         if output:
             folder = Path(output) / "events"
             folder.mkdir(parents=True, exist_ok=True)
@@ -279,19 +288,20 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool
 
 
 def state_folder(fl_ctx: FLContext) -> Path:
-    """Return the folder of all our files in a kit, or a simulation's workspace."""
+    """Return the folder of all our files in a kit; in a simulation, its workspace."""
     return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
 
 
 def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
-    """Return this run's folder under `state` without leftovers; new files of this process are for its user alone.
+    """Return this run's folder under `state`, after deleting unfinished files in it.
 
-    `site`: the folder's owner, if `state` is a folder that two sites could name.
+    From now on, new files of this process are readable by its user only. `site`: the folder's owner, if two sites could name
+    the same folder as their `state`.
     """
     os.umask(0o077)
     if simulated():
         return state
-    private_folder(state_folder(fl_ctx)).chmod(0o700)  # also if `state` is another folder; a former version left it open
+    private_folder(state_folder(fl_ctx)).chmod(0o700)  # also if `state` is another folder; former versions left it readable
     found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found

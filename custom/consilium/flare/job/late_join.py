@@ -1,9 +1,9 @@
-"""Sites that connect and leave while a job runs: FLARE 2.9 starts a job only at the sites that are connected at its start.
+"""Sites that connect or leave while a job runs. FLARE 2.9 starts a job only at the sites that are connected at its start.
 
-`LateSites` in the server's own process sends a running job to a site that connects after its start, by the messages with which
-FLARE starts every job: signature, rights, privacy scope and approval are checked there as always. `Arrivals` in the job's
-process finds such sites, and the controller registers them. `LateSites` also ends FLARE's wait for a silent site at the end of
-a job: FLARE would wait ten minutes, and then call a complete job ABNORMAL.
+`LateSites` runs in the server's process. It sends a running job to a site that connects later, with the messages that FLARE
+uses to start every job. So the site checks signature, rights, privacy scope and approval as always. `Arrivals` runs in the
+job's process. It finds such sites, and the controller registers them. At the end of a job, `LateSites` also ends FLARE's wait
+for a silent site: FLARE would wait ten minutes and then give a complete job the status ABNORMAL.
 """
 
 import math
@@ -28,29 +28,29 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.sanitize import shown
 
 COMPONENT = {"id": "late_sites", "path": "consilium.flare.job.late_join.LateSites"}
-"""In the server kit's local/resources.json."""
+"""The entry of this component in the server kit's local/resources.json."""
 AGAIN = 30.0
-"""Seconds before a job is sent to a site that had it under an earlier login: the old process ends in that time."""
+"""Seconds to wait before a job is sent again to a site that has logged in again: its old process ends in that time."""
 SILENT = 60.0
-"""Seconds without a heartbeat after which an ended job does not wait for a site's outcome."""
+"""Seconds without a heartbeat after which an ended job no longer waits for a site."""
 EVERY = 3.0
-"""Seconds between two looks of a job's process at the connected sites."""
+"""Seconds between two checks of the connected sites by a job's process."""
 _DETAIL = JobMetaKey.JOB_DEPLOY_DETAIL.value
 
 
 class LateSites(FLComponent):
-    """A component of the server's own kit. One thread at a time sends jobs, so heartbeats do not wait for it."""
+    """A component of the server's kit. Jobs are sent by a separate thread, one at a time, so heartbeats do not wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self._busy = threading.Lock()
         self._seen: dict[str, float] = {}
         self._beats: dict[str, tuple[float, float]] = {}
-        """By token: FLARE's time of the last heartbeat, and the monotonic time at which it was first seen here."""
+        """By login token: (FLARE's time of the last heartbeat, the monotonic time at which this component first saw it)."""
         self._tried: set[tuple[str, str]] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """At every heartbeat, look for sites that lack a job."""
+        """At every heartbeat, start a thread that looks for sites without a job meant for them, unless one is running."""
         if event_type == EventType.CLIENT_HEARTBEAT_PROCESSED and self._busy.acquire(blocking=False):
             threading.Thread(target=self._look, args=(fl_ctx.get_engine(),), daemon=True).start()
 
@@ -59,58 +59,58 @@ class LateSites(FLComponent):
             here = {client.token: client for client in engine.get_clients()}
             now = time.monotonic()
             self._seen = {token: self._seen.get(token, now) for token in here}
-            for token, client in here.items():  # FLARE's own time is the wall clock's, which may be set meanwhile
+            for token, client in here.items():  # FLARE uses the wall clock, which may be set meanwhile
                 if self._beats.get(token, (None,))[0] != client.last_connect_time:
                     self._beats[token] = client.last_connect_time, now
             self._beats = {token: beat for token, beat in self._beats.items() if token in here}
             self._tried = {(job, token) for job, token in self._tried if job in engine.run_processes}
-            self._release(engine)
+            self._stop_waiting(engine)
             for job_id, job in list(engine.job_runner.running_jobs.items()):
                 for token, client in here.items():
-                    if (job_id, token) not in self._tried and self._lacks(engine, job, client):
+                    if (job_id, token) not in self._tried and self._lacks_job(engine, job, client):
                         self._tried.add((job_id, token))
-                        self._send(engine, job, client)
+                        self._send_job(engine, job, client)
         finally:
             self._busy.release()
 
-    def _release(self, engine: ServerEngine) -> None:
-        """End the wait for silent sites' outcomes of jobs whose server process has ended."""
+    def _stop_waiting(self, engine: ServerEngine) -> None:
+        """Stop FLARE's wait for silent sites in jobs whose server process has ended."""
         for client in engine.get_clients():
             if time.monotonic() - self._beats.get(client.token, (0.0, math.inf))[1] > SILENT:
                 for job_id in engine.job_runner.get_client_outcome_jobs(client.name) - engine.run_processes.keys():
                     engine.job_runner.resolve_client_outcome(job_id, client.name)
                     self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
 
-    def _lacks(self, engine: ServerEngine, job: Job, client: Client) -> bool:
-        """Return whether a job is for a site that has not got it under its present login."""
+    def _lacks_job(self, engine: ServerEngine, job: Job, client: Client) -> bool:
+        """Return whether a job is meant for a site, and was not sent to it since the site's last login."""
         process = engine.run_processes.get(job.job_id)
-        if process is None or client.token in process[RunProcessKey.PARTICIPANTS] or _app(job, client.name) is None:
+        if process is None or client.token in process[RunProcessKey.PARTICIPANTS] or _app_for(job, client.name) is None:
             return False
         came_back = client.name in {one.name for one in process[RunProcessKey.PARTICIPANTS].values()}
         return not came_back or time.monotonic() - self._seen[client.token] >= AGAIN
 
-    def _send(self, engine: ServerEngine, job: Job, client: Client) -> None:
-        """Deploy and start a job at a site. A failure is a line in the server's log."""
+    def _send_job(self, engine: ServerEngine, job: Job, client: Client) -> None:
+        """Deploy and start a job at a site. A failure is logged at the server."""
         with engine.new_context() as fl_ctx:
             try:
-                _deploy(engine, job, client, fl_ctx)
-                _start(engine, job, client, fl_ctx)
+                _deploy_job(engine, job, client, fl_ctx)
+                _start_job(engine, job, client, fl_ctx)
                 self.log_info(fl_ctx, f"{client.name}: came while job {job.job_id} runs, and has been sent it")
             except ConsiliumError as error:
                 self.log_warning(fl_ctx, str(error))
-            except Exception:  # FLARE's functions, and a site's answers
+            except Exception:  # raised by FLARE's functions, or by a site's malformed reply
                 self.log_exception(fl_ctx, f"{client.name}: job {job.job_id} could not be sent to it")
 
 
-def _app(job: Job, name: str) -> str | None:
-    """Return the app of a job for a site; None if the job is for other sites only."""
+def _app_for(job: Job, name: str) -> str | None:
+    """Return the name of a job's app for a site; None if the job is for other sites only."""
     deployed = {app: extract_participants(sites) for app, sites in job.get_deployment().items()}
     return next((app for app, sites in deployed.items() if name in sites or [s.upper() for s in sites] == [ALL_SITES]), None)
 
 
-def _deploy(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
-    """Send the job's folder. Raises ConsiliumError with the site's reason if it refuses the job."""
-    app = _app(job, client.name) or ""
+def _deploy_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
+    """Send the job's folder to a site. Raises ConsiliumError with the site's reason if it refuses the job."""
+    app = _app_for(job, client.name) or ""
     admin = engine.server.admin_server
     message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
     reply = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout).get(client.token)
@@ -119,7 +119,7 @@ def _deploy(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -
         raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
 
 
-def _start(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
+def _start_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
     """Start the job's process at the site, and add the site to the job's participants. Raises ConsiliumError."""
     wanted = job.resource_spec.get(client.name, {}) if job.resource_spec else {}
     enough, token = engine.check_client_resources(job, {client.name: wanted}, fl_ctx).get(client.name, (False, "no answer"))
@@ -129,15 +129,15 @@ def _start(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) ->
     others = {t: one for t, one in process[RunProcessKey.PARTICIPANTS].items() if one.name != client.name}
     process[RunProcessKey.PARTICIPANTS] = others | {client.token: client}
     job.meta[JobMetaKey.JOB_CLIENTS] = [one.to_dict() for one in process[RunProcessKey.PARTICIPANTS].values()]
-    engine.start_client_job(job, {client.name: DispatchInfo(_app(job, client.name) or "", wanted, token)}, fl_ctx)
-    manager = engine.get_component(SystemComponents.JOB_MANAGER)  # its metadata name the job's sites for `consilium resume`
+    engine.start_client_job(job, {client.name: DispatchInfo(_app_for(job, client.name) or "", wanted, token)}, fl_ctx)
+    manager = engine.get_component(SystemComponents.JOB_MANAGER)  # `consilium resume` reads the job's sites there
     detail = list(manager.get_job(job.job_id, fl_ctx).meta.get(_DETAIL) or [])
     kept = [line for line in detail if not line.startswith(f"{client.name}: ")]
     manager.update_meta(job.job_id, {_DETAIL: [*kept, f"{client.name}: OK"]}, fl_ctx)
 
 
 class Arrivals:
-    """Looks every few seconds for new participants of a job, until it is stopped, and calls `arrived` with their names."""
+    """Checks every EVERY seconds, until it is stopped, for new sites of a job, and calls `arrived` with their names."""
 
     def __init__(self, engine: ServerEngine, job_id: str, arrived: Callable[[set[str]], None]) -> None:
         self._engine, self._job_id, self._arrived = engine, job_id, arrived
@@ -145,14 +145,14 @@ class Arrivals:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the checks."""
         self._over.set()
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY):
             try:
                 self._look()
-            except Exception as error:  # FLARE's, such as a connection that ends with the job; the next look is soon
+            except Exception as error:  # such as a connection that ends with the job; the next check is soon
                 self._logger.info(f"the connected sites could not be read now ({type(error).__name__})")
 
     def _look(self) -> None:

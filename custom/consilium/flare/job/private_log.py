@@ -1,7 +1,7 @@
-"""A private file for error texts about the data: FLARE's logs have many readers, so they must not name its files.
+"""A private file for error texts about a site's data.
 
-An error's text may name a file or hold a value, and so identify a patient. In a simulation all data is the user's own, and the
-texts stay in the log.
+An error's text may contain a file name or a value, and so identify a patient. FLARE's logs have many readers, so such texts go
+to a file that only the site's user can read. In a simulation all data belongs to the user, and the texts stay in the log.
 """
 
 import logging
@@ -17,39 +17,43 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.storage import private_folder
 from consilium.federation.run_folders import ERRORS
 from consilium.flare.job import job_context
-from consilium.report.private_logging import say_to
+from consilium.report.private_logging import log_only_to
 
 MAX_BYTES = 1_000_000
-"""Bytes of a job's file; there is one former file beside it."""
+"""Largest size of a job's file in bytes. One rotated file is kept beside it."""
 
 
 class PrivateFile(RotatingFileHandler):
-    """A job's file under `errors` in our folder of the kit, for its user alone. `lost`: a text could not be written."""
+    """A job's private file, in the folder `errors` of our folder in the kit. `lost`: whether writing a text has failed."""
 
     lost = False
 
     def __init__(self, fl_ctx: FLContext) -> None:
         folder = private_folder(job_context.state_folder(fl_ctx) / ERRORS)
         name = Path(str(fl_ctx.get_job_id())).name  # the server chose the id
-        how = {"delay": True, "encoding": "utf-8", "errors": "backslashreplace"}  # a file's name may be no text
+        how = {"delay": True, "encoding": "utf-8", "errors": "backslashreplace"}  # a file's name may be no valid text
         super().__init__(folder / f"{name}.log", maxBytes=MAX_BYTES, backupCount=1, **how)  # type: ignore[arg-type]
         self.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Note the loss. Python's own handler would print the text."""
+        """Set `lost`. Python's own method would print the text."""
         self.lost = True
 
 
 def keep_apart(fl_ctx: FLContext) -> None:
-    """Send the log of the code that reads samples to the job's private file, from now on in this process."""
+    """From now on in this process, write log lines of the code that reads samples to the job's private file."""
     if not job_context.simulated():
-        say_to(logging.NullHandler())
+        log_only_to(logging.NullHandler())
         with suppress(OSError):  # a full disk: the texts are lost, and `log_failure` says so
-            say_to(PrivateFile(fl_ctx))
+            log_only_to(PrivateFile(fl_ctx))
 
 
 def log_failure(component: FLComponent, fl_ctx: FLContext, error: BaseException, what: str = "unexpected error") -> None:
-    """Log why a task failed: an error of settings with its text, an error of the data or an unexpected one by its kind only."""
+    """Log why a task failed.
+
+    The text of an error about settings goes to FLARE's log. Of an error about the data, or an unexpected one, FLARE's log gets
+    only the kind, and the private file gets the text. In a simulation FLARE's log gets all texts.
+    """
     expected = isinstance(error, ConsiliumError)
     told = error.told if isinstance(error, ConsiliumError) else f"{what} ({type(error).__name__})"
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
@@ -64,6 +68,6 @@ def log_failure(component: FLComponent, fl_ctx: FLContext, error: BaseException,
             file.emit(logging.makeLogRecord({"msg": private, "levelno": logging.ERROR, "levelname": "ERROR"}))
             file.close()
             where = "the text could not be kept" if file.lost else f"the text is in {file.baseFilename}"
-        except Exception as problem:  # a reply must follow, whatever is wrong with the disk or FLARE's context
+        except Exception as problem:  # the site must reply even if the disk or FLARE's context fails
             where = f"the text could not be kept ({type(problem).__name__})"
         component.log_error(fl_ctx, f"{told}; {where}")

@@ -1,4 +1,4 @@
-"""A FLARE Recipe from a job.yaml: runs in SimEnv, PocEnv or ProdEnv, and exports a job folder, with or without code."""
+"""A FLARE Recipe made from a job.yaml. It runs in SimEnv, PocEnv or ProdEnv, and exports a job folder with or without code."""
 
 import json
 import shutil
@@ -29,24 +29,26 @@ from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 from consilium.privacy.secagg.simulated import make_simulated_identities
 
 TASK_REQUEST_INTERVAL = 0.2
-"""Seconds between a site's reply and its request for the next task; FLARE's default is 2, in each phase of each round.
+"""Seconds between a site's reply and its request for the next task. FLARE's default is 2 seconds, which every phase of every
+round would wait.
 
-A site that finds no task asks again after half a second, so idle sites ask no more often.
+A site that gets no task asks again after half a second, so this setting does not make idle sites ask more often.
 """
 TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
 
 
 class ConsiliumRecipe(Recipe):
-    """`ConsiliumRecipe("jobs/quickstart").execute(SimEnv(num_clients=3))`. Raises ConfigError before anything starts.
+    """A FLARE Recipe for a job.yaml, such as `ConsiliumRecipe("jobs/quickstart").execute(SimEnv(num_clients=3))`.
 
-    `plugins`: the packages whose kinds the job may name; by default all of them, for a researcher's own machine.
+    `plugins`: the packages whose models, tasks and other kinds the job may name. By default all installed packages count, which
+    suits a researcher's own machine. Raises ConfigError before anything starts.
     """
 
     def __init__(self, job: Path | str, plugins: Plugins = None) -> None:
         path = job_file(Path(job))
         own = plugins is None
         config, text = federated_job(path, plugins, author=own).config, job_text(path) if own else path.read_bytes()
-        self._place = tempfile.TemporaryDirectory()  # sites read job.yaml, whatever the file's name was
+        self._place = tempfile.TemporaryDirectory()  # sites read a file with the name job.yaml
         path = Path(self._place.name) / "job.yaml"
         path.write_bytes(text)
         named = {"experiment": config.experiment} if config.experiment else None
@@ -64,16 +66,16 @@ class ConsiliumRecipe(Recipe):
         super().__init__(fed_job)
 
     def process_env(self, env: ExecEnv) -> None:
-        """Put our classes on the allow-list of a simulation's workspace; a real site has its own list."""
+        """FLARE's hook before a run: put our classes on the allow-list of a simulation's workspace. A real site has its own."""
         if isinstance(env, SimEnv):
             allow_classes(Path(env.workspace_root) / self.name, *CLASSES)
 
 
 def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = None) -> Path:
-    """Write a job as a FLARE job folder FOLDER/NAME and return it. `bundle`: with this package in app/custom.
+    """Write a job as a FLARE job folder FOLDER/NAME, and return that folder.
 
-    FLARE calls a job with code BYOC: a site runs it only if its authorization.json allows that. Raises ConfigError before
-    anything is written. `plugins`: as for ConsiliumRecipe.
+    `bundle`: add the code of this package in app/custom. FLARE calls a job with code BYOC, and a site runs it only if the
+    site's authorization.json allows this. `plugins`: as for ConsiliumRecipe. Raises ConfigError before anything is written.
     """
     recipe = ConsiliumRecipe(job, plugins)
     target = folder / recipe.name
@@ -90,9 +92,9 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
 
 
 def export_job(config: JobConfig, workspace: Path, sites: Sequence[str] = ()) -> Path:
-    """Write a job folder under `workspace`/flare/job for a simulation and return it.
+    """Write a job folder for a simulation under `workspace`/flare/job, and return that folder.
 
-    A job with secure aggregation also gets throw-away keys for `sites`, which `Simulator.run` deletes.
+    For a job with secure aggregation, also write temporary keys for `sites`. `Simulator.run` deletes them.
     """
     source = workspace / "flare" / "source" / "job.yaml"
     private_folder(source.parent)

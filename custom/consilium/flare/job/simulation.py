@@ -1,4 +1,4 @@
-"""What the processes of a simulation share: the environment by which they know it, their files, and what sites are given."""
+"""Names and settings that the processes of one simulation share: environment variables, files, and the sites' settings."""
 
 import json
 import os
@@ -10,22 +10,22 @@ from consilium.core.storage import write_atomic
 from consilium.federation.sites import kept
 
 OUTPUT = "CONSILIUM_OUTPUT"
-"""Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
+"""Environment variable of a simulation's processes: the folder for the files of the server and the sites."""
 MARK = "CONSILIUM_SIMULATION"
-"""Environment variable by which the processes of a simulation are found."""
+"""Environment variable with a unique value per simulation, by which `Simulator` finds the simulation's processes."""
 LOG = Path("flare", "simulator.log")
-"""The log of all processes of a simulation, in its workspace."""
+"""Path, in a simulation's workspace, of the log of all its processes."""
 IDENTITIES = "identities"
-"""The folder of throw-away keys for secure aggregation, in a simulation's workspace."""
+"""The folder in a simulation's workspace with temporary keys for secure aggregation."""
 
 
 def simulated() -> bool:
-    """Return whether this process belongs to a simulation of ours."""
+    """Return whether this process belongs to a simulation started by `Simulator`."""
     return OUTPUT in os.environ
 
 
 def write_settings(given: Given, workspace: Path, sites: list[str]) -> None:
-    """Write the data, checkpoints and tracking that the sites of a simulation are given, for their processes to read."""
+    """Write the sites' data, checkpoints and tracking settings to a file that the processes of the simulation read."""
     settings: dict[str, Any] = {"tracking": given.tracking.mlflow if given.tracking else None}
     settings |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
     settings |= kept({name: find_site(name, given) for name in sites})._asdict()
@@ -33,7 +33,7 @@ def write_settings(given: Given, workspace: Path, sites: list[str]) -> None:
 
 
 def read_settings(workspace: Path) -> Given:
-    """Return what `write_settings` wrote."""
+    """Return the settings that `write_settings` wrote."""
     raw = json.loads((workspace / SIMULATION).read_text(encoding="utf-8"))
     tracking = raw.get("tracking")
     paths = {key: Path(value) for key in ("data", "checkpoints") if (value := raw.get(key)) is not None}

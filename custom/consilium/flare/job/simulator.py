@@ -1,4 +1,7 @@
-"""FLARE's simulator as a child process: start it, run an exported job in it, hand its events to an observer, end it."""
+"""Run FLARE's simulator as a child process: start it, run an exported job, pass its events to an observer, and end it.
+
+simulator_main.py is the program of the child process.
+"""
 
 import fcntl
 import json
@@ -19,40 +22,40 @@ from typing import Any, Self
 import psutil
 
 from consilium.config.site import Given
-from consilium.core.child_process import exit_reason, ignore_sigint, receive, send
+from consilium.core.child_process import exit_reason, ignore_sigint, receive, send_by_value
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
 from consilium.data.store import discard_cache
 from consilium.flare.job.simulation import IDENTITIES, LOG, MARK, OUTPUT, write_settings
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 
-PROCESS = ("-P", "-m", "consilium.flare.job.simulator_process")
+PROCESS = ("-P", "-m", "consilium.flare.job.simulator_main")
 """Python's arguments. -P: modules in the current folder are not imported."""
 MAX_TEMPORARY = 60
-"""Longest path, in bytes, of a folder for temporary files. A socket's path has at most 107, and 44 are its own name's."""
+"""Longest path of a temporary folder, in bytes. A socket's path may have 107 bytes, of which its file name needs 44."""
 PATIENCE = 10.0
-"""Seconds that processes have to end by themselves."""
+"""Seconds that processes have to end after SIGTERM, before SIGKILL."""
 
 
 class Simulator:
-    """FLARE's simulator in a child process, which loads PyTorch and FLARE at once and waits for `ask` and `run`.
+    """FLARE's simulator in a child process. The child imports PyTorch and FLARE at its start, then waits for `ask` and `run`.
 
-    `threads`: how many sites run at a time, all by default. With fewer, every task has a process of its own, and FLARE 2.9.0
-    sometimes fetches no update from a process that follows another of the same site. No command asks for that. When the `with`
-    block ends, all processes of the simulation have ended.
+    `threads`: how many sites run at the same time; all by default. With fewer, FLARE starts a new process for every task, and
+    FLARE 2.9.0 sometimes misses the update of a site's second process. No command uses this. When the `with` block ends, all
+    processes of the simulation have ended.
     """
 
     def __init__(self, sites: list[str], threads: int | None = None) -> None:
         self._sites, self._threads, self._mark = sites, threads or len(sites), uuid.uuid4().hex
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         short = None if len(os.fsencode(tempfile.gettempdir())) <= MAX_TEMPORARY else "/tmp"
-        self._temporary = tempfile.TemporaryDirectory(prefix="cs-", dir=short)  # for the files of FLARE and Python
+        self._temporary = tempfile.TemporaryDirectory(prefix="cs-", dir=short)  # for temporary files of FLARE and Python
         environment = os.environ | {MARK: self._mark, "TMPDIR": self._temporary.name}
         # Sites that each use all cores slow one another down many times over.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._threads)))
         self._pipe, theirs = multiprocessing.Pipe()
         with ignore_sigint(), theirs:
-            # Where this process was started with closed streams, the pipe has the number of one of them.
+            # If this process was started with closed standard streams, the pipe may have the number of one of them.
             passed = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)
             self._process = subprocess.Popen(
                 [sys.executable, *PROCESS, str(passed)], pass_fds=[passed], env=environment,
@@ -64,20 +67,20 @@ class Simulator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end(self._mark)
+        _end_processes(self._mark)
         self._process.wait()
         self._pipe.close()
         self._printed.close()
         self._temporary.cleanup()
 
     def ask(self, work: Callable[..., Any], *given: Any) -> Any:
-        """Return `work(*given)` of a process that has loaded PyTorch, which this one need not load.
+        """Return the result of `work(*given)`, run in a process that has imported PyTorch. This process need not import it.
 
-        Raises the ConsiliumError or OSError of `work`. For any other error, such as a mistake in a plugin, it prints the
-        child's output on standard error and raises ConsiliumError.
+        Raises the ConsiliumError or OSError that `work` raises. For any other error, such as a mistake in a plugin, prints the
+        child's output to standard error and raises ConsiliumError.
         """
-        with self._alive():
-            send(self._pipe, (work, given))
+        with self._child_alive():
+            send_by_value(self._pipe, (work, given))
             found = receive(self._pipe)
         if type(found) is ConsiliumError:
             sys.stderr.write(self._output())
@@ -86,24 +89,25 @@ class Simulator:
         return found
 
     def run(self, job: Path, workspace: Path, observer: Observer, given: Given = Given()) -> None:  # noqa: B008 - frozen
-        """Run a job folder of `export_job`, with one FLARE client process a site. `given`: the sites' data and checkpoints.
+        """Run a job folder made by `export_job`, with one FLARE client process per site.
 
-        `workspace` gets the same files as from the in-process engine, and FLARE's own under flare/. Raises ConsiliumError with
-        the reason if the job does not complete.
+        `workspace` receives the same files as from the in-process engine, and FLARE's files under flare/. `observer` gets the
+        run's events. `given`: the sites' data and checkpoints. Raises ConsiliumError with the reason if the job does not
+        complete.
         """
         observer(loading(f"FLARE and {len(self._sites)} sites, a process each"))
         try:
             write_settings(given, workspace, self._sites)
             allow_classes(workspace / "flare" / "workspace", *CLASSES)
             self._start(job, workspace)
-            for event in _events(workspace / "events", self._process):
+            for event in _read_events(workspace / "events", self._process):
                 observer(event)
-            _end(self._mark)
+            _end_processes(self._mark)
         finally:
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
-        self._check(workspace / LOG, observer)
+        self._warn_of_lost_sites(workspace / LOG, observer)
         if self._process.wait() > 0 or not (workspace / "results.json").is_file():
-            raise ConsiliumError(f"the FLARE job did not complete: {_reason(workspace / LOG)}")
+            raise ConsiliumError(f"the FLARE job did not complete: {_failure_text(workspace / LOG)}")
         for name in self._sites:
             discard_cache(workspace / "sites" / name)
 
@@ -111,12 +115,12 @@ class Simulator:
         run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
         run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
         (workspace / LOG).touch()
-        with self._alive():
-            send(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
+        with self._child_alive():
+            send_by_value(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
 
     @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Raise ConsiliumError if the process has ended before it received a job."""
+    def _child_alive(self) -> Iterator[None]:
+        """Raise ConsiliumError if the child process ends during the `with` block, before it has received a job."""
         try:
             yield
         except (EOFError, OSError):
@@ -129,26 +133,26 @@ class Simulator:
         return self._printed.read().decode(errors="replace")
 
     @staticmethod
-    def _check(log: Path, observer: Observer) -> None:
-        """Warn of the sites without which FLARE went on: where the connection to a site's process fails, it only logs that."""
-        for site in re.findall(r"Communication error with client (\S+):", _text(log)):
+    def _warn_of_lost_sites(log: Path, observer: Observer) -> None:
+        """Warn of each site that FLARE dropped: if the connection to a site's process fails, FLARE only logs this."""
+        for site in re.findall(r"Communication error with client (\S+):", _read_log(log)):
             text = f"{site}: lost by FLARE's simulator at the start; the run went on without it"
             observer({"event": "warning", "text": text})
 
 
-def _end(mark: str) -> None:
-    """End the processes of a simulation. FLARE gives sites' processes sessions of their own, in which they outlive it."""
+def _end_processes(mark: str) -> None:
+    """End all processes of a simulation. FLARE starts sites' processes in their own sessions, so they outlive the simulator."""
     try:
         for process in _processes(mark):
             process.terminate()
         psutil.wait_procs(_processes(mark), timeout=PATIENCE)
-    finally:  # also when Ctrl-C is pressed again
+    finally:  # also if Ctrl-C is pressed again
         for process in _processes(mark):
             process.kill()
 
 
 def _processes(mark: str) -> list[psutil.Process]:
-    """Return the living processes with this mark. Their start times are not compared: a clock may be set back."""
+    """Return the running processes whose environment has this mark. Start times are not compared: a clock may be set back."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -157,8 +161,8 @@ def _processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
-    """Yield the events that server and sites append to their files, until the simulator has ended."""
+def _read_events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
+    """Yield the events that the server and the sites append to files in `folder`, until the simulator has ended."""
     read: dict[Path, int] = {}
     while True:
         ended = process.poll() is not None
@@ -173,13 +177,13 @@ def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
         time.sleep(0.2)
 
 
-def _text(log: Path) -> str:
+def _read_log(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")
 
 
-def _reason(log: Path) -> str:
-    """Return why the server gave up, else the log's first error, and where the log is."""
-    text = _text(log)
+def _failure_text(log: Path) -> str:
+    """Return why the job failed, and the path of the log. The reason is the server's, else the first error in the log."""
+    text = _read_log(log)
     given_up = re.findall(r" - ERROR - .*FATAL_SYSTEM_ERROR received: (.+)", text)
     errors = given_up or re.findall(r" - ERROR - (?:.* - )?(.+)", text)
     return f"{errors[0].strip()} (see {log})" if errors else f"see {log}"

@@ -1,7 +1,7 @@
-"""The state of each site's job in this process, which the guard's filters and the executor share.
+"""The state of each site's job in this process. The guard's filters and the executor share it.
 
-Guard and executor share one reading of the data list, so that the ledger charges the plan that runs. If no site can be made of
-the list, the next task reads it again, for both.
+Guard and executor use the same reading of the data list, so that the privacy ledger charges the plan that runs. If no site can
+be built from the list, the next task reads the list again for both.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from consilium.privacy.guard.guard import Guard
 
 @dataclass
 class SiteJob:
-    """A job at a site. `unusable`: its data list was read, and no site can be made of it.
+    """A job at a site. `unusable`: the data list was read, but no site could be built from it.
 
-    `sent`: the last message that the guard made; `refused`: the refusal in the place of the last task that it refused. The
-    second pair of filters lets exactly these objects pass.
+    `sent`: the last message that the guard built. `refused`: the refusal that replaced the last refused task. The second pair
+    of filters lets exactly these objects pass, see filters.py.
     """
 
     data: DataList | None = None
@@ -37,18 +37,19 @@ class SiteJob:
 
 
 jobs: dict[tuple[str, str], SiteJob] = {}
-"""By FLARE's id of the job, and the site."""
+"""The states by (FLARE's job id, site name)."""
 
 
 def of(fl_ctx: FLContext) -> SiteJob:
-    """Return the state of the context's job and site."""
+    """Return the state of the job and site that FLARE's context names."""
     return jobs.setdefault((fl_ctx.get_job_id(), fl_ctx.get_identity_name()), SiteJob())
 
 
 def reload_data(fl_ctx: FLContext) -> None:
-    """As a task comes, read the data list again if no site could be made of it; then the guard is made anew too.
+    """Read the data list again if no site could be built from it, and discard the guard, so that it is built again.
 
-    If the list cannot be read now, the former stays: a guard that counted by it can still repeat a reply.
+    This is called when a task arrives. If the list cannot be read now, the former list and guard stay, so that the guard can
+    still repeat a reply.
     """
     state = of(fl_ctx)
     if state.unusable:
@@ -62,7 +63,7 @@ def reload_data(fl_ctx: FLContext) -> None:
 
 
 def data(fl_ctx: FLContext) -> DataList:
-    """Return the site's samples. Raises ConsiliumError."""
+    """Return the site's samples, which are read at the first call. Raises ConsiliumError."""
     state = of(fl_ctx)
     if state.data is None:
         job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
@@ -76,7 +77,10 @@ def _folder(fl_ctx: FLContext) -> Path:
 
 
 def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
-    """Return the site with its data and weights; `component` logs its events. Raises ConsiliumError if it cannot be made."""
+    """Return the site with its data and weights, built at the first call. `component` logs its events.
+
+    Raises ConsiliumError if it cannot be built.
+    """
     state = of(fl_ctx)
     if state.site is None:
         job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
@@ -91,7 +95,10 @@ def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
 
 
 def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
-    """Return the site's guard; `component` logs its events. Raises ConsiliumError if it cannot be made."""
+    """Return the site's guard, built at the first call. `component` logs its events.
+
+    Raises ConsiliumError if it cannot be built.
+    """
     state = of(fl_ctx)
     if state.guard is None:
         name = fl_ctx.get_identity_name()
@@ -108,7 +115,7 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
 
 
 def close(fl_ctx: FLContext) -> None:
-    """End the site's other processes, and forget site and data."""
+    """End the site's worker processes, and drop the site and its data."""
     state = of(fl_ctx)
     site, state.site, state.data, state.unusable = state.site, None, None, False
     if site is not None:

@@ -1,4 +1,4 @@
-"""The server's FLARE tasks: one for each site, since FLARE sends all receivers of one task the first receiver's data."""
+"""Sending FLARE tasks from the server: one task per site, because FLARE sends the first receiver's data to all receivers."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,15 +20,15 @@ from consilium.server.coordinator import Coordinator
 
 CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 OnResult = Callable[[str, Shareable], None]
-"""Takes a site's name and its result. A RefusedError of it costs that result."""
+"""A function that takes a site's name and its result. If it raises RefusedError, the result is refused."""
 
 
 @dataclass(frozen=True)
 class TaskSender:
-    """Sends tasks to sites for a controller and takes their replies.
+    """Sends tasks to sites for a controller, and receives their replies.
 
-    `revoked` returns the sites whose credentials were revoked since the job began; `period`: seconds between two looks at the
-    tasks' states; `replied`: all sites that have sent any reply; `waiting`: see `wait_for`.
+    `revoked` returns the sites whose credentials were revoked since the job began. `period`: seconds between two checks of the
+    tasks' states. `replied`: all sites that have sent any reply. `waiting`: see `wait_for`.
     """
 
     controller: Controller
@@ -42,7 +42,7 @@ class TaskSender:
 
     @property
     def aborted(self) -> bool:
-        """Whether FLARE ends the job."""
+        """Whether FLARE is ending the job."""
         return self.abort_signal.triggered
 
     def exchange(
@@ -53,9 +53,9 @@ class TaskSender:
         enough: Callable[[], bool],
         grace: float | None = None,
     ) -> None:
-        """Send each site its message and wait for all replies; once there are `enough`, for at most `grace` seconds more.
+        """Send each site its message and wait for all replies. Once `enough()` is true, wait at most `grace` seconds more.
 
-        A site whose process is dead by FLARE's account is left out; should it come back, the next phase asks it again.
+        A site whose process has died according to FLARE is left out. If it comes back, the next phase includes it again.
         """
         replied: set[str] = set()
         gone = {name for name in messages if self.controller.get_client_disconnect_time(name)}
@@ -74,11 +74,14 @@ class TaskSender:
     def send(
         self, task_name: str, messages: Mapping[str, Shareable], on_result: OnResult, replied: set[str] | None = None
     ) -> dict[str, Task]:
-        """Send a task to each site that was not revoked. `replied` gets the sites that send a result or fail."""
+        """Send a task to each site that is not revoked, and return the tasks.
+
+        The names of sites that reply, with a result or a failure, are added to `replied`.
+        """
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             name, result = client_task.client.name, client_task.result
-            client_task.result = None  # FLARE keeps the task; the tensors must not stay with it
+            client_task.result = None  # FLARE keeps the task, which must not keep the tensors
             for names in (self.replied, replied):
                 if names is not None:
                     names.add(name)
@@ -88,7 +91,7 @@ class TaskSender:
                     on_result(name, result)
             except RefusedError as error:
                 reason = str(error)
-            except Exception as error:  # a malformed reply costs its site's result, never the round
+            except Exception as error:  # a malformed reply is refused and must not end the round
                 self.controller.log_exception(fl_ctx, f"{name}: its answer cannot be used")
                 reason = f"its answer cannot be used ({type(error).__name__})"
             if reason is not None:
@@ -102,9 +105,10 @@ class TaskSender:
         return tasks
 
     def wait_for(self, tasks: Mapping[str, Task], enough: Callable[[], bool], grace: float | None = None) -> None:
-        """Return when all tasks have ended, or `grace` seconds (by default the job's) after `enough` became true.
+        """Return when all tasks have ended, or `grace` seconds after `enough()` became true. By default the job sets `grace`.
 
-        Once a site has answered, `waiting` holds those that have not, and how many seconds of their time are left.
+        After the first reply, `waiting` holds the names of the sites that have not replied ("sites") and how many seconds they
+        have left ("seconds").
         """
         federation = self.coordinator.job.config.federation
         grace = federation.straggler_grace_seconds if grace is None else grace
@@ -122,7 +126,7 @@ class TaskSender:
         self.waiting.clear()
 
     def cancel(self, task: Task) -> None:
-        """End a task; a result that still comes is dropped."""
+        """Cancel a task. A result that arrives later is dropped."""
         self.controller.cancel_task(task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
 
     def _refuse(self, name: str, reason: str, joining: bool = False) -> None:
@@ -130,9 +134,9 @@ class TaskSender:
 
 
 def failure_reason(result: Shareable, fl_ctx: FLContext) -> str | None:
-    """Return why a reply has no result, None if it has one: one of our own texts, never a site's.
+    """Return why a reply has no result, None if it has a result. The text is always one of ours, never a site's.
 
-    The reason of the server's own check comes in FLARE's context, to which no site can write.
+    A reason found by the server's own check is read from FLARE's context, to which no site can write.
     """
     code = result.get_return_code()
     if code == ReturnCode.OK:

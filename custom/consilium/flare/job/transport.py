@@ -1,4 +1,4 @@
-"""The transport of runtime/run_loop.py over FLARE: messages as tasks, answers from their results."""
+"""The Transport of runtime/run_loop.py over FLARE: messages are sent as tasks, and answers are the tasks' results."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -7,19 +7,19 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import wire
-from consilium.flare.job.registration import Registration
+from consilium.flare.job.site_registration import Registration
 from consilium.flare.job.tasks import OnResult, TaskSender
 from consilium.runtime.run_loop import Take
 from consilium.server.masked_round import Asked
 
 QUICK = ("confirm", "reveal", "cancel")
-"""Steps of secure aggregation for which a site computes less than a second."""
+"""Steps of secure aggregation that take a site less than a second."""
 QUICK_GRACE = 10.0
-"""Seconds that a site has for them once enough others have replied."""
+"""Seconds that a site has for such a step once enough other sites have replied."""
 
 
 class Aborted(Exception):
-    """FLARE ends the job: nothing of an unfinished phase counts."""
+    """Raised when FLARE ends the job. Results of an unfinished phase do not count."""
 
 
 class FlareTransport:
@@ -40,12 +40,12 @@ class FlareTransport:
         """See Transport."""
         quick = any(isinstance(one, dict) and one.get("step") in QUICK for one in messages.values())
         grace = QUICK_GRACE if quick else None
-        self._tasks.exchange(kind.value, self._encoded(kind, messages), self._receiver(kind, take), enough, grace)
+        self._tasks.exchange(kind.value, self._encode_messages(kind, messages), self._make_receiver(kind, take), enough, grace)
         self._stop_if_aborted()
 
     def begin(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take) -> Callable[[], None]:
-        """See Transport. Tasks without a reply are cancelled in the end."""
-        sent = self._tasks.send(kind.value, self._encoded(kind, messages), self._receiver(kind, take))
+        """See Transport. When the returned function is called, it waits, and then cancels tasks without a reply."""
+        sent = self._tasks.send(kind.value, self._encode_messages(kind, messages), self._make_receiver(kind, take))
 
         def end() -> None:
             self._tasks.wait_for(sent, lambda: True)
@@ -59,8 +59,8 @@ class FlareTransport:
         if self._tasks.aborted:
             raise Aborted
 
-    def _encoded(self, kind: Kind, messages: Mapping[str, Asked | None]) -> dict[str, Shareable]:
-        """Return the messages as shareables. What belongs to secure aggregation goes to connected sites only."""
+    def _encode_messages(self, kind: Kind, messages: Mapping[str, Asked | None]) -> dict[str, Shareable]:
+        """Return the messages as shareables. Messages of secure aggregation are encoded for connected sites only."""
         run, connected = self._tasks.coordinator.run, {one.name for one in self._tasks.fl_ctx.get_engine().get_clients()}
         plain = {name: one for name, one in messages.items() if isinstance(one, Payload) and not one.masking}
         found = wire.encode_each(plain, run)
@@ -74,7 +74,7 @@ class FlareTransport:
                 found[name] = wire.encode_dict(kind.value, {"run": run, "question": message})
         return found
 
-    def _receiver(self, kind: Kind, take: Take) -> OnResult:
+    def _make_receiver(self, kind: Kind, take: Take) -> OnResult:
         def receive(name: str, result: Shareable) -> None:
             answer = result.get(kind.value) if kind in (Kind.STATISTICS, Kind.MASKS) else wire.decode(result)[0]
             with self._lock:

@@ -1,7 +1,7 @@
-"""Our messages as FLARE shareables: tensors in a DXO, everything else in its meta under one key.
+"""Encoding of our messages as FLARE shareables: tensors in a DXO, all other values in the DXO's meta under one key.
 
-Inside a site, filters and executor pass tasks and results by `put` and `pop`: as objects of this process, under a random name.
-So exactly the authorized task runs, and a result leaves only by the guard.
+Inside a site, filters and executor hand over tasks and results by `put` and `pop`. The objects stay in this process, and the
+shareable holds only a random name. So exactly the authorized task runs, and a result can leave only through the guard.
 """
 
 import json
@@ -27,25 +27,27 @@ from consilium.core.messages import Kind, Payload, Tensors, is_hash
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 
 # tensor packing --------------------------------------------------------------------------------------------------------
-# Small tensors in one buffer: FLARE's serializer adds about 260 bytes to each tensor, and an adapter has hundreds.
-#
-# Large tensors are sent as they are: FLARE streams each of them, and 260 bytes are little beside their size.
+# Small tensors are packed into one buffer, because FLARE's serializer adds about 260 bytes to each tensor, and an adapter has
+# hundreds of them. Large tensors are sent unpacked: FLARE streams them, and 260 bytes are little compared to their size.
 
 BUFFER = "consilium_buffer"
-"""The name of the buffer, (bytes,) uint8, among the tensors of a message."""
+"""The name of the buffer among the tensors of a message. Its shape is (bytes,) and its type uint8."""
 SMALL = 2**16
-"""Tensors of fewer bytes go into the buffer."""
+"""Tensors with fewer bytes than this go into the buffer."""
 MAX_TEXT = 2**24
-"""Most bytes of the unzipped text: a few kilobytes could unpack to gigabytes."""
+"""Largest size of the unzipped text in bytes, because a few kilobytes could unpack to gigabytes."""
 MAX_TENSORS, MAX_AXES = 2**16, 8
-"""Most tensors of a message, and axes of a tensor."""
+"""Largest number of tensors in a message, and of axes of a tensor."""
 _NAMES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8", "bool")
 DTYPES = {name: getattr(torch, name) for name in _NAMES}
 Listed = list[Any]
 
 
 def pack(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Tensors, bytes]:
-    """Return the tensors to send, and a zipped text: all tensors' names, types and shapes in their order, and `rest`."""
+    """Return (the tensors to send, a zipped JSON text).
+
+    The text has the names of all tensors in their order, the types and shapes of the tensors in the buffer, and `rest`.
+    """
     small, sent, names = list[Tensor](), Tensors(), list[Listed]()
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -61,7 +63,7 @@ def pack(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Tensor
 
 
 def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, Any]]:
-    """Return the arguments of `pack`. Raises ValueError, TypeError or KeyError for values that `pack` has not made."""
+    """Return the arguments of `pack`, the inverse. Raises ValueError, TypeError or KeyError for values `pack` cannot return."""
     opened = zlib.decompressobj()
     try:
         text = opened.decompress(said, MAX_TEXT)
@@ -79,18 +81,18 @@ def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, 
         if not kind:
             tensors[name] = sent[name]
             continue
-        tensors[name] = one = _tensor(buffer[place:], *kind)
+        tensors[name] = one = _unpack_tensor(buffer[place:], *kind)
         place += one.nbytes
     if place != buffer.numel() or sent.keys() - {BUFFER} - tensors.keys() or not isinstance(rest, dict):
         raise ValueError("more, or less, than is listed")
     return tensors, rest
 
 
-def _tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
-    """Return a copy of the first tensor in the rest of a buffer."""
+def _unpack_tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
+    """Return a copy of the tensor at the start of `rest`, which is the unread part of the buffer."""
     if rest.dtype != torch.uint8 or rest.ndim != 1 or not isinstance(shape, list) or len(shape) > MAX_AXES:
         raise ValueError("no buffer, or no shape")
-    if any(type(size) is not int or not 0 <= size <= SMALL for size in shape):  # the product of very long numbers takes minutes
+    if any(type(size) is not int or not 0 <= size <= SMALL for size in shape):  # multiplying very long numbers takes minutes
         raise ValueError("no shape of a small tensor")
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if not size <= min(len(rest), SMALL):
@@ -105,66 +107,67 @@ STATISTICS, MODEL, MASKS = Kind.STATISTICS.value, Kind.MODEL.value, Kind.MASKS.v
 KEY = "consilium"
 REASON = "consilium_reason"
 SEAL = "consilium_seal"
-"""The header of a hello with the last seal of the site's ledger that the server has."""
+"""The header of a hello that holds the last seal of the site's privacy ledger known to the server."""
 HELD = "consilium_held"
 REFUSED = ReturnCode.EXECUTION_EXCEPTION
-"""The return code of every refusal: different codes would say more than the reason."""
+"""The return code of every refusal. Different codes would reveal more than the reason."""
 
 _held: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A result and the task it answers. It becomes a message by the guard's result filter only."""
+    """A result with the task it answers. Only the guard's result filter turns it into a message."""
 
     task: AuthorizedTask
     result: Any
 
 
 def register() -> None:
-    """Register tensors with FLARE's serializer. Server and sites must, or the receiver retries for ever.
+    """Register tensors with FLARE's serializer. Server and sites must call this, or a receiver retries for ever.
 
-    FLARE's own messages come first: a serializer that met one of ours before them loses the contents of theirs.
+    FLARE's own types are registered first. If a serializer meets our messages before they are, it loses the contents of FLARE's
+    messages.
     """
     flare_decomposers.register()
     fobs.register(TensorDecomposer)
 
 
 def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packed: bool = False) -> Shareable:
-    """Return a payload as a shareable: values (down) or, with `update`, a difference (up) with its weight.
+    """Return a payload as a shareable. It holds values for a site or, with `update`, a site's update and `num_samples`.
 
-    `packed`: see `pack`. FLARE's own controllers need the tensors under their names.
+    `packed`: pack small tensors, see `pack`. FLARE's own controllers need all tensors under their names.
     """
-    tensors, rest = _contents(payload, run)
+    tensors, rest = _payload_contents(payload, run)
     if packed and not payload.masking:  # keys and signatures are bytes
         tensors, rest = pack(tensors, rest)
-    return _message(payload, tensors, rest, update, num_samples)
+    return _to_shareable(payload, tensors, rest, update, num_samples)
 
 
 def encode_each(payloads: Mapping[str, Payload], run: str) -> dict[str, Shareable]:
-    """Return each site's payload (values) as a packed shareable. Equal payloads of the same tensors share their content.
+    """Return each site's payload (values) as a packed shareable. Equal payloads with the same tensor objects share content.
 
-    So a payload for all sites is packed once, and the server's memory does not grow with their number.
+    So a payload for all sites is packed once, and the server's memory does not grow with the number of sites.
     """
     made: dict[object, tuple[Tensors, Any]] = {}
     found = {}
     for name, payload in payloads.items():
-        tensors, rest = _contents(payload, run)
+        tensors, rest = _payload_contents(payload, run)
         key = repr(rest), tuple((own, id(tensor)) for own, tensor in payload.tensors.items())
         if key not in made:
             made[key] = pack(tensors, rest)
-        found[name] = _message(payload, *made[key], update=False)
+        found[name] = _to_shareable(payload, *made[key], update=False)
     return found
 
 
-def _contents(payload: Payload, run: str) -> tuple[Tensors, Any]:
-    """Return a payload's tensors and its other values."""
+def _payload_contents(payload: Payload, run: str) -> tuple[Tensors, Any]:
+    """Return (a payload's tensors on the CPU, its other values)."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
     rest = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
     return tensors, rest | {"ledger": payload.ledger} | ({"masking": payload.masking} if payload.masking else {})
 
 
-def _message(payload: Payload, tensors: Tensors, rest: Any, update: bool, num_samples: int = 1) -> Shareable:
+def _to_shareable(payload: Payload, tensors: Tensors, rest: Any, update: bool, num_samples: int = 1) -> Shareable:
     dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, dict(tensors), {KEY: rest})
     if update:
         dxo.set_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, num_samples)
@@ -175,34 +178,35 @@ def _message(payload: Payload, tensors: Tensors, rest: Any, update: bool, num_sa
 
 
 def decode(shareable: Shareable) -> tuple[Payload, str]:
-    """Return (payload, run). A message of FLARE's own controllers has no phase, scalars or run: then 0, none and "".
+    """Return (payload, run) of a message. Raises RefusedError if it is malformed.
 
-    Raises RefusedError for any other message.
+    Messages from FLARE's own controllers have no phase, scalars or run. For them the phase is 0, the scalars are empty and the
+    run is "".
     """
     try:
         dxo = from_shareable(shareable)
         rest, tensors = dxo.get_meta_prop(KEY) or {}, dict(dxo.data)
         if isinstance(rest, bytes):
             tensors, rest = unpack(tensors, rest)
-        round = _whole(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
+        round = _checked_integer(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
         payload = Payload(
             round,
-            _whole(rest.get("phase", 0)),
+            _checked_integer(rest.get("phase", 0)),
             tensors,
             dict(rest.get("scalars", {})),
             dict(rest.get("metrics", {})),
-            _text(rest.get("ledger", "")),
+            _checked_text(rest.get("ledger", "")),
             dict(rest.get("masking", {})),
         )
-        return payload, _text(rest.get("run", ""))
+        return payload, _checked_text(rest.get("run", ""))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RefusedError(f"not a consilium message: {type(error).__name__}", Reason.TASK) from None
 
 
 def encode_hello(run: str, seal: str) -> Shareable:
-    """Return a hello to a site; `seal`: the last seal of its privacy ledger that the server has, "" for none.
+    """Return a hello to a site. `seal`: the last seal of the site's privacy ledger known to the server, "" for none.
 
-    The seal is a header, which sites of former versions ignore.
+    The seal is sent in a header, because sites of former versions ignore it there.
     """
     asked = encode_dict(HELLO, {"run": run})
     if seal:
@@ -211,9 +215,9 @@ def encode_hello(run: str, seal: str) -> Shareable:
 
 
 def decode_task(kind: Kind, shareable: Shareable) -> tuple[str, Payload | None, str]:
-    """Return (run, payload, seal) of a server's message: no payload where the kind has none, "" for no seal.
+    """Return (run, payload, seal) of a server's message. The payload may be None, and the seal "".
 
-    Raises RefusedError for any message that is not of this kind, or of another kind too.
+    Raises RefusedError if the message is not of this kind, or if it also has content of another kind.
     """
     problem = RefusedError(f"not a task {kind.value} of consilium", Reason.TASK)
     own = "DXO" if kind in (Kind.TRAIN, Kind.EVALUATE) else kind.value
@@ -229,36 +233,36 @@ def decode_task(kind: Kind, shareable: Shareable) -> tuple[str, Payload | None, 
     if not is_hash(seal) or not isinstance(asked.get("question", {}), dict):
         raise problem
     question = Payload(-1, -1, {}, masking=asked["question"]) if kind is Kind.MASKS else None
-    return _text(asked["run"]), question, str(seal)
+    return _checked_text(asked["run"]), question, str(seal)
 
 
-def _whole(value: Any) -> int:
+def _checked_integer(value: Any) -> int:
     if type(value) is not int or abs(value) > 2**31:
         raise ValueError("no round or phase")
     return value
 
 
-def _text(value: Any) -> str:
+def _checked_text(value: Any) -> str:
     if not isinstance(value, str):
         raise RefusedError("not a consilium message: a name is not a text", Reason.TASK)
     return value
 
 
 def put(item: Any) -> Shareable:
-    """Keep a task or a result in this process, and return a shareable that only names it."""
+    """Store a task or a result in this process under a random name. Return a shareable with only that name."""
     name = secrets.token_hex(16)
     _held[name] = item
     return Shareable({HELD: name})
 
 
 def peek(shareable: Shareable) -> Any:
-    """Return the object that a shareable names, None if this process keeps none."""
+    """Return the stored object that a shareable names, None if there is none."""
     name = shareable.get(HELD)
     return _held.get(name) if isinstance(name, str) else None
 
 
 def pop(shareable: Shareable) -> Any:
-    """Return the object that a shareable names, and forget it. Raises RefusedError if there is none."""
+    """Return the stored object that a shareable names, and delete it from the store. Raises RefusedError if there is none."""
     found = peek(shareable)
     if found is None:
         raise RefusedError("nothing that the guard has seen; nothing was sent", Reason.TASK)
@@ -266,19 +270,19 @@ def pop(shareable: Shareable) -> Any:
 
 
 def encode_dict(key: str, values: dict[str, Any]) -> Shareable:
-    """Return a shareable with plain values only."""
+    """Return a shareable that holds the plain `values` under `key`."""
     shareable = Shareable()
     shareable[key] = values
     return shareable
 
 
 def refusal(reason: Reason) -> Shareable:
-    """Return a reply with nothing but the reason why there is no result."""
+    """Return a reply that holds nothing but the reason why there is no result."""
     return make_reply(REFUSED, {REASON: reason.value})
 
 
 def reason_of(shareable: Shareable) -> Reason | None:
-    """Return the reason why a reply has no result, None if it has one. No other text of the reply is used."""
+    """Return the reason why a reply has no result, None if it has a result. No other text in the reply is used."""
     if shareable.get_return_code() == ReturnCode.OK:
         return None
     try:
@@ -288,7 +292,7 @@ def reason_of(shareable: Shareable) -> Reason | None:
 
 
 def strip_reply(shareable: Shareable) -> Shareable:
-    """Return a reply without a result as its reason only, or its return code if it has no reason."""
+    """Return a copy of a reply without a result that holds only its reason or, if it has no reason, its return code."""
     if shareable.get_header(REASON) is None:
         return make_reply(shareable.get_return_code())
     return refusal(reason_of(shareable) or Reason.ERROR)

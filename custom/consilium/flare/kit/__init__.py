@@ -1,1 +1,1 @@
-"""Startup kits: provisioning, certificates, revocation, local settings, checks."""
+"""Startup kits: provisioning, certificates, revocation, local settings and checks."""

@@ -1,4 +1,4 @@
-"""Why a server does not let a participant in: one list of causes, for logs, doctor, `consilium sites` and metrics."""
+"""Admission: why a server refuses a participant. Logs, doctor, `consilium sites` and metrics use the same list of causes."""
 
 import io
 import json
@@ -28,16 +28,16 @@ from consilium.core.storage import write_atomic
 from consilium.federation.run_folders import STATE
 
 FILE = "admission.json"
-"""In our folder of a site's kit, while its server does not let it in: {"cause", "since"}."""
+"""The file in our folder of a site's kit while the server refuses the site: {"cause", "since"}."""
 RETRY = 60.0
-"""Seconds between two attempts, each with a line in the log."""
+"""Seconds between two attempts to register. Each attempt logs one line."""
 PATIENCE = 10.0
 """Seconds that the doctor waits for a server's answer."""
 NEW_KIT = "stop the site, ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`, and start it"
 
 
 class Cause(StrEnum):
-    """All causes."""
+    """A cause of a refusal."""
 
     REVOKED = "revoked"
     REFUSED = "refused"
@@ -48,12 +48,12 @@ class Cause(StrEnum):
 
     @property
     def text(self) -> str:
-        """What it means."""
+        """The cause in words."""
         return _MEANINGS[self][0]
 
     @property
     def remedy(self) -> str:
-        """What the site's administrator can do."""
+        """What the site's administrator can do about the cause."""
         return _MEANINGS[self][1]
 
 
@@ -65,7 +65,7 @@ _MEANINGS = {
     Cause.PROJECT: ("its kit is of another project than the server's", "ask the hub for this project's kit"),
     Cause.UNKNOWN: ("the server gives no cause that this version knows", "ask the hub what the server's log says"),
 }
-_SAID = (
+_CAUSE_BY_TEXT = (
     ("credential was revoked", Cause.REVOKED),
     ("is disabled", Cause.REFUSED),
     ("expired", Cause.ENDED),
@@ -74,21 +74,21 @@ _SAID = (
     ("unknown ca", Cause.PROJECT),
     ("certificate verify failed", Cause.PROJECT),
 )
-"""Parts of what FLARE's server, ours and OpenSSL say, in lower case, and the cause."""
+"""Parts, in lower case, of messages from FLARE's server, our components and OpenSSL, each with its cause."""
 REJECTED, QUIT = "error:client_registration", "error:client_quit"
-"""Beginnings of FLARE's errors at a site."""
+"""Prefixes of FLARE's errors at a site."""
 
 
 def cause_of(said: str) -> Cause:
-    """Return the cause in what a server or OpenSSL said."""
+    """Return the cause of a refusal from the message `said` of a server or of OpenSSL."""
     text = said.lower().replace("_", " ")
-    return next((cause for part, cause in _SAID if part in text), Cause.UNKNOWN)
+    return next((cause for part, cause in _CAUSE_BY_TEXT if part in text), Cause.UNKNOWN)
 
 
 def refusal(error: BaseException | None) -> str | None:
-    """Return the server's words if FLARE's error is its refusal; None for another, such as a server that is away.
+    """Return the server's message if FLARE's error is a refusal; None for other errors, such as an unreachable server.
 
-    FLARE wraps an error that has them in one that has none.
+    FLARE wraps an error that has the message in one that does not, so the chain of contexts is searched.
     """
     while isinstance(error, FLCommunicationError):
         words = str(error).removeprefix(REJECTED).removeprefix(QUIT)
@@ -98,33 +98,33 @@ def refusal(error: BaseException | None) -> str | None:
     return None
 
 
-def note(kit: Path, cause: Cause | None) -> None:
-    """Keep why the server does not let the kit in, or that it does (None)."""
+def note_cause(kit: Path, cause: Cause | None) -> None:
+    """Write to the kit's files why the server refuses it. None as `cause` says that the server admits it."""
     path = kit / STATE / FILE
     with suppress(OSError):  # a full disk
         if cause is None:
             path.unlink(missing_ok=True)
-        elif noted(kit) is not cause:
+        elif noted_cause(kit) is not cause:
             write_atomic(path, json.dumps({"cause": cause, "since": time.time()}).encode())
 
 
-def noted(kit: Path) -> Cause | None:
-    """Return why the server did not let the kit in when it last asked; None if it did, or never asked."""
+def noted_cause(kit: Path) -> Cause | None:
+    """Return why the server refused the kit at its last attempt. None if it was admitted, or never tried."""
     try:
         return Cause(json.loads((kit / STATE / FILE).read_text(encoding="utf-8"))["cause"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def line(cause: Cause, said: str) -> str:
-    """Return a line for a site's log."""
+def refusal_line(cause: Cause, said: str) -> str:
+    """Return the line for a site's log about a refusal, with the cause and the server's message `said`."""
     return f"the server does not let this site in: {cause}: {cause.text} ({shown(said, 200)}); {cause.remedy}"
 
 
 def await_admission(
     register: Callable[..., tuple[Any, ...]], communicator: Communicator, name: str, project: str, fl_ctx: FLContext
 ) -> tuple[Any, ...]:
-    """Register, and while the server refuses log the cause every minute; see patches.CLIENT_REGISTRATION."""
+    """Register a site. If the server refuses it, log the cause and try again every minute; see patches.CLIENT_REGISTRATION."""
     while True:
         try:
             with redirect_stderr(io.StringIO()):  # FLARE prints a traceback
@@ -132,33 +132,37 @@ def await_admission(
         except FLCommunicationError as error:
             if (said := refusal(error)) is None:
                 raise
-        note(Path.cwd(), cause := cause_of(said))
-        logging.getLogger(__name__).error(f"{line(cause, said)}; trying again every minute")
+        note_cause(Path.cwd(), cause := cause_of(said))
+        logging.getLogger(__name__).error(f"{refusal_line(cause, said)}; trying again every minute")
         time.sleep(RETRY)
 
 
 class HeartbeatFilter(logging.Filter):
-    """Replaces FLARE's line for a refused heartbeat, which comes every five seconds without a cause, by ours every minute."""
+    """Replaces FLARE's log lines about refused heartbeats by one line per minute that names the cause.
+
+    FLARE logs one line every five seconds, without a cause.
+    """
 
     def __init__(self, kit: Path) -> None:
         super().__init__()
         self.kit, self._last = kit, 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See logging.Filter. FLARE logs while it handles the error."""
+        """See logging.Filter. FLARE logs inside its exception handler, so the error is the current exception."""
         if (said := refusal(sys.exc_info()[1])) is None:
             return True
-        note(self.kit, cause := cause_of(said))
-        record.levelno, record.levelname, record.msg, record.args = logging.ERROR, "ERROR", line(cause, said), ()
+        note_cause(self.kit, cause := cause_of(said))
+        record.levelno, record.levelname, record.msg, record.args = logging.ERROR, "ERROR", refusal_line(cause, said), ()
         due = time.monotonic() - self._last >= RETRY or not self._last
         self._last = time.monotonic() if due else self._last
         return due
 
 
-def ask(kit: Path) -> str | None:
-    """Register as a site's kit would, and return the server's words if it refuses; None if it lets the kit in.
+def ask_server(kit: Path) -> str | None:
+    """Register with a site's kit. Return the server's message if it refuses the kit, None if it admits it.
 
-    The site must not run: the server forgets a former login of its name. Raises FLCommunicationError if there is no answer.
+    The site must not run, because the server drops an earlier login of the same name. Raises FLCommunicationError if the server
+    does not reply.
     """
     startup = kit / "startup"
     raw = json.loads((startup / "fed_client.json").read_text(encoding="utf-8"))
@@ -168,7 +172,7 @@ def ask(kit: Path) -> str | None:
     secrets[DriverParams.CONNECTION_SECURITY.value] = client.get("connection_security", "mtls")
     flare_decomposers.register()
     cell = Cell(
-        fqcn=f"{client['fqsn']}.{uuid.uuid4()}",  # the server takes from a site names that begin with its own
+        fqcn=f"{client['fqsn']}.{uuid.uuid4()}",  # the server accepts names that begin with the site's
         root_url=f"{server['service'].get('scheme', 'grpc')}://{server['service']['target']}",
         secure=True,
         credentials=secrets,
@@ -180,7 +184,7 @@ def ask(kit: Path) -> str | None:
         cell=cell,
         project_name=server["name"],
         client_name=client["fqsn"].rpartition(".")[2],
-        client_type=ClientType.ADMIN,  # another than a site's, so that the server sends no jobs
+        client_type=ClientType.ADMIN,  # not a site's type, so the server sends no jobs
         expected_sp_identity=server["identity"],
         secure_mode=True,
         root_cert_file=root,

@@ -1,4 +1,4 @@
-"""Checks of certificates' validity: a kit's own, the project's root in it, and the server's, read over a connection."""
+"""Checks whether certificates are valid: a kit's own, the root in the kit, and the server's, which is read by connecting."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.kit_files import certificate, load_certificate, private_key, relay_of
+from consilium.flare.kit.kit_contents import certificate, load_certificate, private_key, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
-"""Days before the end from which there is a warning, and from which there is a problem."""
+"""Days before a certificate expires from which the doctor warns (WARN_DAYS), and from which it reports a problem."""
 RENEW = "ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`"
 RENEW_SERVER = "at the hub: `consilium renew SITES_YML -o kits`, then `consilium update-kit` at the server"
 CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json", "fed_relay.json")
@@ -34,12 +34,15 @@ TIMEOUT = 5.0
 
 
 def days_left(found: x509.Certificate, now: datetime | None = None) -> int:
-    """Return whole days until a certificate ends, negative after it."""
+    """Return the whole days until a certificate expires; negative after its expiry."""
     return (found.not_valid_after_utc - (now or datetime.now(UTC))).days
 
 
 def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str) -> Finding:
-    """Return whether a certificate is valid now, and for how long. It is not where the clock is wrong."""
+    """Return whether a certificate is valid now by this machine's clock, and for how many days.
+
+    `check`: the finding's title. `whose`: the certificate's owner, for the text. `remedy`: how to renew the certificate.
+    """
     start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
     span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
     if not start <= now <= end:
@@ -52,16 +55,17 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
 
 
 def examine_own(kit: Path) -> Iterator[Finding]:
-    """Yield a finding for each of the two certificates in a kit: the participant's and the root's. Raises ConfigError."""
+    """Yield one finding for the participant's certificate and one for the root's. Raises ConfigError."""
     own = load_certificate(certificate(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
     yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
 
 
 def examine_servers(kit: Path) -> Finding:
-    """Return whether the server answers and is of this project, and how long its certificate is valid.
+    """Return whether the server replies, belongs to this project, and has a valid certificate.
 
-    It connects with the kit's certificates, as FLARE does, and so finds a firewall that opens TLS, or a wrong server.
+    This connects with the kit's certificates, as FLARE does. So it also detects a firewall that decrypts TLS, and a wrong
+    server.
     """
     found = _check_server_certificate(kit)
     if isinstance(found, Finding):
@@ -88,12 +92,12 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
 
 
 def server_address(kit: Path) -> str:
-    """Return host:port of the server that a kit is for, or of the relay that it goes through. Raises ConfigError."""
-    return _service(kit)[0]
+    """Return host:port of the server or relay to which a kit connects. Raises ConfigError."""
+    return _server_endpoint(kit)[0]
 
 
-def _service(kit: Path) -> tuple[str, str]:
-    """Return host:port of the server or relay that a kit connects to, and the scheme of the transport. Raises ConfigError."""
+def _server_endpoint(kit: Path) -> tuple[str, str]:
+    """Return (host:port of the server or relay to which a kit connects, scheme of the transport). Raises ConfigError."""
     if relay := relay_of(kit):
         return relay["address"], relay.get("scheme", "")
     for path in (kit / "startup" / name for name in CONFIGS):
@@ -110,30 +114,30 @@ def _service(kit: Path) -> tuple[str, str]:
 
 
 def server_certificate(kit: Path) -> x509.Certificate:
-    """Return the server's certificate. Raises OSError, of which ssl.SSLError is one."""
-    (target, scheme), own, key = _service(kit), certificate(kit), private_key(kit)
+    """Connect to the server and return its certificate. Raises OSError (ssl.SSLError is a kind of it)."""
+    (target, scheme), own, key = _server_endpoint(kit), certificate(kit), private_key(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
     context.load_cert_chain(own, key)
     proxy = proxy_of(host) if scheme == "grpc" else ""
-    with _reached(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
+    with _open_connection(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
         return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
 
 
 def proxy_of(host: str) -> str:
-    """Return the proxy that gRPC uses for a host, by the environment; "" for none."""
+    """Return the URL of the proxy that gRPC uses for a host, from environment variables; "" for no proxy."""
     without, proxy = (next((os.environ[n] for n in names if os.environ.get(n)), "") for names in (NO_PROXIES, PROXIES))
     ends = [end for one in without.split(",") if (end := one.strip())]
     return "" if host.endswith(tuple(ends)) else proxy
 
 
-def _reached(host: str, port: int, proxy: str) -> socket.socket:
-    """Return a connection to the server, through a proxy by CONNECT if there is one. Raises OSError."""
+def _open_connection(host: str, port: int, proxy: str) -> socket.socket:
+    """Return a TCP connection to the server, through a `proxy` by CONNECT unless it is "". Raises OSError."""
     if not proxy:
         return socket.create_connection((host, port), timeout=TIMEOUT)
     try:
         place = urlsplit(proxy)
-        (place.hostname or "").encode("idna")  # else http.client raises another error than OSError
+        (place.hostname or "").encode("idna")  # http.client would raise an error that is no OSError
         link = HTTPConnection(place.hostname or "", place.port, timeout=TIMEOUT)
     except (ValueError, InvalidURL):
         raise OSError("https_proxy: not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT") from None
@@ -147,7 +151,7 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
 
 
 def check_time(kit: Path) -> None:
-    """Raise ConfigError if a kit's certificate is not valid now; FLARE would show only OpenSSL's message."""
+    """Raise ConfigError if a kit's certificate is not valid now, or its key is locked. FLARE's own error names no remedy."""
     own = load_certificate(certificate(kit))
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
         found = next(examine_own(kit))
@@ -162,8 +166,8 @@ def why_no_connection(kit: Path) -> str:
 
 
 def warnings(kit: Path) -> list[str]:
-    """Return a line for each certificate that ends within WARN_DAYS: a person's, the root's, the server's."""
+    """Return one line per certificate that expires within WARN_DAYS: the kit's own, the root's and the server's."""
     found = [*examine_own(kit)]
-    with suppress(OSError):  # the session has a better message for a missing server
+    with suppress(OSError):  # if the server is unreachable, the session reports it better
         found.append(examine_expiry("server", server_address(kit), server_certificate(kit), RENEW_SERVER))
     return [f"{one.check}: {one.found}; {one.remedy or one.advice}" for one in found if one.remedy or one.advice]

@@ -1,8 +1,8 @@
-"""The allow-list of classes that a job may name, by role, and its file in a startup kit or simulator workspace.
+"""The allow-list of the classes that a job may name, per role, and its file in a startup kit or simulator workspace.
 
-FLARE 2.9 builds every `path` of a job's configuration that the site's `class_allow_list` permits by calling
-getattr(module, name)(**args). So any function and any imported name counts. An entry that ends in a dot is a prefix, and so is
-a module's name. Therefore the list names single classes, and no other name of ours.
+For each `path` in a job's configuration, FLARE 2.9 calls getattr(module, name)(**args) if the site's `class_allow_list` permits
+the path. So a path can name any function and any imported name, not only a class. An entry that ends in a dot permits every
+path that begins with it, and so does the name of a module. Therefore our entries are single classes.
 """
 
 import json
@@ -26,7 +26,7 @@ CLASSES = {
         "consilium.flare.job.filters.GuardResultFilter",
     ),
 }
-"""By role, all names of this package that a job may use. Existing kits get a new one by `consilium allow`."""
+"""All names of this package that a job may use, by role. `consilium allow` adds missing ones to an existing kit."""
 KEY = "class_allow_list"
 OURS = __name__.partition(".")[0]
 
@@ -37,10 +37,10 @@ def is_ours(entry: str) -> bool:
 
 
 def allow_classes(folder: Path, *roles: str) -> Path:
-    """Put the classes of `roles`, and no other of ours, on the list in FOLDER/local/resources.json; return that file.
+    """Set our entries of the allow-list in FOLDER/local/resources.json to the classes of `roles`, and return the file's path.
 
-    Entries of others stay. Without the file its start is resources.json.default, which FLARE would read instead. Raises
-    ConfigError if the file cannot be read.
+    Entries that are not ours stay. A missing file is created from resources.json.default, which FLARE would read in its place.
+    Raises ConfigError if the file cannot be read.
     """
     path = folder / "local" / "resources.json"
     source = next((p for p in (path, path.with_name("resources.json.default")) if p.is_file()), None)

@@ -1,8 +1,8 @@
-"""A kit for Docker, Kubernetes or Slurm by FLARE's `nvflare deploy prepare`, with the kit's own policies.
+"""Prepare a kit for Docker, Kubernetes or Slurm with FLARE's `nvflare deploy prepare`, and keep the kit's own policies.
 
-FLARE 2.9 prepares local/resources.json.default, and removes our kits' resources.json. So its prepared kit would allow FLARE's
-88 classes instead of ours, and send its logs to the server. It also writes settings for connections where the kit's own file
-takes precedence. Here both are corrected.
+FLARE 2.9 prepares local/resources.json.default and removes the resources.json of our kits. The prepared kit would then allow
+FLARE's 88 classes instead of ours, and send its logs to the server. FLARE also writes connection settings to a file that the
+kit's own comm_config.json overrides. This module corrects both.
 """
 
 import io
@@ -20,19 +20,20 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import STATE
-from consilium.flare.kit.kit_files import LOCKED, kit_name, kit_role
+from consilium.flare.kit.kit_contents import LOCKED, kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
 from consilium.flare.kit.processes import check_stopped
 
 DEFAULT = f"{RESOURCES}.default"
 FOLDERS, FILES = ("startup", "local"), (COMM, RESOURCES, "readme.txt")
-"""All that `consilium provision` puts into a kit, but for the empty folder `transfer`, which start.sh makes."""
+"""Everything that `consilium provision` writes into a kit, except the empty folder `transfer`, which start.sh creates."""
 
 
 def prepare(kit: Path, settings: Path, output: Path) -> Path:
-    """Write a copy of a site's or server's kit for the runtime in FLARE's `settings` into the new folder `output`.
+    """Write a copy of a site's or a server's kit, prepared for a runtime, into the new folder `output`, and return the folder.
 
-    Raises ConfigError for another kit or an existing folder, ConsiliumError with FLARE's reason.
+    `settings`: FLARE's file that describes the runtime. Raises ConfigError for an unsuitable kit or an existing folder, and
+    ConsiliumError with FLARE's reason if FLARE cannot prepare the kit.
     """
     kit_name(kit)
     if kit_role(kit) is None or not is_pinned(kit):
@@ -56,7 +57,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
             os.replace(copy / COMM, local / COMM)
         else:
             (copy / COMM).unlink()
-        _flare(copy, settings, output)
+        _run_flare_prepare(copy, settings, output)
     os.replace(output / "local" / DEFAULT, output / "local" / RESOURCES)
     for name in (RESOURCES, COMM):  # as kit_hardening.pin_settings does
         (output / name).symlink_to(Path("local") / name)
@@ -65,7 +66,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
 
 
 def copy_fresh(kit: Path, target: Path) -> Path:
-    """Copy of a kit what one has before its first start: no logs, jobs, states or pid files. Return the copy."""
+    """Copy a kit without the files of its use, such as logs, jobs, state and pid files. Return the copy."""
     target.mkdir(mode=0o700)
     for path in kit.iterdir():
         if path.is_dir() and path.name in FOLDERS:
@@ -76,7 +77,7 @@ def copy_fresh(kit: Path, target: Path) -> Path:
 
 
 def _check_state(kit: Path) -> None:
-    """Raise ConfigError unless kit and copy have one ledger: with two, a budget could be spent twice."""
+    """Raise ConfigError unless the kit and its copy share one ledger. With two ledgers a budget could be spent twice."""
     path = kit / "local" / "site.yaml"
     load_site(path)
     raw = read_yaml(path) or {}
@@ -90,7 +91,7 @@ def _check_state(kit: Path) -> None:
         raise ConfigError(f"{path}: {inside[0]}: {what}; move it out of there, and correct the path")
 
 
-def _flare(copy: Path, settings: Path, output: Path) -> None:
+def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:
     output_text = io.StringIO()
     try:
         with redirect_stderr(output_text), redirect_stdout(output_text):
@@ -98,6 +99,6 @@ def _flare(copy: Path, settings: Path, output: Path) -> None:
     except SystemExit:
         lines = [line for line in output_text.getvalue().splitlines() if line and not line.startswith(("Warning:", "Code:"))]
         raise ConsiliumError(f"{settings}: {' '.join(lines)}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # it does not check the type of every value
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # FLARE does not check the type of every value
         what = f"FLARE cannot use it ({type(error).__name__}: {error})"
         raise ConsiliumError(f"{settings}: {what}; compare it with provisioning/container/slurm.yaml") from None

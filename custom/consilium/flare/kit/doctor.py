@@ -1,4 +1,4 @@
-"""`consilium doctor`: checks of a startup kit (signature, policies, certificates, server, data) and of the machine."""
+"""`consilium doctor`: checks a startup kit (signature, policies, certificates, server, data) and the machine it lies on."""
 
 import json
 import os
@@ -30,9 +30,9 @@ from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import admission
 from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
-from consilium.flare.kit.heartbeat_server import read
+from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import in_clear
-from consilium.flare.kit.kit_files import (
+from consilium.flare.kit.kit_contents import (
     LOCKED,
     certificate,
     is_key_of,
@@ -43,25 +43,24 @@ from consilium.flare.kit.kit_files import (
     relay_of,
     server_folders,
 )
-from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
-from consilium.flare.kit.local_folder import lacking
+from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, leaves_callers_folder
+from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
-from consilium.flare.kit.revocation import is_checked
-from consilium.flare.kit.revocation import read as read_revoked
+from consilium.flare.kit.revocation import is_checked, revoked_until
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
 from consilium.privacy.secagg.sum_ledger import check_whole
 
 TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
-"""Folders that a restart of the machine may empty."""
+"""Folders whose files a restart of the machine may delete."""
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
 
 def examine(kit: Path, job: Path | None = None) -> list[Finding]:
-    """Return the findings about this machine and a site's startup kit, or the server's, which has no data.
+    """Return the findings about this machine and a startup kit of a site, a server, a relay or a person.
 
-    With a `job` also whether a training step fits into the site's memory.
+    With a `job`, one finding says whether a training step of it fits into the site's memory.
     """
     findings, file = [*examine_versions(), *_examine_kit(kit)], kit / "local" / "site.yaml"
     if job is not None:
@@ -71,7 +70,7 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:
     relay = (kit / "startup" / "fed_relay.json").is_file()
-    if relay or (kit / "startup" / "fed_admin.json").is_file():  # neither is a site: no list, policies or classes
+    if relay or (kit / "startup" / "fed_admin.json").is_file():  # these kits have no allow-list, policies or classes
         yield _signature(kit)
         yield checked("key", lambda: _key(kit))
         yield from _certificates(kit)
@@ -112,7 +111,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
 
 
 def _state(folder: Path) -> Finding | str:
-    """Return whether a server's folder of jobs and snapshots is for its own user, writable and in a lasting place."""
+    """Return whether a server's folder of jobs and snapshots is writable, private to its user, and not a temporary folder."""
     there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         found = f"{there}: user {os.geteuid()} cannot write there"
@@ -127,7 +126,7 @@ def _state(folder: Path) -> Finding | str:
 
 
 def _port(kit: Path, port: int) -> Finding | str:
-    """Return whether a server or relay listens on its port, or could if it does not run."""
+    """Return whether a running server or relay listens on its port, and whether a stopped one could."""
     with socket.socket() as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -146,28 +145,28 @@ def _port(kit: Path, port: int) -> Finding | str:
 
 
 def _relays(raw: dict[str, Any], kit: Path) -> Finding | str:
-    """Return the sites behind each relay, and whether one relay's sites are all away."""
+    """Return the sites behind each relay, with advice if all sites of one relay are disconnected."""
     behind: dict[str, list[str]] = {}
     for place, site in raw["servers"][0].get("auth_identity_map", {}).items():
         behind.setdefault(place.rpartition(".")[0], []).append(site)
     found = "; ".join(f"{relay} before {', '.join(sites)}" for relay, sites in behind.items() if relay) or "none"
     seen = {}
     with suppress(ConfigError):
-        seen = read(kit)["sites"]
+        seen = read_attendance(kit)["sites"]
     away = [r for r, sites in behind.items() if r and processes(kit) and not any(seen.get(s, {}).get("here") for s in sites)]
     advice = f"no site behind {away[0]} is here: at the relay run `consilium doctor KIT`" if away else ""
     return Finding("relays", found, advice=advice)
 
 
 def _admission(kit: Path) -> Finding:
-    """Return whether the server lets the site in: as its own process found, or by registering as the site would."""
+    """Return whether the server admits the site. A running site's process has noted this; for a stopped one, ask the server."""
     try:
         if not (running := processes(kit)) and relay_of(kit):
             return Finding("admission", "not asked through a relay; start the site, and its log says so")
-        said = "as the running site found" if running else admission.ask(kit)
+        said = "as the running site found" if running else admission.ask_server(kit)
     except FLCommunicationError as error:
         return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
-    cause = admission.noted(kit) if running else None if said is None else admission.cause_of(said)
+    cause = admission.noted_cause(kit) if running else None if said is None else admission.cause_of(said)
     if cause is None:
         return Finding("admission", "the server lets this site in")
     return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
@@ -179,11 +178,11 @@ def _signature(kit: Path) -> Finding:
         return Finding("signature", found)
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
-    return Finding("signature", f"startup/ was altered: {', '.join(altered(kit / 'startup'))}", "restore it")
+    return Finding("signature", f"startup/ was altered: {', '.join(altered_files(kit / 'startup'))}", "restore it")
 
 
 def _key(kit: Path) -> Finding | str:
-    """Return whether the private key is there, for its user alone, and whether it is locked when the kit is not in use."""
+    """Return whether the private key is there, belongs to the certificate, is private to its user, and is locked or not."""
     path = private_key(kit)
     if (mode := path.stat().st_mode & 0o777) & 0o077:
         return Finding(
@@ -201,7 +200,7 @@ def _key(kit: Path) -> Finding | str:
 
 
 def _certificates(kit: Path) -> Iterator[Finding]:
-    """Yield what `examine_own` finds; of a file that is not a certificate a problem."""
+    """Yield the findings of `examine_own`, or a problem if a file is not a certificate."""
     try:
         yield from examine_own(kit)
     except ConfigError as error:
@@ -227,7 +226,7 @@ def _settings(kit: Path) -> Finding:
 
 
 def _policies(kit: Path, role: str) -> Iterator[Finding]:
-    """Yield findings about the policy files. For a missing file FLARE's default counts, which allows too much."""
+    """Yield findings about the policy files. A missing file is a problem, because FLARE's default allows too much."""
     local = kit / "local"
     yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json"), role))
     yield checked("rights", lambda: _rights(_json(local / "authorization.json")))
@@ -237,7 +236,7 @@ def _policies(kit: Path, role: str) -> Iterator[Finding]:
 
 
 def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
-    """Return whether exactly the role's classes of ours are listed; any job can call every name on the list."""
+    """Return whether our entries of the allow-list are exactly the role's classes. A job can call every name on the list."""
     listed, mode = resources.get(KEY, []), resources.get("class_list_enforcement_mode", "enforce")
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
         return Finding("allow-list", f"{KEY} is not a list of names", "restore it from local/resources.json.default")
@@ -265,7 +264,7 @@ def _needs(role: str) -> str:
 
 
 def _is_prefix(entry: str) -> bool:
-    """Return whether an entry lets a job call more than one name: FLARE takes a module's name for all names in it."""
+    """Return whether an entry permits more than one name. In FLARE, a module's name permits all names in the module."""
     if entry == "*" or entry.endswith("."):
         return True
     try:
@@ -320,7 +319,10 @@ def _site(kit: Path) -> Iterator[Finding]:
 
 
 def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
-    """Return how many rows the ledger has, and how many are void. Raises RefusedError for lost rows: no job would run."""
+    """Return how many rows the privacy ledger has, and how many are void.
+
+    Raises RefusedError if rows are lost, because then the site refuses every job.
+    """
     root = site.state or kit / STATE
     ledger = Ledger(site.privacy.ledger_in(root))
     check(root, ledger)
@@ -334,7 +336,10 @@ def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
 
 
 def _sums(site: SiteConfig, kit: Path) -> str:
-    """Return the number of lines in the ledger of sums. Lost lines raise RefusedError: masked jobs without noise would fail."""
+    """Return the number of lines in the ledger of sums.
+
+    Raises RefusedError if lines are lost, because then the site refuses jobs with secure aggregation and without noise.
+    """
     return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
 
 
@@ -355,7 +360,7 @@ def _approval(site: SiteConfig, local: Path) -> Finding | str:
 def _promised_gpus(kit: Path) -> int:
     try:
         components = _json(kit / "local" / "resources.json").get("components", [])
-    except ConfigError:  # reported with the policies
+    except ConfigError:  # the findings about policies report it
         return 0
     return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
 
@@ -364,13 +369,13 @@ def _revocation(kit: Path) -> Finding | str:
     """Return whether the server checks revocations, and how many names are revoked."""
     if not is_checked(kit):
         return Finding("revocation", "the server takes revoked credentials", "stop it, run `consilium allow KIT`, start it")
-    return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
+    return f"{len(revoked_until(kit / 'local'))} names have had their credentials revoked"
 
 
 def _components(kit: Path, role: str) -> Finding | str:
     """Return whether the kit has all components of this version."""
-    missing = lacking(kit, role)
-    if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation says it
+    missing = missing_components(kit, role)
+    if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation reports this
         return "all of this version"
     return Finding("components", f"without {', '.join(missing)}", advice="stop it, run `consilium allow KIT`, start it")
 

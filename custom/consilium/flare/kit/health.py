@@ -1,6 +1,7 @@
-"""A site's health in its heartbeats, where its site.yaml says `health: share`: how its machine and its data list are.
+"""A site's health facts in its heartbeats: the state of its machine and whether its data list can be read.
 
-No fact counts or names anything of its data. The server takes no other fact than these (VALID).
+They are sent only if the site's site.yaml says `health: share`. No fact counts or names anything in the site's data. The server
+accepts only the facts in VALID.
 """
 
 import shutil
@@ -16,23 +17,23 @@ import psutil
 
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
-from consilium.data.text import read_lists
+from consilium.data.text import read_named_list
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.privacy.ledger.audit import FILE, lines
 
 PERIOD = 30.0
-"""Seconds between two looks at the machine. An edit of site.yaml counts from the next one on."""
+"""Seconds between two checks of the machine. An edit of site.yaml takes effect at the next check."""
 DATA_PERIOD, MAX_AGE = 600.0, 300.0
-"""Seconds between two readings of the data lists, and after which a look is too old to be sent."""
+"""DATA_PERIOD: seconds between two readings of the data lists. MAX_AGE: seconds after which the facts are too old to send."""
 STEP = 2**27
-"""Bytes in whose steps free disk and memory are sent: to the byte they would show the size of each new file of the data."""
+"""Free disk and memory are rounded down to multiples of this many bytes. Exact numbers would show the size of each new file."""
 GPU_QUERY = ("nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits")
 PATIENCE, MAX_GPUS, MAX_RECORDS = 10.0, 64, 5
-"""Seconds for the GPUs' answer; how many of them, and in how many of the newest records a refusal is looked for."""
+"""Seconds to wait for nvidia-smi; largest number of GPUs; number of newest records that are searched for a refusal."""
 
 
 def is_time(value: Any) -> bool:
-    """Return whether a value is seconds since 1970, before the year 5138."""
+    """Return whether a value is a time in seconds since 1970, before the year 5138."""
     return type(value) in (int, float) and 0 <= value < 1e11
 
 
@@ -40,12 +41,12 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**60
 
 
-def _coarse(size: int) -> int:
+def _round_down(size: int) -> int:
     return size // STEP * STEP
 
 
 def _are_gpus(value: Any) -> bool:
-    """Return whether a value has the free and all bytes of each of some GPUs."""
+    """Return whether a value is a list of (free bytes, total bytes), one pair per GPU."""
     return (
         isinstance(value, list | tuple)
         and len(value) <= MAX_GPUS
@@ -63,18 +64,19 @@ VALID: dict[str, Callable[[Any], bool]] = {
     "refusal": lambda value: type(value) is str and value in list(Reason),
     "refused_at": is_time,
 }
-"""All facts. Sizes are bytes; `refusal`: the code of the site's last refusal of a job."""
+"""All health facts with the checks of their values. Sizes are in bytes. "refusal": the code of the site's last refusal of a
+job."""
 
 
 def checked_health(sent: Any) -> dict[str, Any]:
-    """Return the valid facts of those that a site sent."""
+    """Return the valid ones of the health facts that a site `sent`."""
     if type(sent) is not dict:
         return {}
     return {name: sent[name] for name, valid in VALID.items() if name in sent and valid(sent[name])}
 
 
 class HealthReport:
-    """Looks at a site's machine every half a minute in a thread of its own: a disk that hangs must not stop heartbeats."""
+    """Collects a site's health facts every PERIOD seconds, in its own thread: a disk that hangs must not stop heartbeats."""
 
     def __init__(self, kit: Path) -> None:
         self.kit = kit
@@ -84,7 +86,7 @@ class HealthReport:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """The facts of the last look; None without the site's leave, or if the last look is old."""
+        """The facts that were collected last. None if the site does not share its health, or if the facts are too old."""
         when, found = self._last
         return found if time.monotonic() - when < MAX_AGE else None
 
@@ -92,12 +94,12 @@ class HealthReport:
         while True:
             try:
                 self._last = time.monotonic(), self.look()
-            except Exception:  # such as a disk's; the next look may succeed
+            except Exception:  # such as an error of the disk; the next attempt may succeed
                 self._last = time.monotonic(), None
             time.sleep(PERIOD)
 
     def look(self) -> dict[str, Any] | None:
-        """Return the facts now; None without the site's leave, or with a site.yaml that cannot be read."""
+        """Collect and return the facts. None if the site does not share its health, or if its site.yaml cannot be read."""
         try:
             site = load_site(self.kit / "local" / "site.yaml")
         except ConfigError:
@@ -105,12 +107,12 @@ class HealthReport:
         if site.health is None:
             return None
         state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
-        found: dict[str, Any] = {"disk_free": _coarse(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
-        found |= {"memory_free": _coarse(memory.available), "memory": memory.total, "gpus": gpus()}
+        found: dict[str, Any] = {"disk_free": _round_down(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
+        found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpus()}
         return found | self._data_facts(site) | last_refusal(state)
 
     def _data_facts(self, site: SiteConfig) -> dict[str, Any]:
-        """Return whether all data lists can be read, and when that was tried; {} for a site without any."""
+        """Return whether all data lists could be read, and when this was tried. {} for a site without data lists."""
         paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
         if not paths:
             return {}
@@ -118,7 +120,7 @@ class HealthReport:
             readable = True
             for path in paths:
                 try:
-                    read_lists(path)
+                    read_named_list(path)
                 except ConsiliumError:
                     readable = False
             self._data = {"data_readable": readable, "data_checked": time.time()}
@@ -126,16 +128,19 @@ class HealthReport:
 
 
 def gpus() -> list[list[int]]:
-    """Return the free and all bytes of each GPU that NVIDIA's driver lists; [] for none. It loads no torch."""
+    """Return [free bytes, total bytes] per GPU that NVIDIA's driver lists; [] without GPUs. Does not import torch."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
         rows = [[int(number) * 2**20 for number in row.split(",")] for row in said.splitlines()[:MAX_GPUS]]
-        return [[_coarse(free), whole] for free, whole in rows]
+        return [[_round_down(free), whole] for free, whole in rows]
     return []
 
 
 def last_refusal(state: Path) -> dict[str, Any]:
-    """Return the code and time of the last refusal on record; {} for none. The server has had that code already."""
+    """Return the code and time of the last refusal in the audit records; {} if there is none.
+
+    The server has received this code already, so it reveals nothing new.
+    """
     with suppress(OSError):
         records = sorted((state / RUNS).rglob(FILE), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in records[:MAX_RECORDS]:

@@ -1,6 +1,6 @@
-"""A site's facts in every heartbeat: versions, clock, end of its certificate. Nothing of its data.
+"""A site's facts in every heartbeat: its versions, its clock and the expiry of its certificate, but nothing about its data.
 
-The component runs in the kit's own process, which lives for months beside the jobs' processes, so it loads no torch.
+The component runs in the kit's own process, which lives for months beside the processes of jobs, so it does not import torch.
 """
 
 import logging
@@ -28,45 +28,49 @@ from consilium import __version__
 from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
 from consilium.flare import patches
-from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, note
+from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, note_cause
 from consilium.flare.kit.health import HealthReport
 
 KEY = "consilium_attendance"
-"""The key in a heartbeat's context, and in the server's status."""
+"""The key of the facts in a heartbeat's context, and of the list of sites in the server's status."""
 COMPONENT = {"id": "attendance", "path": "consilium.flare.kit.heartbeat_client.AttendanceReport"}
-"""In a site kit's local/resources.json."""
+"""The entry of this component in a site kit's local/resources.json."""
 Facts = dict[str, Any]
 JOB = "worker_process"
-"""The module that FLARE runs for a job at a site."""
+"""Name of the module that FLARE runs in a job's process at a site."""
 RETRY = 60.0
-"""Seconds between two checks of a certificate that is not valid, each with a line in the log."""
+"""Seconds between two checks of a certificate that is not valid. Each check logs one line."""
 SILENCE = 30.0
-"""Seconds without an answer after which a site whose certificate is not valid is out."""
+"""Seconds without a reply from the server until a site with an invalid certificate counts as refused."""
 POLL = 0.1
-"""Seconds between two checks whether the client has its engine."""
+"""Seconds between two checks whether FLARE's client has an engine."""
 
 
 def own_facts(certificate_ends: float | None = None, health: Facts | None = None) -> Facts:
-    """Return this participant's versions, its clock (seconds since 1970), when its certificate ends, and its `health`."""
+    """Return this participant's facts: versions, clock, the time its certificate expires, and its `health`.
+
+    Times are in seconds since 1970. Facts that are None are left out.
+    """
     facts: Facts = {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
     more = {"certificate_ends": certificate_ends, "health": health}
     return facts | {name: value for name, value in more.items() if value is not None}
 
 
 def await_certificate(kit: Path) -> None:
-    """Return once the kit's certificate is valid by this machine's clock; until then log every minute that it is not.
+    """Wait until the kit's certificate is valid by this machine's clock. Log every minute that it is not.
 
-    FLARE 2.9's client fails without a message, and then waits for ever, even once the certificate is valid.
+    With an invalid certificate, FLARE 2.9's client fails without a message and then waits for ever, even after the certificate
+    has become valid.
     """
     while (path := kit / "startup" / "client.crt").is_file() and (found := not_valid(path))[0]:
         configure_logging(Workspace(str(kit)))  # FLARE does it later
         logging.getLogger(__name__).error(f"the kit's certificate {found[0]}; waiting")
-        note(kit, found[1])
+        note_cause(kit, found[1])
         time.sleep(RETRY)
 
 
 def not_valid(path: Path) -> tuple[str, Cause | None]:
-    """Return why a certificate is not valid now, with a remedy, and the cause; "" for a valid one."""
+    """Return (why a certificate is not valid now, with a remedy; the cause). ("", None) for a valid certificate."""
     try:
         own, now = load_crt(path), datetime.now(UTC)
     except (OSError, ValueError):  # such as a half-copied file
@@ -80,19 +84,19 @@ def not_valid(path: Path) -> tuple[str, Cause | None]:
 
 
 def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: Any) -> None:
-    """Start heartbeats once the client has its engine, a moment after the registration; see patches.CLIENT_HEARTBEAT."""
+    """Start heartbeats once FLARE's client has its engine, shortly after registration; see patches.CLIENT_HEARTBEAT."""
     while not client.engine:
         time.sleep(POLL)
     beat(client, *rest)
 
 
 class AttendanceReport(FLComponent):
-    """A component of a site's own kit: puts `own_facts` into every heartbeat."""
+    """A component of a site's kit that puts `own_facts` into every heartbeat."""
 
     def __init__(self) -> None:
         super().__init__()
-        if Path(sys.argv[0]).stem != JOB:  # the processes of jobs make this component too
-            await_certificate(Path.cwd())  # FLARE makes its components in the kit's folder, before it connects
+        if Path(sys.argv[0]).stem != JOB:  # FLARE creates this component in jobs' processes too
+            await_certificate(Path.cwd())  # FLARE creates components in the kit's folder, before it connects
             patches.CLIENT_HEARTBEAT.wrap(await_engine)
             patches.CLIENT_REGISTRATION.wrap(await_admission)
             logging.getLogger(f"{Communicator.__module__}.{Communicator.__qualname__}").addFilter(HeartbeatFilter(Path.cwd()))
@@ -103,32 +107,32 @@ class AttendanceReport(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Put the facts into the context that FLARE sends with a heartbeat."""
         if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
-            if self._health is None:  # the first one: a job's process sends none
+            if self._health is None:  # the first heartbeat; a job's process sends none
                 self._health = HealthReport(self._kit)
                 cell = fl_ctx.get_engine().get_cell().core_cell
-                cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._accepted)
+                cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._note_reply)
             ends = None
-            with suppress(OSError, ValueError):  # just now replaced by a renewed one
+            with suppress(OSError, ValueError):  # the certificate is being replaced by a renewed one
                 ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
             fl_ctx.set_prop(KEY, own_facts(ends, self._health.facts), private=False, sticky=False)
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
             self._warn_of_end()
 
-    def _accepted(self, reply: Message) -> None:
-        """Note that the server lets the site in. FLARE's event after a heartbeat comes for an unanswered one too."""
+    def _note_reply(self, reply: Message) -> None:
+        """Note that the server admits the site. FLARE fires its event after a heartbeat even if the server did not reply."""
         if reply.get_header(MessageHeaderKey.RETURN_CODE) == ReturnCode.OK:
             self._answered = time.monotonic()
-            note(self._kit, None)
+            note_cause(self._kit, None)
 
     def _warn_of_end(self) -> None:
-        """Log every minute that the certificate has ended, and note it as the cause once the server does not answer.
+        """If the certificate is not valid, log it every minute. Note it as the cause once the server does not reply.
 
-        A connection outlives its certificate: the site stays until that breaks.
+        A connection outlives its certificate, so the site stays connected until the connection breaks.
         """
         wrong, cause = not_valid(self._kit / "startup" / "client.crt")
         if wrong and (now := time.monotonic()) - self._said >= RETRY:
             self._said = now
             if (away := now - self._answered > SILENCE) and cause:
-                note(self._kit, cause)
+                note_cause(self._kit, cause)
             left = "the server does not answer" if away else "it stays until the connection breaks"
             logging.getLogger(__name__).error(f"the kit's certificate {wrong}; {left}")

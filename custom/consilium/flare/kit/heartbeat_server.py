@@ -1,6 +1,7 @@
-"""The server's list of sites: each site's last heartbeat and its facts, for an administrator who asks, and in a file.
+"""The server's list of sites: the time and the facts of each site's last heartbeat.
 
-heartbeat_client.py puts the facts into FLARE's heartbeats. No job needs to run.
+The list is part of the server's status, which administrators can ask for, and of the file attendance.json. heartbeat_client.py
+puts the facts into FLARE's heartbeats. No job needs to run.
 """
 
 import json
@@ -30,21 +31,21 @@ from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.audit_rotation import rotate
 from consilium.flare.kit.health import checked_health, is_time
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
-from consilium.flare.kit.kit_files import server_folders
+from consilium.flare.kit.kit_contents import server_folders
 from consilium.flare.kit.revocation import latest_heartbeat
 
 MAX_SITES = 10_000
-"""Sites that are kept; each has shown a certificate of the project."""
+"""Largest number of sites in the list. Each of them has shown a certificate of the project."""
 EVERY = 10.0
 """Seconds between two writes of the file."""
 COMPONENT = {"id": "attendance", "path": "consilium.flare.kit.heartbeat_server.Attendance"}
-"""In the server kit's local/resources.json."""
+"""The entry of this component in the server kit's local/resources.json."""
 
 
 class Attendance(FLComponent):
-    """A component of the server's own kit: keeps each site's last heartbeat, and adds the sites to the server's status.
+    """A component of the server's kit that stores each site's last heartbeat and adds the sites to the server's status.
 
-    Raises ConfigError at the start for a FLARE other than patches.py knows.
+    Raises ConfigError at the start if the patches do not fit the installed FLARE.
     """
 
     def __init__(self) -> None:
@@ -54,18 +55,18 @@ class Attendance(FLComponent):
         self._sites: dict[str, Facts] = {}
         self._written = 0.0
         self._latest = 0.0
-        patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
-        patches.STATUS.wrap(self._status)
+        patches.SERVER_HEARTBEAT.wrap(self._record_heartbeat)
+        patches.STATUS.wrap(self._add_sites_to_status)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Read the sites that were seen before a restart; write them every ten seconds, and rotate audit.log."""
+        """At the start, read the list from its file. At heartbeats, write it every ten seconds and rotate audit.log."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
             self._latest = latest_heartbeat(self._kit / STATE / ATTENDANCE)
-            with suppress(ConfigError):  # the doctor says so
-                private_folder(server_folders(self._kit)[0])  # FLARE would make it for all to read
-            with suppress(ConfigError):  # no file yet, or a damaged one, which is written anew
-                former = read(self._kit)["sites"]
+            with suppress(ConfigError):  # the doctor reports it
+                private_folder(server_folders(self._kit)[0])  # FLARE would create it readable by all users
+            with suppress(ConfigError):  # there is no file yet, or it is damaged and is replaced
+                former = read_attendance(self._kit)["sites"]
                 self._sites = {
                     n: {k: v for k, v in one.items() if k not in ("here", "jobs", "cause")} for n, one in former.items()
                 }
@@ -75,28 +76,31 @@ class Attendance(FLComponent):
                 self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
                 try:
                     write_atomic(
-                        private_folder(path.parent) / path.name, json.dumps(self._answer() | {"latest": self._latest}).encode()
+                        private_folder(path.parent) / path.name,
+                        json.dumps(self._status_facts() | {"latest": self._latest}).encode(),
                     )
                     rotate(self._kit)
                 except OSError as error:  # FLARE would log a traceback every ten seconds
                     self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
 
-    def _heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
-        """Keep a site's facts once FLARE has accepted its heartbeat: then the name is its certificate's."""
+    def _record_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
+        """Store a site's facts after FLARE has accepted its heartbeat. Then FLARE has verified the site's name."""
         found, fl_ctx = beat(manager, token, name, *rest), rest[-1]
         if not fl_ctx.get_prop(FLContextKey.UNAUTHENTICATED) and (name in self._sites or len(self._sites) < MAX_SITES):
             peer, now = fl_ctx.get_peer_context(), time.time()
-            self._latest = max(self._latest, now)  # a clock that is set back must not make a revocation weaker
+            self._latest = max(self._latest, now)  # a clock that is set back must not make a revocation's time earlier
             self._sites[name] = checked_facts(peer.get_prop(KEY) if peer else None, now)
         return found
 
-    def _status(self, status: Callable[..., None], module: TrainingCommandModule, conn: Connection, args: list[str]) -> None:
+    def _add_sites_to_status(
+        self, status: Callable[..., None], module: TrainingCommandModule, conn: Connection, args: list[str]
+    ) -> None:
         status(module, conn, args)
         if args[1] in (module.TARGET_TYPE_SERVER, module.TARGET_TYPE_ALL):
-            conn.update_meta({KEY: self._answer()})
+            conn.update_meta({KEY: self._status_facts()})
 
-    def _answer(self) -> Facts:
-        """Return the server's own facts, and for each site its facts, whether it is connected, and its jobs."""
+    def _status_facts(self) -> Facts:
+        """Return {"server": the server's facts, "sites": {name: facts}}. "here" in a site's facts says if it is connected."""
         jobs: dict[str, list[str]] = {}
         here: set[str] = set()
         disabled: set[str] = set()
@@ -107,17 +111,17 @@ class Attendance(FLComponent):
                 for client in process[RunProcessKey.PARTICIPANTS].values():
                     jobs.setdefault(client.name, []).append(job_id)
         sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(self._sites.items())}
-        for name, cause in self._causes(here, disabled).items():
+        for name, cause in self._refusal_causes(here, disabled).items():
             sites[name]["cause"] = cause
         return {"server": own_facts(), "sites": sites}
 
-    def _causes(self, here: set[str], disabled: set[str]) -> dict[str, Cause]:
-        """Return why sites that are not here would not be let in, as far as the server knows."""
+    def _refusal_causes(self, here: set[str], disabled: set[str]) -> dict[str, Cause]:
+        """Return, for sites that are not connected, why the server would refuse them, as far as it knows."""
         found = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
-        with suppress(ConfigError):  # a damaged list has its own line
-            revoked = revocation.read(self._kit / "local") if self._kit else {}
+        with suppress(ConfigError):  # a damaged revocation list is reported by the doctor
+            revoked = revocation.revoked_until(self._kit / "local") if self._kit else {}
             late = {n: self._sites[n]["last_seen"] for n in revoked.keys() & self._sites.keys()}
-            found |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # later: by a later kit
+            found |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # a later one is of a newer kit
         return {n: cause for n, cause in (found | dict.fromkeys(disabled, Cause.REFUSED)).items() if n not in here}
 
 
@@ -128,11 +132,14 @@ VALID: dict[str, Callable[[Any], bool]] = {
     "certificate_ends": is_time,
     "health": lambda value: type(value) is dict and checked_health(value) == value,
 }
-"""What a site may say of itself, beside its clock."""
+"""The facts that a site may send besides its clock, each with the check of its value."""
 
 
 def checked_facts(sent: Any, now: float) -> Facts:
-    """Return the valid facts of those that a site sent, the time of its heartbeat, and how many seconds its clock is ahead."""
+    """Return the valid ones of the facts that a site `sent`, with "last_seen" = `now` and "skew".
+
+    "skew" is how many seconds the site's clock is ahead of the server's.
+    """
     sent = sent if isinstance(sent, Mapping) else {}
     sent = {name: sent[name] for name in (*VALID, "clock") if name in sent}
     if "health" in sent:
@@ -141,8 +148,8 @@ def checked_facts(sent: Any, now: float) -> Facts:
     return facts | ({"skew": round(sent["clock"] - now, 1)} if is_time(sent.get("clock")) else {})
 
 
-def read(kit: Path) -> Facts:
-    """Return the list of sites from the file in the server's kit. Raises ConfigError."""
+def read_attendance(kit: Path) -> Facts:
+    """Return the server's list of sites from its file in the server's kit. Raises ConfigError."""
     path = kit / STATE / ATTENDANCE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -153,7 +160,11 @@ def read(kit: Path) -> Facts:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
     try:
         server = found["server"]
-        whole = is_version(server["version"]) and type(server["protocol"]) is int and all(map(_is_row, found["sites"].values()))
+        whole = (
+            is_version(server["version"])
+            and type(server["protocol"]) is int
+            and all(map(_is_site_entry, found["sites"].values()))
+        )
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
@@ -161,7 +172,7 @@ def read(kit: Path) -> Facts:
     return found
 
 
-def _is_row(one: Facts) -> bool:
+def _is_site_entry(one: Facts) -> bool:
     skew, jobs = one.get("skew", 0.0), one["jobs"]
     return (
         all(VALID[name](one[name]) for name in VALID.keys() & one.keys())

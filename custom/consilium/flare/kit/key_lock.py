@@ -1,7 +1,8 @@
-"""Private keys of a startup kit under a passphrase: on its way to a participant, and on the participant's disk.
+"""Encrypt the private keys of a startup kit with a passphrase, for transport to a participant and on the participant's disk.
 
-The keys are all that is secret in a kit. `lock` moves them into one file, under scrypt and Fernet (AES-128-CBC and HMAC-SHA256)
-of the library cryptography. `unlock` puts them into a folder in memory, and links to them in startup/, where FLARE reads them.
+The private keys are the only secret in a kit. `lock` moves them into one file, encrypted with Fernet (AES-128-CBC and
+HMAC-SHA256) under a key that scrypt derives from the passphrase; both are from the library cryptography. `unlock` writes the
+keys to a folder in memory and puts links to them into startup/, where FLARE reads them.
 """
 
 import base64
@@ -18,16 +19,16 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED, certificate, private_key
+from consilium.flare.kit.kit_contents import LOCKED, certificate, private_key
 from consilium.flare.kit.processes import check_stopped
 
 MIN_PASSPHRASE = 12
 """Characters."""
 COST = {"length": 32, "n": 2**17, "r": 8, "p": 1}
-"""Of scrypt: 128 MiB and half a second (OWASP). Never read from the file, which comes from elsewhere."""
+"""Parameters of scrypt: 128 MiB and half a second (OWASP). They are never read from the file, which is not trusted."""
 SALT, PREFIX = 16, "consilium-keys-"
 IN_MEMORY = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""))
-"""Folders that Linux keeps in memory; what is there can be swapped to disk, unless swap is off or encrypted."""
+"""Folders that Linux keeps in memory. Their files can be swapped to disk, unless swap is off or encrypted."""
 
 
 def _cipher(passphrase: str, salt: bytes) -> Fernet:
@@ -35,21 +36,24 @@ def _cipher(passphrase: str, salt: bytes) -> Fernet:
 
 
 def in_clear(kit: Path) -> list[Path]:
-    """Return the keys in startup/ that are plain files: all of a kit that is not locked, of a locked one those left behind."""
+    """Return the key files in startup/ that are not links.
+
+    In a kit that is not locked, these are all keys. In a locked kit, these are keys that an interrupted `lock` left behind.
+    """
     return sorted(one for one in (kit / "startup").glob("*.key") if not one.is_symlink())
 
 
 def lock(kit: Path, passphrase: str | None = None) -> None:
-    """Put the keys of a kit that does not run under a passphrase; a locked kit is closed, and needs none.
+    """Encrypt the keys of a stopped kit with a passphrase. If the kit is locked already, remove its unlocked keys.
 
-    A locked kit with keys in clear, such as after an interrupted lock, needs its passphrase, which shows whether the file holds
-    these keys too. Raises ConfigError for a kit that runs, for none, for one without a key or with keys
-    elsewhere, for a short passphrase, and for other keys than the locked ones.
+    Removing needs no passphrase, unless a locked kit has keys in clear, such as after an interrupted lock. Then the passphrase
+    shows whether the encrypted file holds the same keys. Raises ConfigError if the folder is no kit, if the kit runs, has no
+    key, or has keys outside startup/; for a short passphrase; and for keys in clear that differ from the encrypted ones.
     """
     certificate(kit)
     check_stopped(kit)
     path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), in_clear(kit)
-    if others := _elsewhere(kit):
+    if others := _other_keys(kit):
         raise ConfigError(f"{others[0]}: a private key in clear; move {others[0].parent} out of the kit, or delete it")
     if not path.is_file():
         private_key(kit)
@@ -57,34 +61,34 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
             raise ConfigError(
                 f"passphrase: {len(passphrase or '')} characters; use at least {MIN_PASSPHRASE}, such as five words"
             )
-        salt, texts = os.urandom(SALT), {key.name: _text(key) for key in keys}
+        salt, texts = os.urandom(SALT), {key.name: _read_pem(key) for key in keys}
         write_atomic(path, salt.hex().encode() + b"\n" + _cipher(passphrase, salt).encrypt(json.dumps(texts).encode()) + b"\n")
     elif clear:
-        _check_same(clear, _decrypted(path, passphrase or ""), path)
+        _check_same_keys(clear, _decrypt_keys(path, passphrase or ""), path)
     for key in keys:
-        _remove(key)
-    for folder in kit.glob(f"{PREFIX}*"):  # of an interrupted unlock without a folder in memory
+        _remove_key(key)
+    for folder in kit.glob(f"{PREFIX}*"):  # left by an unlock on a machine without a folder in memory
         shutil.rmtree(folder)
-    for half in (kit / "startup").glob(".*.key.*"):  # of an interrupted unlock for good
+    for half in (kit / "startup").glob(".*.key.*"):  # left by an interrupted unlock for good
         half.unlink()
 
 
-def _elsewhere(kit: Path) -> list[Path]:
-    """Return other private keys in a kit's folders, such as the former one that `update-kit` leaves in startup.old."""
+def _other_keys(kit: Path) -> list[Path]:
+    """Return private keys in clear outside startup/, such as the former key that `update-kit` leaves in startup.old."""
     found = (one for one in kit.rglob("*.key") if one.is_file() and not one.is_symlink())
     ours = (kit / "startup", *kit.glob(f"{PREFIX}*"))
     return sorted(one for one in found if one.parent not in ours and b"PRIVATE KEY" in one.read_bytes()[:4096])
 
 
-def _text(key: Path) -> str:
+def _read_pem(key: Path) -> str:
     try:
         return key.read_text(encoding="ascii")
     except UnicodeDecodeError:
         raise ConfigError(f"{key}: not a key in PEM format; restore it, or ask the hub for the kit") from None
 
 
-def _decrypted(path: Path, passphrase: str) -> dict[str, str]:
-    """Return the keys in a locked kit's file by name. Raises ConfigError for a wrong passphrase or a damaged file."""
+def _decrypt_keys(path: Path, passphrase: str) -> dict[str, str]:
+    """Return {file name: key} from a kit's encrypted file. Raises ConfigError for a wrong passphrase or a damaged file."""
     try:
         salt, token = path.read_bytes().split()
         keys: dict[str, str] = json.loads(_cipher(passphrase, bytes.fromhex(salt.decode())).decrypt(token))
@@ -95,33 +99,34 @@ def _decrypted(path: Path, passphrase: str) -> dict[str, str]:
     return keys
 
 
-def _check_same(clear: Iterable[Path], keys: Mapping[str, str], path: Path) -> None:
-    """Raise ConfigError for a key in clear that is not in the locked file: removing it would lose it."""
+def _check_same_keys(clear: Iterable[Path], keys: Mapping[str, str], path: Path) -> None:
+    """Raise ConfigError if a key in clear is not among the decrypted `keys`: removing the file would lose the key."""
     for key in clear:
-        if keys.get(key.name) != _text(key):
+        if keys.get(key.name) != _read_pem(key):
             raise ConfigError(f"{key}: another key than in {path}; move one of them out of the kit, the key of no certificate")
 
 
-def _remove(key: Path) -> None:
-    """Remove a key in startup/, and the opened one that it links to; a link to elsewhere is not followed."""
+def _remove_key(key: Path) -> None:
+    """Remove a key in startup/, and the folder of unlocked keys that it links to. Links to other places are not followed."""
     if key.is_symlink() and (folder := key.readlink().parent).name.startswith(PREFIX) and folder.is_dir():
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # the folder belongs to another user
             shutil.rmtree(folder)
     key.unlink(missing_ok=True)
 
 
 def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
-    """Open a locked kit until it is locked or the machine starts anew, or `for_good`; return the folder of the keys.
+    """Decrypt the keys of a locked kit, and return the folder that holds them.
 
-    Raises ConfigError for a wrong passphrase, a damaged file, and other keys in startup/.
+    The kit stays unlocked until `lock` is called or the machine restarts. `for_good`: write the keys into startup/ and delete
+    the encrypted file. Raises ConfigError for a wrong passphrase, for a damaged file, and for other keys in startup/.
     """
     path, startup = kit / LOCKED, kit / "startup"
-    keys = _decrypted(path, passphrase)
-    _check_same(in_clear(kit), keys, path)
+    keys = _decrypt_keys(path, passphrase)
+    _check_same_keys(in_clear(kit), keys, path)
     memory = next((place for place in IN_MEMORY if place and os.access(place, os.W_OK)), None)
     folder = startup if for_good else Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory or kit))
     for name, text in keys.items():
-        _remove(startup / name)
+        _remove_key(startup / name)
         write_atomic(folder / name, text.encode())
         if not for_good:
             (startup / name).symlink_to((folder / name).resolve())

@@ -1,4 +1,4 @@
-"""How a startup kit is closed to jobs: FLARE's settings that a job could replace, and the folder in which Python starts."""
+"""Hardening of a startup kit: no job can replace FLARE's settings, and Python starts in an empty folder."""
 
 import json
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from nvflare.lighter.utils import load_crt, verify_content
 
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED
+from consilium.flare.kit.kit_contents import LOCKED
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"
 ARGUMENTS = "while [[ $# -gt 0 ]]\n"
-"""The line where FLARE's script reads its arguments: $WORKSPACE is set before it, and Python runs after it."""
-# The folder's name begins with a dot because no job's folder can: a server chooses those, and FLARE clears them.
+"""The line of FLARE's script that reads its arguments. Before it $WORKSPACE is set, and after it Python is run."""
+# The folder's name begins with a dot. No job's folder has such a name: the server chooses those, and FLARE clears them.
 ELSEWHERE = """# Python looks for modules where it is started, so start where nobody puts any.
 mkdir -p "$WORKSPACE/.empty" && cd "$WORKSPACE/.empty" || exit 1
 
@@ -29,19 +29,20 @@ UNLOCK = f"""  if [ -f "$DIR/../{LOCKED}" ]; then
     python3 -P -c 'from consilium.cli.main import main; main()' unlock "$DIR/.." || exit 1
   fi
 """
-"""Asks for the passphrase in start.sh, before the script goes to the background and loses the terminal."""
+"""Lines for start.sh that ask for the passphrase before the script goes to the background and loses the terminal."""
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 
 
 def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Put two files into the kit's own folder, where FLARE looks for them first; else it takes them from a job's folder.
+    """Put comm_config.json and a link to local/resources.json into the kit's top folder, where FLARE looks first.
 
-    A job's comm_config.json could name a folder of Python modules for the site to load. A site's own settings for connections
-    belong into that file. An existing file stays, unless it is the empty one of kits of earlier versions.
+    If one of them is missing there, FLARE uses the file in a job's folder. A job's comm_config.json could then make the site
+    load Python modules from a folder of the job. A site writes its own connection settings into the kit's comm_config.json. An
+    existing file stays, unless it is the empty one of kits of earlier versions.
 
-    Our file (policies/comm_config.json) has two settings, and `more` beside them. FLARE's server serves 100 connections, of
-    which a site with a job needs two; the next waits for ever. Without keep-alives a broken connection is found after 15
-    minutes.
+    Our file is policies/comm_config.json with the settings in `more` added. It raises FLARE's limit of 100 connections per
+    server: a site with a job needs two connections, and a connection over the limit waits for ever. It also turns keep-alives
+    on: without them a broken connection is found after 15 minutes only.
     """
     if not (kit / COMM).exists() or (kit / COMM).read_text(encoding="utf-8").strip() == "{}":
         ours = json.loads(files("consilium.flare.kit").joinpath("policies", COMM).read_text(encoding="utf-8"))
@@ -52,50 +53,53 @@ def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
 
 
 def is_pinned(kit: Path) -> bool:
-    """Return whether no job can replace the kit's own settings."""
+    """Return whether `pin_settings` was applied, so that no job can replace the kit's settings."""
     return (kit / COMM).is_file() and (kit / RESOURCES).resolve() == (kit / "local" / RESOURCES).resolve()
 
 
 def leave_callers_folder(startup: Path) -> None:
-    """Let the scripts in startup/ run Python in an empty folder: in the caller's, Python would import the modules there.
+    """Change the scripts in startup/ so that Python does not import modules from the folder in which a script is called.
 
-    Call it before startup/ is signed. Raises ConsiliumError if FLARE's script is not the one of FLARE 2.9.
+    Call this before startup/ is signed. Raises ConsiliumError if the script is not the one of FLARE 2.9.
     """
-    for path in _unsafe(startup):
+    for path in _unsafe_scripts(startup):
         script = path.read_text(encoding="utf-8")
         before, found, after = script.partition(ARGUMENTS)
         if path.name == START and (not found or PYTHON in before):
             raise ConsiliumError(f"{path}: is not the script of FLARE 2.9; install the pinned nvflare")
         safe = before + ELSEWHERE + found + after if path.name == START else script.replace(PYTHON, SAFE_PYTHON)
-        path.write_text(safe, encoding="utf-8")  # in place: it keeps its mode
+        path.write_text(safe, encoding="utf-8")  # written in place, so the file keeps its mode
 
 
 def unlock_at_start(startup: Path) -> None:
-    """Let start.sh ask for the passphrase of a locked kit. Call it before startup/ is signed."""
+    """Change start.sh so that it asks for the passphrase of a locked kit. Call this before startup/ is signed."""
     path = startup / "start.sh"
     if path.is_file() and UNLOCK not in (script := path.read_text(encoding="utf-8")):
         path.write_text(script.replace(BACKGROUND, UNLOCK + BACKGROUND), encoding="utf-8")
 
 
 def leaves_callers_folder(startup: Path) -> bool:
-    """Return whether the scripts in startup/ may be called from any folder."""
-    return not _unsafe(startup)
+    """Return whether the scripts in startup/ are safe to call from any folder, see `leave_callers_folder`."""
+    return not _unsafe_scripts(startup)
 
 
 def is_signed(startup: Path) -> bool:
-    """Return whether the hub has signed startup/, so that no other may change it."""
+    """Return whether the hub has signed startup/. Then only the hub may change it."""
     return (startup / ProvFileName.SIGNATURE_JSON).is_file()
 
 
 def is_as_signed(startup: Path) -> bool:
-    """Return whether startup/ is signed, and no file of it was changed since."""
-    return is_signed(startup) and not altered(startup)
+    """Return whether startup/ is signed and none of its files was changed afterwards."""
+    return is_signed(startup) and not altered_files(startup)
 
 
-def altered(startup: Path) -> list[str]:
-    """Return the files of a signed startup/ that are not as they were signed, are missing or were added."""
+def altered_files(startup: Path) -> list[str]:
+    """Return the files of a signed startup/ that were changed, removed or added after signing, sorted by name.
+
+    The private keys of a locked kit may be missing.
+    """
     signatures, key = {}, None
-    with suppress(OSError, ValueError):  # damaged: then no file is as it was signed
+    with suppress(OSError, ValueError):  # if the signature file is damaged, all files count as changed
         key = load_crt(startup / "rootCA.pem").public_key()
         signatures = json.loads((startup / ProvFileName.SIGNATURE_JSON).read_text(encoding="utf-8"))
 
@@ -106,11 +110,11 @@ def altered(startup: Path) -> list[str]:
         return False
 
     away = {name for name in signatures if name.endswith(".key")} if (startup.parent / LOCKED).is_file() else set()
-    away = {name for name in away if not (startup / name).exists()}  # a restart empties the memory that a link leads to
+    away = {name for name in away if not (startup / name).exists()}  # after a restart, a key's link leads to no file
     names = {path.name for path in startup.iterdir()} - {ProvFileName.SIGNATURE_JSON} - away
     return sorted(name for name in names | (signatures.keys() - away) if not is_signed_so(name))
 
 
-def _unsafe(startup: Path) -> list[Path]:
+def _unsafe_scripts(startup: Path) -> list[Path]:
     marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
     return [path for name, mark in marks.items() if (path := startup / name).is_file() and mark not in path.read_text("utf-8")]

@@ -1,4 +1,4 @@
-"""A federation on this machine: startup kits of a server and its sites, and their processes, on loopback."""
+"""A federation on this machine: the startup kits and processes of a server and its sites, connected over loopback."""
 
 import re
 import signal
@@ -16,14 +16,14 @@ from consilium.flare.kit.provision import provision
 
 SERVER, ADMIN, LEAD = "localhost", "admin@hub.example", "lead@hub.example"
 LAST_LINES = 3000
-"""Characters of a participant's output in an error."""
+"""Characters of a participant's output that an error shows."""
 
 
 class LocalFederation:
-    """The kits of a server, `sites` and two people under `folder`, and the processes that were started of them.
+    """The kits of a server, of `sites` and of two people under `folder`, and the processes started from these kits.
 
-    `sites`: by name, the settings that go into each site.yaml; `bundles`: names of participants that let jobs bring code
-    ("server" too); `make`: makes the kits of a sites.yml in a folder.
+    `sites`: for each site's name, the settings for its site.yaml. `bundles`: names of participants where jobs may bring code;
+    "server" stands for the server. `make`: a function that makes the kits of a sites.yml in a folder, and returns their folder.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class LocalFederation:
         return self.kits / (SERVER if name == "server" else name)
 
     def start(self, name: str, environment: Mapping[str, str], before: Sequence[str] = ()) -> None:
-        """Start a participant; see processes.start. Its output goes to NAME.log in the folder."""
+        """Start a participant with `processes.start`. NAME.log in `folder` receives its output."""
         self.started[name] = processes.start(self.kit(name), self.folder / f"{name}.log", environment, before)
 
     def check_alive(self) -> None:
-        """Raise ConsiliumError with the end of its output if a participant's process has ended."""
+        """Raise ConsiliumError if a participant's process has ended, with the last part of its output."""
         for name, process in self.started.items():
             if process.poll() is not None:
                 output = (self.folder / f"{name}.log").read_text(errors="replace")[-LAST_LINES:]
                 raise ConsiliumError(f"{name} has ended; see {self.folder / f'{name}.log'}: {output}")
 
     def stop(self) -> None:
-        """End all processes, those of jobs too. A second Ctrl-C does not interrupt it."""
+        """End all processes, also those of jobs. A second Ctrl-C does not interrupt this."""
         stop_all(self.kits)
         self.started.clear()
 
 
 def stop_all(kits: Path) -> None:
-    """End all processes of the kits in a folder; no other signal interrupts it."""
+    """End all processes of the kits in a folder. SIGINT, SIGTERM and SIGHUP do not interrupt this."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         processes.stop([kit for kit in kits.iterdir() if (kit / "startup" / processes.START).is_file()])

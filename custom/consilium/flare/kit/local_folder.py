@@ -1,4 +1,4 @@
-"""A startup kit's local/ folder: a participant's policies, from the templates in policies/ and its entry in sites.yml."""
+"""A startup kit's folder local/: the participant's policies, made from templates in policies/ and its entry in sites.yml."""
 
 import json
 import re
@@ -15,34 +15,35 @@ from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
-from consilium.flare.kit.kit_files import kit_name, kit_role
+from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings, unlock_at_start
 from consilium.flare.kit.processes import check_stopped
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/site-settings.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
-"""Who may submit a job with code where sites.yml says `bundles: true`."""
+"""Roles that may submit a job with code if sites.yml says `bundles: true` for the participant."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
-"""A kit's role by the certificate it holds; a person's has client.crt too, and is neither."""
+"""A kit's role by the file of its certificate. A person's kit also has client.crt, and is neither a site nor a server."""
 COMPONENTS = {
     "server": (revocation.COMPONENT, late_join.COMPONENT, heartbeat_server.COMPONENT),
     "site": (heartbeat_client.COMPONENT,),
 }
-"""Our components in a kit's own process, by role: entries of its local/resources.json."""
-PLACES = {
+"""Our components that run in a kit's own process, by role: entries of the kit's local/resources.json."""
+CLASS_PATHS = {
     path.rpartition(".")[2]: path
     for role in ROLES.values()
     for path in (*CLASSES[role], *(str(one["path"]) for one in COMPONENTS[role]))
 }
-"""Where each class that a kit or a job may name is in this version; kits of 0.2 name the same classes in former modules."""
+"""The path, in this version, of each class that a kit or job may name, by class name. Kits of version 0.2 have older paths."""
 POLICIES = ("authorization.json", "privacy.json", "site.yaml")
-"""Files of which each of our kits has one, and none of FLARE's has any: a kit that has lost some of them is not FLARE's."""
+"""Files that tell our kits from FLARE's: each of our kits has at least one of them, and no kit made by FLARE has any."""
 
 
 def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
-    """Write the policy files of one participant into its kit's local/ folder, replacing existing ones.
+    """Write the policy files of one participant into its kit's folder local/. Existing files are replaced.
 
-    A site gets privacy.json, authorization.json, resources.json and site.yaml; the server, without data, the middle two.
+    A site gets privacy.json, authorization.json, resources.json and site.yaml. The server has no data, and gets
+    authorization.json and resources.json.
     """
     policy = _template("authorization.json")
     for role in MAY_BRING_CODE if entry.bundles else ():
@@ -50,7 +51,7 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
     _write_json(folder / "authorization.json", policy)
     role = "server" if isinstance(entry, ServerEntry) else "site"
     resources = _template(f"resources_{role}.json") | {KEY: list(CLASSES[role])}
-    if entry.bundles:  # the package may be in jobs only, so a kit's own process cannot load its components
+    if entry.bundles:  # the package may come with jobs only, and then the kit's own process cannot import our components
         resources["components"] = [one for one in resources["components"] if one not in COMPONENTS[role]]
     components = {one["id"]: one for one in resources["components"]}
     if isinstance(entry, ServerEntry):
@@ -68,27 +69,29 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
 
 
 def apply_local(sites: Path, kit: Path) -> Path:
-    """Write local/ of a startup kit from its entry in a sites.yml, close the kit to jobs, and return local/.
+    """Write a startup kit's local/ from the kit's entry in a sites.yml, apply `close_to_jobs`, and return local/.
 
-    For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing, or the kit runs.
+    This is for kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing, or if the kit
+    runs.
     """
     check_stopped(kit)
     folder = kit / "local"
     write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
-    close(kit)
+    close_to_jobs(kit)
     return folder
 
 
-def update(folder: Path) -> Path:
-    """Put our classes, and no other name of ours, on the allow-list of a startup kit or simulator workspace; return its file.
+def update_local(folder: Path) -> Path:
+    """Bring the allow-list and settings of a startup kit or simulator workspace to this version. Return the allow-list's file.
 
-    A kit gets the classes and components of its role, and is closed to jobs; a kit of FLARE's own without any policy gets ours.
-    A workspace has no role and gets all classes. Raises ConfigError if the list cannot be read, or the kit runs.
+    A kit gets the classes and components of its role, and `close_to_jobs` is applied. A kit made by FLARE, without policies of
+    ours, gets them too. A workspace has no role and gets the classes of all roles. Raises ConfigError if the list cannot be
+    read, or if the kit runs.
     """
     check_stopped(folder)
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
-    close(folder)
+    close_to_jobs(folder)
     if not any((folder / "local" / name).exists() for name in POLICIES) and not (folder / STATE / RUNS).exists():
         server = ServerEntry(name="server", org="server", state=folder.resolve() / STATE)
         write_local(folder / "local", server if role == "server" else SiteEntry(name="site", org="site"))
@@ -96,21 +99,21 @@ def update(folder: Path) -> Path:
     for file in (path, path.with_name("privacy.json")):
         if file.is_file():
             text = file.read_text(encoding="utf-8")
-            write_atomic(file, re.sub(r'"consilium\.[\w.]*\.(\w+)"', _place, text).encode())
-    if path.is_file() and (missing := lacking(folder, role)):
+            write_atomic(file, re.sub(r'"consilium\.[\w.]*\.(\w+)"', _current_class_path, text).encode())
+    if path.is_file() and (missing := missing_components(folder, role)):
         found = json.loads(path.read_text(encoding="utf-8"))
         added = [one for one in COMPONENTS[role] if one["id"] in missing]
         _write_json(path, found | {"components": [*found.get("components", []), *added]})
     return allow_classes(folder, role)
 
 
-def _place(former: re.Match[str]) -> str:
-    """Return the place, in quotes, of a class that a file names, or the name as it is for no class of ours."""
-    return f'"{PLACES[former[1]]}"' if former[1] in PLACES else former[0]
+def _current_class_path(former: re.Match[str]) -> str:
+    """Return the current path, in quotes, of the class in a match. Other names are returned unchanged."""
+    return f'"{CLASS_PATHS[former[1]]}"' if former[1] in CLASS_PATHS else former[0]
 
 
-def lacking(kit: Path, role: str) -> list[str]:
-    """Return the ids of our components that a kit lacks, such as one of an earlier version. Raises ConfigError."""
+def missing_components(kit: Path, role: str) -> list[str]:
+    """Return the ids of our components that a kit lacks, such as a kit of an earlier version. Raises ConfigError."""
     path = kit / "local" / "resources.json"
     try:
         listed = json.loads(path.read_text(encoding="utf-8")).get("components", [])
@@ -120,8 +123,11 @@ def lacking(kit: Path, role: str) -> list[str]:
     return [one["id"] for one in COMPONENTS[role] if one["path"] not in there]
 
 
-def close(kit: Path) -> None:
-    """Keep jobs' settings and the caller's folder out of the kit's processes. A signed start script stays as it is."""
+def close_to_jobs(kit: Path) -> None:
+    """Protect a kit's processes from settings that a job brings and from Python modules in the caller's folder.
+
+    A signed start script is not changed.
+    """
     pin_settings(kit)
     if not is_signed(kit / "startup"):
         leave_callers_folder(kit / "startup")

@@ -1,4 +1,4 @@
-"""Living processes of a startup kit: by their command lines, not by pid files, which a crash leaves behind."""
+"""Running processes of a startup kit, found by their command lines: pid files are unreliable, since a crash leaves them."""
 
 import os
 import shlex
@@ -15,46 +15,47 @@ from consilium.core.errors import ConfigError, ConsiliumError
 
 START, MODULES = "sub_start.sh", "nvflare.private.fed.app."
 SHELLS = ("bash", "sh", "dash")
-"""start.sh runs the script in a shell; FLARE runs a module of the package in every process of a kit."""
+"""Shells that start.sh uses to run the script START. Every other process of a kit runs a module under MODULES."""
 JOBS, MARKS = (".worker_process", ".runner_process"), ("pid.fl", "daemon_pid.fl")
-"""Modules of the processes of jobs, and FLARE's pid files: start.sh refuses to start while they name any living process."""
+"""JOBS: endings of the modules that run jobs. MARKS: FLARE's pid files; start.sh refuses to start while their process lives."""
 PATIENCE, ATTEMPTS = 10.0, 5
-"""Seconds that processes have to end after a signal, and how often it is sent: a process may have started another meanwhile."""
+"""Seconds that processes have to end after a signal, and how often signals are sent, since a process may start another one."""
 
 
 def processes(kit: Path, jobs_only: bool = False) -> list[psutil.Process]:
-    """Return the living processes that FLARE runs for a kit, or its jobs' only; in containers those that this user may see."""
-    return [one for one in psutil.process_iter(["cmdline"]) if _is_of(one, kit, jobs_only)]
+    """Return the running processes of a kit that this user may see, those in containers too. `jobs_only`: only its jobs'."""
+    return [one for one in psutil.process_iter(["cmdline"]) if _runs_for(one, kit, jobs_only)]
 
 
-def _is_of(process: psutil.Process, kit: Path, jobs_only: bool) -> bool:
+def _runs_for(process: psutil.Process, kit: Path, jobs_only: bool) -> bool:
     words = process.info["cmdline"] or []
-    shell = bool(words) and os.path.basename(words[0]) in SHELLS  # an editor of the script runs no kit
+    shell = bool(words) and os.path.basename(words[0]) in SHELLS  # an editor that has the script open does not count
     runs = [word for word in words if word.startswith(MODULES) or (shell and os.path.basename(word) == START)]
     if not runs or (jobs_only and not runs[0].endswith(JOBS)):
         return False
     folders = [word if word != runs[0] else os.path.dirname(os.path.dirname(word)) for word in words if word.startswith("/")]
-    return any(_is_same(process.pid, folder, kit) for folder in folders)
+    return any(_is_kit_path(process.pid, folder, kit) for folder in folders)
 
 
-def _is_same(pid: int, folder: str, kit: Path) -> bool:
-    """Return whether a path in a process' command line is the kit; in a container the path is another."""
+def _is_kit_path(pid: int, folder: str, kit: Path) -> bool:
+    """Return whether a path in a process's command line is the kit. In a container, the kit has another path."""
     for root in (f"/proc/{pid}/root", ""):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             return os.path.samefile(root + folder, kit)
-    return folder == str(kit.resolve())  # also where its files were deleted
+    return folder == str(kit.resolve())  # also if the kit's files were deleted
 
 
 def check_stopped(kit: Path) -> None:
-    """Raise ConfigError if a process of the kit lives on this machine."""
+    """Raise ConfigError if a process of the kit runs on this machine."""
     if found := sorted(one.pid for one in processes(kit)):
         raise ConfigError(f"{kit}: a participant runs from it; stop it first: kill {' '.join(map(str, found))}")
 
 
 def start(kit: Path, log: Path, environment: Mapping[str, str], before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Start a kit's process as `start.sh` does, in a session of its own, without FLARE's restarts; its output goes to `log`.
+    """Start a kit's process in its own session, as `start.sh` does but without FLARE's restarts. `log` receives its output.
 
-    `environment`: its PATH leads to the Python that has the package. `before`: the words of a command that runs it.
+    `environment`: its PATH must contain the Python that has this package. `before`: the words of a command that is put before
+    the process's command, such as a wrapper.
     """
     with open(log, "ab") as output:
         return subprocess.Popen(
@@ -69,7 +70,10 @@ def start(kit: Path, log: Path, environment: Mapping[str, str], before: Sequence
 
 
 def stop(kits: Sequence[Path], number: int = signal.SIGTERM, jobs_only: bool = False) -> None:
-    """End all processes of kits by a signal, then by SIGKILL, and remove what FLARE takes for a sign that they run."""
+    """End all processes of `kits`, first by the signal `number`, then by SIGKILL, and delete FLARE's pid files.
+
+    `jobs_only`: end only the processes of jobs, and keep the pid files. Raises ConsiliumError if processes do not end.
+    """
     for attempt in range(ATTEMPTS):
         if not (found := [one for kit in kits for one in processes(kit, jobs_only)]):
             break
@@ -84,7 +88,7 @@ def stop(kits: Sequence[Path], number: int = signal.SIGTERM, jobs_only: bool = F
 
 
 def is_word(path: str) -> bool:
-    """Return whether a path is one word of a command line: FLARE writes paths into the commands of jobs without quotes."""
+    """Return whether a shell reads a path as one word. FLARE puts paths without quotes into the commands of jobs."""
     try:
         return shlex.split(path, comments=True) == [path]
     except ValueError:
@@ -92,7 +96,7 @@ def is_word(path: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now."""
+    """Return the number of a TCP port on this machine that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

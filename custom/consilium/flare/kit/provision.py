@@ -1,4 +1,4 @@
-"""Startup kits: FLARE's provisioning with our builder, which writes each kit's local/ and signs its startup/."""
+"""Provisioning of startup kits: FLARE's provisioner with our builder, which writes each kit's local/ and signs its startup/."""
 
 import io
 import shutil
@@ -26,19 +26,19 @@ from consilium.flare.kit.root_ca import add_bridge, former_root
 
 
 class KitBuilder(Builder):
-    """A builder of FLARE's, to run after CertBuilder. `sites`: the sites.yml, absolute or relative to the working directory.
+    """A FLARE builder that runs after CertBuilder. `sites`: the sites.yml, absolute or relative to the working directory.
 
-    FLARE 2.9 signs no ordinary kit. With these signatures a server or site refuses to start once its certificates or connection
-    settings were altered. local/ is not signed: it belongs to the hospital.
+    FLARE 2.9 does not sign ordinary kits. With our signatures, a server or site refuses to start if its certificates or
+    connection settings were altered. local/ is not signed, because it belongs to the hospital.
     """
 
     def __init__(self, sites: str) -> None:
         self.sites = Path(sites)
 
     def build(self, project: Project, ctx: ProvisionContext) -> None:
-        """Write local/ of the server and every site, close their kits to jobs, then sign startup/ of all kits."""
+        """Write local/ of the server and of every site, protect their kits from jobs' settings, then sign all startup/."""
         deployment = load_deployment(self.sites)
-        Path(ctx.get_state_dir()).chmod(0o700)  # FLARE writes the root key there afterwards, for all to read
+        Path(ctx.get_state_dir()).chmod(0o700)  # FLARE later writes the root key there, in a file that all users may read
         for participant in (project.get_server(), *project.get_clients()):
             local = Path(ctx.get_local_dir(participant))
             write_local(local, find_entry(deployment, participant.name, self.sites))
@@ -54,13 +54,13 @@ class KitBuilder(Builder):
 
 
 def _behind_a_relay(participant: Participant) -> dict[str, int]:
-    """Return the setting of FLARE's own comm_config.json for a site behind a relay: it must not connect past the relay."""
+    """Return the connection setting that keeps a site behind a relay from connecting past it; {} for other participants."""
     generation = participant.get_prop(PropKey.COMM_CONFIG_ARGS, {}).get(CommConfigArg.CONN_GEN)
     return {VarName.BACKBONE_CONN_GEN: generation} if generation else {}
 
 
 def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
-    """Return FLARE's project.yml of a deployment as a map. `sites`: the path of sites.yml, which FLARE's builder reads."""
+    """Return FLARE's project.yml of a deployment as a dict. `sites`: the path of the sites.yml, which KitBuilder reads."""
     server = deployment.server
     people = [{"name": a.name, "type": "admin", "org": a.org, "role": a.role} for a in deployment.admins]
     hosts = {"default_host": server.name, "host_names": list(server.hosts)}
@@ -80,11 +80,11 @@ def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
 
 
 def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
-    """Make the startup kits of `names`, by default of all participants of a sites.yml, under `folder`; return their folder.
+    """Make startup kits under `folder` and return their folder. `names`: by default all participants of the sites.yml.
 
-    `folder`/NAME/state has the project's root key, with which certificates can be made. A second call keeps the key and makes
-    new kits beside the old. Raises ConfigError, also for `names` if `folder` holds no project yet, or ConsiliumError with
-    FLARE's reason.
+    `folder`/PROJECT/state holds the project's root key, which can issue certificates. A second call keeps this key and makes
+    new kits beside the old ones. Raises ConfigError for invalid settings, and if `names` are given but `folder` holds no
+    project yet; ConsiliumError with FLARE's reason if FLARE makes no kits.
     """
     deployment = load_deployment(sites)
     check_names(deployment, names, sites)
@@ -94,9 +94,9 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     raw = project_of(deployment, sites.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
-    private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, which it does for all to read
-    log = _Log()
-    wanted = {deployment.server.name, *names}  # every kit says where the server is
+    private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, in a file that all users may read
+    log = _ErrorsOnlyLog()
+    wanted = {deployment.server.name, *names}  # FLARE needs the server, whose address is in every kit
     if names:
         raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
     try:
@@ -121,8 +121,8 @@ def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Pat
         raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
 
 
-class _Log:
-    """A logger that keeps FLARE's errors and prints nothing."""
+class _ErrorsOnlyLog:
+    """A logger for FLARE's provisioner that collects errors and drops all other messages."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -131,6 +131,6 @@ class _Log:
         self.errors.append(message)
 
     def info(self, message: str) -> None:
-        """Drop it."""
+        """Drop the message."""
 
     debug = warning = info

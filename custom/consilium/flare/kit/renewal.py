@@ -1,8 +1,8 @@
-"""Renewed certificates: the hub makes new kits, and each participant replaces its kit's startup/ by the new kit's.
+"""Renewal of certificates: the hub makes new kits, and each participant replaces the startup/ of its kit.
 
-The root keeps its key and its name, and gets a new certificate. So certificates of the old root are valid under the new one,
-and the reverse: each hospital changes when it likes, before the root in its own kit expires. The server keeps its key too.
-For a root with another key see root_ca.py.
+The root keeps its key and its name and gets a new certificate. Certificates issued under the old root certificate are valid
+under the new one, and the reverse. So each hospital can change its kit at any time before the root in it expires. The server
+keeps its key too. For a root with another key see root_ca.py.
 """
 
 import json
@@ -31,23 +31,24 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
+from consilium.flare.kit.kit_contents import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
-from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
+from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, named_root, public_bytes, replace_root
 
 OLD, NEW = "startup.old", ".startup.new"
-"""Folders beside a kit's startup/: the replaced startup/, whose key is still valid, and the copy in progress of the new one."""
+"""Folders beside a kit's startup/: OLD holds the replaced startup/, whose key is still valid; NEW the incomplete new copy."""
 KEEP, NEW_ROOT, ONLY_NEW = "keep", "new", "only-new"
-"""The choices for the root: keep its key; replace it by another root; no longer trust the root that was replaced."""
+"""What happens to the root: KEEP its key; replace it by a NEW_ROOT; stop trusting the replaced root, so trust ONLY_NEW."""
 
 
 def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KEEP) -> Path:
-    """Make kits with new keys and certificates for `names` (all by default) and a new root certificate; return their folder.
+    """Make kits with new keys and certificates for `names` and a new root certificate. Return the folder of the kits.
 
-    `folder`: the one of `provision`; `root`: KEEP, NEW_ROOT (then all kits are made) or ONLY_NEW. Raises ConfigError for a name
-    that is not in the sites.yml, for a folder without the project's state, and for a root that cannot be replaced.
+    `names`: all participants by default. `folder`: the output folder of `provision`. `root`: KEEP, NEW_ROOT (then kits for all
+    participants are made) or ONLY_NEW. Raises ConfigError for a name that is not in the sites.yml, for a folder without the
+    project's state, and for a root that cannot be replaced.
     """
     deployment = load_deployment(sites)
     check_names(deployment, names, sites)
@@ -62,22 +63,22 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         kept = generate_cert(name, name, signing, signing.public_key(), valid_days=deployment.valid_days, ca=True)
         state[ROOT] = serialize_cert(kept).decode()
     elif root == NEW_ROOT:
-        state, names = follow(state, deployment.valid_days), ()
+        state, names = replace_root(state, deployment.valid_days), ()
     elif state.pop(FORMER, None) is None:
         raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
     for name in (set(names) or known) & state.keys():
         if name == deployment.server.name:
-            state[name]["cert"] = _same_key(state[name]["cert"], state, deployment.valid_days)
+            state[name]["cert"] = _renew_with_same_key(state[name]["cert"], state, deployment.valid_days)
         else:
             del state[name]  # FLARE makes a key and certificate for each participant that is not in its state
     write_atomic(path, json.dumps(state).encode())
     return provision(sites, folder, names)
 
 
-def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
+def _renew_with_same_key(certificate: str, state: dict[str, Any], days: int) -> str:
     """Return a server's certificate with the same key and extensions, valid from now, signed by the root in `state`.
 
-    A new key of the server would end all sites' sessions: the server signs them, and FLARE's sites do not log in again.
+    A new key would end the sessions of all sites: the server signs them with its key, and FLARE's sites do not log in again.
     """
     old, now = x509.load_pem_x509_certificate(certificate.encode()), datetime.now(UTC)
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
@@ -93,11 +94,12 @@ def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
 
 
 def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = False) -> list[str]:
-    """Replace a kit's startup/ by that of a renewed kit, and return a line for each new certificate. All else stays.
+    """Replace a kit's startup/ by the startup/ of the renewed kit `new`. Return one line per new certificate.
 
-    A root with another key is accepted only with the SHA-256 `fingerprint` of its certificate or key, which must come by
-    another way than the kit. `running`: allow a site that runs; it takes its new certificate at its next connection. Raises
-    ConfigError, before anything is changed, unless the kit is stopped (or so) and `new` renews it.
+    All other files of the kit stay. A root with another key is accepted only with the SHA-256 `fingerprint` of its certificate
+    or key, which the site must get by another channel than the kit. `running`: allow a running site, which uses the new
+    certificate from its next connection on. Raises ConfigError, before anything is changed, if the kit runs without `running`,
+    or if `new` is no renewal of it.
     """
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     if not startup.exists() and old.is_dir():  # stopped between the two renames below
@@ -107,10 +109,10 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
         check_stopped(kit)
     elif kit_role(kit) != "site":
         raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
-    if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
+    if problem := next(_renewal_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     shutil.rmtree(ready, ignore_errors=True)
-    ready.mkdir(mode=0o700)  # the key is not readable by others meanwhile, whatever modes the renewed kit came with
+    ready.mkdir(mode=0o700)  # others cannot read the key during the copy, whatever file modes the renewed kit has
     copied = Path(shutil.copytree(new / "startup", ready / "startup", symlinks=True))
     if (new / LOCKED).is_file():
         write_atomic(kit / LOCKED, (new / LOCKED).read_bytes())
@@ -125,8 +127,8 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
 
 
-def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
-    """Yield each reason why a kit is no renewal of another."""
+def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
+    """Yield each reason why the kit `new` is no renewal of `kit`. `fingerprint`: of an accepted root with another key."""
     before, after = load_certificate(certificate(kit)), load_certificate(certificate(new))
     root, next_root = (load_certificate(one / "startup" / "rootCA.pem") for one in (kit, new))
     if before.subject != after.subject:

@@ -1,8 +1,8 @@
-"""The list of revoked credentials in the server's kit: by name, the time until which made certificates are refused.
+"""The list of revoked credentials in the server's kit. For each revoked name it has a time T.
 
-FLARE 2.9 has no revocation list. Its `disable-client` bars a name, and the same key is valid again with the name. Here all
-certificates of a name made before a time are refused. revocation_check.py reads the list in the server's process,
-`RoundController` in a job's, so that a running job goes on without the site.
+Certificates of the name that were made at or before T are refused. FLARE 2.9 has no such list: its `disable-client` disables a
+name, and enabling the name again makes the same key valid again. revocation_check.py reads the list in the server's process.
+`RoundController` reads it in a job's process, so that a running job continues without the revoked site.
 """
 
 import json
@@ -17,20 +17,20 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import locked, note
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.flare.kit.kit_files import load_certificate
+from consilium.flare.kit.kit_contents import load_certificate
 
 FILE = "revoked.json"
-"""In the server kit's local/: {name: {"until": seconds since 1970}}."""
+"""The file in the server kit's local/: {name: {"until": seconds since 1970}}."""
 REFUSED = "its credential was revoked; it needs a kit that was made later"
 COMPONENT = {"id": "revocation", "path": "consilium.flare.kit.revocation_check.RevocationCheck"}
-"""In the server kit's local/resources.json."""
+"""The entry of this component in the server kit's local/resources.json."""
 
 
 def revoke(name: str, kit: Path) -> str:
-    """Revoke every certificate of `name` made until now; return that time as text. Raises ConfigError.
+    """Revoke every certificate of `name` made until now. Return the time of the revocation as text. Raises ConfigError.
 
-    Unknown names are accepted: the server does not know all names of the project. If this machine's clock is behind a time in
-    the kit's files, the latter counts: else a certificate made in between would pass as a later one.
+    Unknown names are accepted, because the server does not know all names of the project. If a time in the kit's files is later
+    than this machine's clock, that time is used. Otherwise a certificate made between the two times would remain valid.
     """
     if not (kit / "startup" / "server.crt").is_file():
         raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")
@@ -39,16 +39,17 @@ def revoke(name: str, kit: Path) -> str:
     if not name or name != name.strip() or name == "server":
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
     made = load_certificate(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
-    now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *read(kit / "local").values())
+    now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *revoked_until(kit / "local").values())
     with locked(kit / "local"):
         note(kit / "local" / FILE, name, {"until": now})
     return f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def latest_heartbeat(path: Path) -> float:
-    """Return the latest time of a heartbeat that the server's attendance.json has noted, by any clock; 0.0 for none.
+    """Return the latest time of any heartbeat in the server's attendance.json, in seconds since 1970; 0.0 if there is none.
 
-    `latest` is never lowered. A file of an earlier version has only `last_seen` of each site.
+    The file's "latest" never decreases, even if the clock is set back. A file of an earlier version has only each site's
+    "last_seen".
     """
     times: list[Any] = []
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # the server writes a damaged file anew
@@ -58,8 +59,8 @@ def latest_heartbeat(path: Path) -> float:
     return max((float(one) for one in times if type(one) in (int, float) and 0 <= one < 1e11), default=0.0)
 
 
-def read(local: Path) -> dict[str, float]:
-    """Return by name until when made certificates are revoked; {} if there is no list. Raises ConfigError."""
+def revoked_until(local: Path) -> dict[str, float]:
+    """Return the list: for each revoked name the time T (see the module). {} if there is no list. Raises ConfigError."""
     try:
         found = json.loads((local / FILE).read_text(encoding="utf-8"))
         return {name: float(entry["until"]) for name, entry in found.items()}
@@ -69,12 +70,12 @@ def read(local: Path) -> dict[str, float]:
         raise ConfigError(f"{local / FILE}: cannot be read ({error}); restore it, until then nobody is let in") from None
 
 
-def since(local: Path, before: Mapping[str, float]) -> set[str]:
-    """Return the names whose revocation differs from `before`, an earlier value of `read`. Raises ConfigError.
+def revoked_since(local: Path, before: Mapping[str, float]) -> set[str]:
+    """Return the names whose revocation differs from `before`, an earlier value of `revoked_until`. Raises ConfigError.
 
-    Times are not compared: the clock may have been set back in between.
+    Any other time counts as a new revocation, because the clock may have been set back in between.
     """
-    return {name for name, until in read(local).items() if before.get(name) != until}
+    return {name for name, until in revoked_until(local).items() if before.get(name) != until}
 
 
 def is_checked(kit: Path) -> bool:

@@ -1,8 +1,8 @@
-"""The server's check of revocations: of a certificate at registration or login, and of tokens at heartbeats and commands.
+"""The server's check of revocations: certificates at registration and login, tokens at heartbeats and commands.
 
-A registration or session keeps the revocation that was in force when it was made, and is refused once another is. Times of
-this machine's clock are not compared: the clock may be set back between a registration and a revocation. patches.py says why
-FLARE's methods are wrapped.
+For each registration and session, the check stores the revocation that was in force when it was made. If another revocation is
+in force later, the registration or session is refused. Times of this machine's clock are not compared, because the clock may
+be set back between a registration and a revocation. patches.py says why FLARE's methods are wrapped.
 """
 
 import threading
@@ -22,28 +22,28 @@ from nvflare.private.fed.utils.identity_utils import InvalidAsserterCert, get_cn
 
 from consilium.core.errors import ConfigError
 from consilium.flare import patches
-from consilium.flare.kit.revocation import REFUSED, read
+from consilium.flare.kit.revocation import REFUSED, revoked_until
 
 
 class RevocationCheck(FLComponent):
-    """A component of the server's own kit. Raises ConfigError at the start for a FLARE other than patches.py knows."""
+    """A component of the server's kit. Raises ConfigError at the start if the patches do not fit the installed FLARE."""
 
     def __init__(self) -> None:
         super().__init__()
         self._local: Path | None = None
         self._verified: dict[str, float | None] = {}
         self._logins = WeakKeyDictionary[Session, float | None]()
-        """By session, until when its person's certificates were revoked at the login, None if they were not."""
+        """For each session, the value of `revoked_at` for its person at the login."""
         self._registering = threading.local()
-        """FLARE's context of the registration that this thread handles: FLARE tells a site only a cause that is in it."""
-        patches.CERTIFICATE.wrap(self._certificate)
-        patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
-        patches.NEW_SESSION.wrap(self._new_session)
-        patches.SESSION.wrap(self._session)
-        patches.OLD_SESSION.wrap(self._old_session)
+        """FLARE's context of the registration that this thread handles. FLARE sends a site only a cause that is in it."""
+        patches.CERTIFICATE.wrap(self._check_certificate)
+        patches.SERVER_HEARTBEAT.wrap(self._check_heartbeat)
+        patches.NEW_SESSION.wrap(self._note_login)
+        patches.SESSION.wrap(self._valid_session)
+        patches.OLD_SESSION.wrap(self._check_recreated_session)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Note the kit's folder, which is known before FLARE's server accepts clients; log revoked sites out at heartbeats."""
+        """Store the kit's folder before FLARE's server accepts clients. At each heartbeat, log out the revoked sites."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._local = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_site_config_dir())
         elif event_type == EventType.CLIENT_REGISTER_RECEIVED:
@@ -52,20 +52,22 @@ class RevocationCheck(FLComponent):
             self._registering.fl_ctx = None
         elif event_type == EventType.CLIENT_HEARTBEAT_RECEIVED:
             server = fl_ctx.get_engine().server
-            for token, client in list(server.client_manager.clients.items()):  # also those that are silent
-                if self._is_out(client.name, True):
+            for token, client in list(server.client_manager.clients.items()):  # also sites that send no heartbeats
+                if self._must_register_again(client.name, True):
                     server.logout_client(token)
                     self.log_warning(fl_ctx, f"{client.name}: {REFUSED}; it is out")
 
     def revoked_at(self, name: str) -> float | None:
-        """Return the time at which a name was revoked: older certificates are refused. None if never. The caller must refuse
-        the connection on ConfigError."""
+        """Return the time at which a name was revoked, None if it was not. Certificates made until then are refused.
+
+        Raises ConfigError if the list cannot be read. The caller must then refuse the connection.
+        """
         if self._local is None:
             raise ConfigError("the server is not ready")
-        return read(self._local).get(name)
+        return revoked_until(self._local).get(name)
 
-    def _certificate(self, verify: Callable[..., bool], *args: Any, **given: Any) -> bool:
-        """Check a certificate as FLARE does, and then whether it is revoked."""
+    def _check_certificate(self, verify: Callable[..., bool], *args: Any, **given: Any) -> bool:
+        """Verify a certificate as FLARE does, and then raise InvalidAsserterCert if it is revoked."""
         verified, own = verify(*args, **given), given["asserter_cert"]
         name = get_cn_from_cert(own)
         try:
@@ -79,30 +81,33 @@ class RevocationCheck(FLComponent):
         self._verified[name] = until
         return verified
 
-    def _heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
-        """Refuse a name that has not shown a later certificate; FLARE would accept any token that it once signed."""
-        if not self._is_out(name, token in manager.clients):
+    def _check_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
+        """Refuse a heartbeat of a revoked name that has not shown a later certificate. FLARE would accept its old token."""
+        if not self._must_register_again(name, token in manager.clients):
             return beat(manager, token, name, *rest)
         rest[-1].set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
         return False
 
-    def _is_out(self, name: str, registered: bool) -> bool:
-        """Return whether a name must show a certificate again. If the list cannot be read, new sites are refused."""
+    def _must_register_again(self, name: str, registered: bool) -> bool:
+        """Return whether a name must show a certificate again. If the list cannot be read, only `registered` names may stay."""
         try:
             until = self.revoked_at(name)
         except ConfigError:
             return not registered
         return until is not None and not (registered and self._verified.get(name) == until)
 
-    def _new_session(self, create: Callable[..., Session], *args: Any, **given: Any) -> Session:
-        """Keep the revocation in force at a login. If the list cannot be read, no certificate was accepted before."""
+    def _note_login(self, create: Callable[..., Session], *args: Any, **given: Any) -> Session:
+        """Create a session, and store the revocation in force at this login.
+
+        If the list cannot be read nothing is stored: then the certificate check has already refused the login.
+        """
         found = create(*args, **given)
         with suppress(ConfigError):
             self._logins[found] = self.revoked_at(found.user_name)
         return found
 
-    def _session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
-        """Return a person's session, None if it was made before the revocation in force."""
+    def _valid_session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
+        """Return a person's session, or None if it was made before the revocation that is in force."""
         found = get(*args)
         return found if found and self._is_valid(found) else None
 
@@ -113,8 +118,8 @@ class RevocationCheck(FLComponent):
             return False
         return until is None or self._logins.get(session) == until
 
-    def _old_session(self, again: Callable[..., Session], manager: SessionManager, *args: Any) -> Session:
-        """Ask a revoked person to log in again: a session's token does not name the certificate of its login."""
+    def _check_recreated_session(self, again: Callable[..., Session], manager: SessionManager, *args: Any) -> Session:
+        """Refuse to re-create a revoked person's session: its token does not say which certificate was used at the login."""
         found = again(manager, *args)
         if not self._is_valid(found):
             manager.end_session_by_id(found.sess_id)

@@ -1,9 +1,9 @@
-"""The project's root: its fingerprints, and how it gets another key without a day on which all kits must change.
+"""The project's root certificate: its fingerprints, and its replacement by a root with another key.
 
-The former root signs a certificate of the new root: a bridge (a cross-certificate, RFC 5280, 3.2). Each new kit sends the
-bridge beside its own certificate, so that participants who trust only the former root accept the new kits too. FLARE 2.9 checks
-such chains wherever it checks a certificate. The server's kit trusts the former root until all kits are new: both are valid
-under it.
+The replacement needs no day on which all kits change together. The former root signs a certificate of the new root: a
+cross-certificate (RFC 5280, section 3.2), here called the bridge. Each new kit sends the bridge beside its own certificate, so
+participants that trust only the former root accept the new kits too. FLARE 2.9 checks such chains wherever it checks a
+certificate. The server's kit trusts the former root until all kits are new, because old and new kits are valid under it.
 """
 
 import hashlib
@@ -20,16 +20,19 @@ from nvflare.lighter.utils import Identity, generate_cert, generate_keys, serial
 
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_fingerprint
-from consilium.flare.kit.kit_files import load_certificate
+from consilium.flare.kit.kit_contents import load_certificate
 
 ROOT, ROOT_KEY = "root_cert", "root_pri_key"
 """Keys in FLARE's cert.json."""
 FORMER = "former_root"
-"""Our key in cert.json while a root replaces another: {"cert", "key", "bridge"}, the first two of the former root."""
+"""Our key in cert.json while a root is being replaced: {"cert", "key", "bridge"}. "cert" and "key" are the former root's."""
 
 
 def fingerprints(root: x509.Certificate) -> tuple[str, str]:
-    """Return the SHA-256 of a root's certificate, and of its key, which a renewal keeps. Either names the root."""
+    """Return two SHA-256 in hex: of a root's certificate, and of its public key. Either identifies the root.
+
+    A renewal of the root keeps the key and so the second value.
+    """
     return root.fingerprint(hashes.SHA256()).hex(), hashlib.sha256(public_bytes(root.public_key())).hexdigest()
 
 
@@ -54,10 +57,11 @@ def root_fingerprint(kit: Path) -> str:
     return fingerprints(load_certificate(path))[1]
 
 
-def follow(state: dict[str, Any], days: int) -> dict[str, Any]:
-    """Return a project's state with a root of another key and name, and the bridge from the former root to it.
+def replace_root(state: dict[str, Any], days: int) -> dict[str, Any]:
+    """Return a project's state with a new root, valid for `days`, and the bridge that the former root signs for it.
 
-    Raises ConfigError for a former root that has expired, and for one that itself is still replacing another.
+    The new root has another key and another name. Raises ConfigError if the former root has expired, or if an earlier
+    replacement of the root has not ended.
     """
     former, now = x509.load_pem_x509_certificate(state[ROOT].encode()), datetime.now(UTC)
     if FORMER in state:
@@ -71,28 +75,32 @@ def follow(state: dict[str, Any], days: int) -> dict[str, Any]:
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
     bridge = generate_cert(Identity(name), before, signing, public, not_valid_after=former.not_valid_after_utc, ca=True)
     root = generate_cert(Identity(name), Identity(name), key, public, valid_days=days, ca=True)
-    kept = {"cert": state[ROOT], "key": state[ROOT_KEY], "bridge": _text(bridge)}
-    return state | {ROOT: _text(root), ROOT_KEY: serialize_pri_key(key).decode(), FORMER: kept}
+    kept = {"cert": state[ROOT], "key": state[ROOT_KEY], "bridge": _to_pem(bridge)}
+    return state | {ROOT: _to_pem(root), ROOT_KEY: serialize_pri_key(key).decode(), FORMER: kept}
 
 
-def _text(certificate: x509.Certificate) -> str:
+def _to_pem(certificate: x509.Certificate) -> str:
     return serialize_cert(certificate).decode()
 
 
 def former_root(state: Path) -> dict[str, str] | None:
-    """Return the former root in a project's folder `state`; None if no root is being replaced."""
+    """Return the former root from a project's folder `state`. None if no root is being replaced."""
     path = state / "cert.json"
     return json.loads(path.read_text(encoding="utf-8")).get(FORMER) if path.is_file() else None
 
 
 def fingerprint(state: Path) -> str:
-    """Return the SHA-256 of the certificate of the root that signs now, to be compared by telephone."""
+    """Return the SHA-256 of the current root's certificate, which sites compare by telephone."""
     root = json.loads((state / "cert.json").read_text(encoding="utf-8"))[ROOT]
     return fingerprints(x509.load_pem_x509_certificate(root.encode()))[0]
 
 
 def add_bridge(startup: Path, former: dict[str, str], server: bool) -> Any | None:
-    """Let a kit send the bridge. The `server`'s kit trusts the former root: return its key then, which must sign startup/."""
+    """Append the bridge to a kit's certificates, so that the kit sends it.
+
+    The `server`'s kit also gets the former root as its rootCA.pem. For it, return the former root's key, which must sign its
+    startup/; return None for other kits.
+    """
     for path in startup.glob("*.crt"):
         path.write_text(path.read_text(encoding="utf-8") + former["bridge"], encoding="utf-8")
     if not server:

@@ -1,1 +1,1 @@
-"""Epsilon: accountants, composition, calibration of noise."""
+"""Accounting of epsilon: accountants, composition of releases, calibration of noise."""

@@ -1,14 +1,17 @@
-"""Budget to noise multiplier and back. A release is one Gaussian mechanism; its noise is noise_multiplier times sensitivity.
+"""Computes epsilon from noise multipliers, and the noise multiplier that keeps a budget.
 
-Three accountants. `exact`: composition of Gaussians in closed form (Balle and Wang 2018; Dong, Roth and Su 2022), for full
-participation only: mu = sqrt(T) / sigma, delta(eps) = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu). `prv` (Gopi et al.
-2021) and `rdp` (Mironov 2017) are Opacus' and also count Poisson-sampled releases; rdp is loose and here to reproduce papers.
+A release is one Gaussian mechanism. The deviation of its noise is noise_multiplier times sensitivity.
 
-Every answer is an upper bound, and comes in bounded time and memory. Where prv's grid would grow too large, rdp answers; and
-where some releases are sampled, an answer is never over what they would cost had everybody taken part, in closed form.
+There are three accountants. `exact` is the composition of Gaussians in closed form (Balle and Wang 2018; Dong, Roth and Su
+2022), for full participation only: mu = sqrt(T) / sigma, delta(eps) = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu). `prv`
+(Gopi et al. 2021) and `rdp` (Mironov 2017) come from Opacus and also count Poisson-sampled releases. rdp is loose; it is here
+to reproduce papers.
 
-Two computations of one cost differ in their last digits: other vector units, another order of sums. `planned` answers are
-raised by twice each accountant's numerical error, so a plan is never under what its releases are charged later.
+Every answer is an upper bound and takes bounded time and memory. If prv's grid would become too large, rdp is used. If some
+releases are sampled, the answer is at most the closed-form cost with everyone taking part.
+
+Two computations of the same cost may differ in their last digits, because of the processor or the order of sums. `planned`
+answers are raised by twice the accountant's numerical error. So a planned cost is never below what the ledger charges later.
 """
 
 import math
@@ -26,28 +29,28 @@ from consilium.core.schema import SMALLEST_NOISE
 
 Accountant = Literal["exact", "prv", "rdp"]
 LARGEST = 1e4
-"""Noise multipliers and epsilons beyond this mean nothing to anybody."""
+"""The largest noise multiplier and epsilon that are accepted; larger ones have no practical meaning."""
 
 SLACK = 1e-12
-"""What a release's discrete noise is charged in epsilon for not being a continuous Gaussian, see distributed_noise.py."""
+"""Epsilon charged per release because its noise is discrete, not a continuous Gaussian; see distributed_noise.py."""
 GRID = 2**18
-"""Points of prv's grid at most: 30 MB, a quarter of a second a row. Its discretization error grows to keep it."""
+"""The largest number of points of prv's grid: 30 MB, a quarter of a second per row. A larger problem gets a coarser grid."""
 MOST_ROWS = 32
-"""Kinds of sampled releases that prv composes; rdp beyond."""
+"""The largest number of different kinds of releases that prv composes; beyond it rdp is used."""
 ROOT_ERROR = 1e-10
-"""Absolute error in epsilon of the root of the closed form, the solver's xtol."""
+"""Absolute error in epsilon when the closed form is solved (the solver's xtol)."""
 RELATIVE_ERROR = 1e-12
-"""Relative error of the closed form and of Opacus' series, which end at terms under exp(-30) = 1e-13."""
+"""Relative error of the closed form and of Opacus' series, which stop at terms under exp(-30) = 1e-13."""
 WHOLE_ORDERS = (*range(2, 64), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 FRACTIONS = 4.0
-"""Opacus' series at fractional orders takes about 8 sigma terms; from this noise on whole orders do."""
+"""The largest noise multiplier for which fractional orders are used: there Opacus' series takes about 8 sigma terms."""
 
 
 @dataclass(frozen=True)
 class GaussianEvent:
     """`count` equal releases with one noise multiplier, each on a Poisson sample with rate `sample_rate` (1: everyone).
 
-    `slack`: added epsilon of each release, because its noise is not a continuous Gaussian (distributed_noise.py); a log ratio.
+    `slack`: epsilon added per release because its noise is not a continuous Gaussian (distributed_noise.py).
     """
 
     noise_multiplier: float
@@ -57,8 +60,8 @@ class GaussianEvent:
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """Return the exact delta of a Gaussian mechanism with sensitivity / deviation = mu."""
-    from scipy.special import erfcx, ndtr  # here: most commands read what was accounted, and compute nothing
+    """Return the exact delta at `epsilon` of a Gaussian mechanism with sensitivity / deviation = mu."""
+    from scipy.special import erfcx, ndtr  # imported here: most commands compute no epsilon
 
     if mu == 0:
         return 0.0
@@ -69,24 +72,23 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return the exact epsilon at `delta`, at most 2 ROOT_ERROR too large; infinity where mu is."""
+    """Return the exact epsilon of a Gaussian mechanism at `delta`, at most 2 ROOT_ERROR too large; infinity if mu is."""
     if math.isinf(mu):
         return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     top = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # the RDP bound lies above
-    from scipy.optimize import brentq  # here: it takes a second to import, which most processes never need
+    from scipy.optimize import brentq  # imported here because it takes a second and most processes never need it
 
     root = float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=ROOT_ERROR))
     return root * (1 + 1e-14) + ROOT_ERROR
 
 
 def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant = "exact", planned: bool = False) -> float:
-    """Return an epsilon at `delta` that holds for all `spends` together; infinity if one has no noise.
+    """Return an epsilon at `delta` that holds for all `spends` together; infinity if one of them has no noise.
 
-    With `exact`, spends on samples are counted by prv, because there is no closed form for them. A `planned` answer is not
-    under what `exact` says of the same spends, on another processor or in another order. Raises ConfigError for a delta outside
-    (0, 1).
+    With `exact`, sampled spends are counted by prv, because they have no closed form. A `planned` answer is never below the
+    `exact` answer for the same spends, on any processor and in any order. Raises ConfigError for a delta outside (0, 1).
     """
     check_delta(delta)
     spends = [spend for spend in spends if spend.count and spend.sample_rate]
@@ -97,33 +99,38 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
     slack = math.fsum(spend.count * spend.slack for spend in spends)
     delta *= math.exp(-slack / 2)
     found = _gaussian_cost(spends, delta, accountant, planned) + slack
-    return max(found, _gaussian_cost(spends, delta, "exact", planned) + slack) if planned else found  # ledgers charge by exact
+    return max(found, _gaussian_cost(spends, delta, "exact", planned) + slack) if planned else found  # ledgers use exact
 
 
 def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant, planned: bool) -> float:
-    """Return the epsilon of continuous Gaussians."""
-    everybody = _raised(gaussian_epsilon(_mu(spends), delta), planned)
-    rows = _rows(spends)
+    """Return the epsilon of `spends` as if their noise were continuous Gaussians, without slack."""
+    everybody = _raise_if_planned(gaussian_epsilon(_joint_mu(spends), delta), planned)
+    rows = _merge_rows(spends)
     if accountant == "exact" and all(row.sample_rate == 1 for row in rows):
         return everybody
     rdp = accountant == "rdp"
-    found = _raised(_rdp_epsilon(rows, delta, fractions=True), planned) if rdp else _prv_epsilon(tuple(rows), delta, planned)
+    found = (
+        _raise_if_planned(_rdp_epsilon(rows, delta, fractions=True), planned)
+        if rdp
+        else _prv_epsilon(tuple(rows), delta, planned)
+    )
     return min(found, everybody) if any(spend.sample_rate < 1 for spend in spends) else found
 
 
-def _raised(epsilon: float, planned: bool) -> float:
-    """Return a `planned` epsilon of the closed form or of rdp: two answers lie up to two errors apart."""
+def _raise_if_planned(epsilon: float, planned: bool) -> float:
+    """Return `epsilon`, raised by twice the numerical error of the closed form and of rdp if `planned`."""
     return epsilon + 2 * ROOT_ERROR + 2 * RELATIVE_ERROR * epsilon if planned else epsilon
 
 
-def _mu(spends: Sequence[GaussianEvent]) -> float:
+def _joint_mu(spends: Sequence[GaussianEvent]) -> float:
     return math.sqrt(math.fsum(spend.count / spend.noise_multiplier**2 for spend in spends))
 
 
-def _rows(spends: Sequence[GaussianEvent]) -> list[GaussianEvent]:
-    """Return the same releases in few rows: all that everybody takes part in as one, equal sampled ones with their count.
+def _merge_rows(spends: Sequence[GaussianEvent]) -> list[GaussianEvent]:
+    """Return the same releases in few rows: one row for all releases without sampling, one per kind of sampled release.
 
-    Sampling at a noise under SMALLEST_NOISE hides nothing and costs the accountants dear: it counts as everybody's.
+    A sampled release with noise under SMALLEST_NOISE counts as not sampled: sampling hides nothing there, and accountants are
+    slow.
     """
     counts: dict[tuple[float, float], int] = {}
     whole = []
@@ -134,30 +141,30 @@ def _rows(spends: Sequence[GaussianEvent]) -> list[GaussianEvent]:
             key = (spend.noise_multiplier, spend.sample_rate)
             counts[key] = counts.get(key, 0) + spend.count
     sampled = [GaussianEvent(noise, rate, count) for (noise, rate), count in sorted(counts.items())]
-    return sampled + ([GaussianEvent(1 / _mu(whole))] if whole else [])
+    return sampled + ([GaussianEvent(1 / _joint_mu(whole))] if whole else [])
 
 
 def _rdp_epsilon(rows: Sequence[GaussianEvent], delta: float, fractions: bool = False) -> float:
-    """Return RDP's upper bound; `fractions` adds Opacus' fractional orders, which take long where there are samples."""
+    """Return RDP's upper bound. `fractions`: also use Opacus' fractional orders, which are slow for sampled releases."""
     from opacus.accountants import RDPAccountant
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
     orders = WHOLE_ORDERS
     if fractions and all(row.sample_rate == 1 or row.noise_multiplier <= FRACTIONS for row in rows):
         orders = tuple(sorted({*RDPAccountant.DEFAULT_ALPHAS, *WHOLE_ORDERS}))
-    losses = sum(row.count * _renyi(row.noise_multiplier, row.sample_rate, orders) for row in rows)
+    losses = sum(row.count * _renyi_divergences(row.noise_multiplier, row.sample_rate, orders) for row in rows)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # it says when its best order is at the edge of its grid: its answer still holds
+        warnings.simplefilter("ignore")  # it warns if the best order is the last one; the bound still holds
         return _not_nan(float(get_privacy_spent(orders=orders, rdp=losses, delta=delta)[0]))
 
 
 @lru_cache(maxsize=1024)
-def _renyi(noise: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
-    """Return one release's Renyi divergence at each order, infinite where Opacus' series overflows."""
-    return np.array([_renyi_at(noise, rate, order) for order in orders])
+def _renyi_divergences(noise: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
+    """Return the Renyi divergence of one release at each order; infinite if Opacus' series overflows."""
+    return np.array([_renyi_divergence(noise, rate, order) for order in orders])
 
 
-def _renyi_at(noise: float, rate: float, order: float) -> float:
+def _renyi_divergence(noise: float, rate: float, order: float) -> float:
     from opacus.accountants.analysis.rdp import compute_rdp
 
     try:
@@ -166,47 +173,50 @@ def _renyi_at(noise: float, rate: float, order: float) -> float:
         return math.inf
 
 
-@lru_cache(maxsize=1024)  # each release asks of the ledger and of its plan, and in one process every site does
+@lru_cache(maxsize=1024)  # asked for the ledger and the plan at every release, by every site of a process
 def _prv_epsilon(rows: tuple[GaussianEvent, ...], delta: float, planned: bool) -> float:
-    """Return prv's upper bound, by Gopi et al.'s Algorithm 1 with Opacus' parts; rdp's where it needs too large a grid."""
+    """Return prv's upper bound (Gopi et al., Algorithm 1, with Opacus' parts), or rdp's if the grid would be too large."""
     count, failure = sum(row.count for row in rows), delta / 1000
     alone = max(_rdp_epsilon([GaussianEvent(row.noise_multiplier, row.sample_rate)], failure / (8 * count)) for row in rows)
-    reach = max(_rdp_epsilon(rows, failure / 4), alone)  # Remark 5.6: outside of this lies less than the failure
-    points = 2 * (reach + 4) * math.sqrt(count * math.log(12 / failure) / 2)  # at an error of 1
+    reach = max(_rdp_epsilon(rows, failure / 4), alone)  # Remark 5.6: losses beyond it have less than `failure` probability
+    points = 2 * (reach + 4) * math.sqrt(count * math.log(12 / failure) / 2)  # for an error of 1
     error = max(0.01, points / GRID)
     if error >= 0.5 or len(rows) > MOST_ROWS:
-        return _raised(_rdp_epsilon(rows, delta, fractions=True), planned)
-    found = _raised(_rdp_epsilon(rows, delta), planned)
+        return _raise_if_planned(_rdp_epsilon(rows, delta, fractions=True), planned)
+    found = _raise_if_planned(_rdp_epsilon(rows, delta), planned)
     while error < 0.5:
-        found = min(found, _on_grid(rows, delta, failure, reach, error, planned))
+        found = min(found, _prv_epsilon_on_grid(rows, delta, failure, reach, error, planned))
         if found > 5 * error or points / (error / 10) > GRID:
             break
-        error /= 10  # small epsilons: an error of 0.01 would drown them
+        error /= 10  # for a small epsilon an error of 0.01 is too coarse
     return found
 
 
-def _on_grid(rows: Sequence[GaussianEvent], delta: float, failure: float, reach: float, error: float, planned: bool) -> float:
-    """Return prv's upper bound with this discretization error, infinity where a loss does not fit the grid.
+def _prv_epsilon_on_grid(
+    rows: Sequence[GaussianEvent], delta: float, failure: float, reach: float, error: float, planned: bool
+) -> float:
+    """Return prv's upper bound with this discretization error; infinity if a privacy loss does not fit the grid.
 
-    Rounding moves the grid's delta by (points + count) u at most, u = eps / 2. Twice that is taken off delta, so the answer is
-    an upper bound; four times for a `planned` answer, so that no other answer is over it.
+    Floating-point rounding changes the grid's delta by at most (points + count) u, u = machine epsilon / 2. Twice that is
+    subtracted from delta, so the answer is an upper bound. A `planned` answer subtracts four times that, so it is at least
+    every other answer.
     """
     from opacus.accountants.analysis import prv
 
     count = sum(row.count for row in rows)
     mesh = error / math.sqrt(count * math.log(12 / failure) / 2)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # overflows where a probability is 1, an integral that converges slowly
+        warnings.simplefilter("ignore")  # about overflow at a probability of 1, and slowly converging integrals
         try:
-            half = 2 ** math.ceil(math.log2((max(reach, error) + 3) / mesh + 1))  # a power of 2: one plan of the FFT for all
+            half = 2 ** math.ceil(math.log2((max(reach, error) + 3) / mesh + 1))  # a power of 2 reuses one FFT plan
             grid = prv.Domain.create_aligned(-(half - 1.5) * mesh, (half - 1.5) * mesh, mesh)
             losses = [prv.PoissonSubsampledGaussianPRV(row.sample_rate, row.noise_multiplier) for row in rows]
             parts = [prv.discretize(prv.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid) for loss in losses]
             whole = prv.compose_heterogeneous(parts, [row.count for row in rows])
-            rounding = (grid.size + count) * np.finfo(float).eps / 2  # of sums over the grid, and of powers of a spectrum
+            rounding = (grid.size + count) * np.finfo(float).eps / 2  # sums over the grid, powers of a spectrum
             return _not_nan(float(whole.compute_epsilon(delta, failure + (4 if planned else 2) * rounding, error)[2]))
         except (RuntimeError, ValueError, IndexError, MemoryError, ZeroDivisionError):
-            return math.inf  # a loss that this grid cannot hold
+            return math.inf  # a loss outside this grid
 
 
 def _not_nan(value: float) -> float:
@@ -224,8 +234,9 @@ def noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier that keeps (epsilon, delta) over `count` equal releases; never too small.
 
-    `slack`: of each release, see GaussianEvent. Exact to 2e-9 relative in closed form, else to 1e-3 by bisection. It has ten
-    digits, so that other processors find the same. Raises ConfigError for a budget nothing can keep.
+    `slack`: per release, see GaussianEvent. The relative error is 2e-9 in closed form, and 1e-3 by bisection otherwise. The
+    result is rounded to ten digits, so that every processor finds the same. Raises ConfigError for a budget that no noise can
+    keep.
     """
     check_delta(delta)
     if not 0 < epsilon < LARGEST:
@@ -236,33 +247,33 @@ def noise_multiplier(
 
     low = math.sqrt(count) / _gaussian_mu(epsilon, delta)
     if accountant == "exact" and sample_rate == 1:
-        return _first(keeps, low, 1e-10, epsilon)
-    high = _first(keeps, low, 1.0, epsilon)
-    low = _ten_digits(high / 2)
+        return _first_that_keeps(keeps, low, 1e-10, epsilon)
+    high = _first_that_keeps(keeps, low, 1.0, epsilon)
+    low = _round_up(high / 2)
     while low > SMALLEST_NOISE and keeps(low):
-        low, high = _ten_digits(low / 2), low  # sampling makes less noise do
+        low, high = _round_up(low / 2), low  # with sampling, less noise is enough
     while high / low > 1.001:
-        middle = _ten_digits(math.sqrt(low * high))
+        middle = _round_up(math.sqrt(low * high))
         low, high = (low, middle) if keeps(middle) else (middle, high)
     return high
 
 
-def _first(keeps: Callable[[float], bool], start: float, step: float, epsilon: float) -> float:
+def _first_that_keeps(keeps: Callable[[float], bool], start: float, step: float, epsilon: float) -> float:
     """Return the first of start, start (1 + step), start (1 + 2 step), start (1 + 4 step) ... that keeps the budget.
 
-    Each is tried with ten digits.
+    Each is rounded to ten digits before it is tried.
     """
-    sigma = _ten_digits(start)
+    sigma = _round_up(start)
     while sigma <= LARGEST:
         if keeps(sigma):
             return sigma
-        sigma, step = _ten_digits(start * (1 + step)), 2 * step
+        sigma, step = _round_up(start * (1 + step)), 2 * step
     raise ConfigError(
         f"privacy.epsilon: {epsilon}: needs noise of over {LARGEST:.0f} times the clip; ask for more, or fewer rounds"
     )
 
 
-def _ten_digits(sigma: float) -> float:
+def _round_up(sigma: float) -> float:
     """Return a number rounded up to ten digits, at most 1.5e-9 larger."""
     return float(f"{sigma * (1 + 1e-9):.9e}")
 
@@ -282,16 +293,17 @@ def check_delta(delta: float) -> None:
 # calibration -----------------------------------------------------------------------------------------------------------
 # The noise of published tables.
 #
-# `calibration: paper` (site level) reproduces the noise of M. Zhu et al., "DEeR", IEEE TMI 2025, whose code asks Opacus' RDP
-# accountant for the sigma of so many *batches of images* at delta 1 / K, then clips each of a release's L tensors to C and lets
-# each of K sites add sigma C / sqrt(K) (Eq. 5). What leaves are sites' updates, so that is one Gaussian mechanism a release of
-# joint sensitivity C sqrt(L): of multiplier sigma / sqrt(K L) against everyone (trust local), sigma / sqrt(L) where the server
-# adds the whole (central). That is what plan, ledger and budget count. Ours: tensors with a peer are clipped as effective
-# updates, as everywhere here; the paper clips factors, for which there is no such bound.
+# `calibration: paper` (site level) reproduces the noise of M. Zhu et al., "DEeR", IEEE TMI 2025. Their code asks Opacus' RDP
+# accountant for the sigma of a number of *batches of images* at delta 1 / K. It then clips each of the L tensors of a release
+# to C, and each of K sites adds noise of sigma C / sqrt(K) (Eq. 5). But what leaves a site is its update. So a release is one
+# Gaussian mechanism with joint sensitivity C sqrt(L). Its noise multiplier is sigma / sqrt(K L) against everyone (trust local),
+# and sigma / sqrt(L) if the server adds the whole noise (trust central). Plan, ledger and budget count that. One difference is
+# ours: tensors with a peer are clipped as effective updates, as everywhere in this package. The paper clips the factors, for
+# which this sensitivity does not hold.
 
 
 def paper_sigma(privacy: SiteLevelDpConfig, batch: int, steps: int) -> float:
-    """Return Opacus' sigma of so many `steps` at the sample rate batch / samples. Raises ConfigError where it has none."""
+    """Return Opacus' sigma for `steps` steps at sample rate batch / samples. Raises ConfigError if Opacus finds none."""
     assert privacy.epsilon is not None
     assert privacy.sites is not None
     assert privacy.samples is not None
@@ -304,11 +316,11 @@ def paper_sigma(privacy: SiteLevelDpConfig, batch: int, steps: int) -> float:
 
 @lru_cache(maxsize=64)
 def _opacus_sigma(epsilon: float, delta: float, rate: float, steps: int) -> float:
-    """Return what Opacus finds, once a process: its search takes seconds, and server, guard and site each make a plan."""
+    """Return Opacus' sigma. It is cached: the search takes seconds, and server, guard and site each make a plan."""
     from opacus.accountants.utils import get_noise_multiplier
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its grid of orders
+        warnings.simplefilter("ignore")  # about its grid of orders
         found = get_noise_multiplier(
             target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps, accountant="rdp"
         )

@@ -1,1 +1,1 @@
-"""The guard at a site's door: what may leave, what is replayed, what is refused."""
+"""The guard of a site: decides which messages may leave, which are replayed and which are refused."""

@@ -1,4 +1,7 @@
-"""A guard's entries in the record of what leaves a site (privacy/ledger/audit.py)."""
+"""The guard's entries in the record of what left a site, its stored refusals, and the charges of a private job.
+
+The record itself is privacy/ledger/audit.py.
+"""
 
 import json
 from collections.abc import Iterable
@@ -33,7 +36,7 @@ def described_tensors(tensors: Tensors) -> dict[str, dict[str, Any]]:
 
 
 def privacy_of(plan: Plan, seeded: bool = False) -> dict[str, Any]:
-    """Return the privacy of one release under `plan`. `seeded`: its noise came from a known seed."""
+    """Return the privacy settings and cost of one release under `plan`. `seeded`: its noise came from a known seed."""
     private = plan.config
     named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
     named |= {"calibration": private.calibration} if private.calibration != "honest" else {}
@@ -44,9 +47,9 @@ def privacy_of(plan: Plan, seeded: bool = False) -> dict[str, Any]:
 
 @dataclass
 class AuditTrail:
-    """One job's entries at one site. `folder` has a folder for each run; `run` names the one whose messages are written now.
+    """Writes the audit entries of one job at one site. `folder` has one folder per run; `run` is the current run's name.
 
-    `seeded`: noise comes from a known seed; `job_id`: FLARE's, "" in process.
+    `seeded`: the noise comes from a known seed; `job_id`: FLARE's job id, "" for the in-process engine.
     """
 
     site: str
@@ -64,9 +67,9 @@ class AuditTrail:
         self._digest = self.config.digest
 
     def note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **more: Any) -> None:
-        """Write a message before it leaves; `again`: also one that has its line already. Raises RefusedError where it cannot.
+        """Write the line of a message before it leaves. Raises RefusedError if it cannot be written.
 
-        `spends`: it costs privacy.
+        `spends`: the message costs privacy; `again`: write a line even if the message has one; `more`: further fields.
         """
         job = {"job": self.config.name, "experiment": self.config.experiment}
         line: dict[str, Any] = {"site": self.site, **job, "run": self.run}
@@ -81,27 +84,28 @@ class AuditTrail:
 
 
 # refusals --------------------------------------------------------------------------------------------------------------
-# Stored refusals: failures that depend on the data and on what the server sends. In a private job such an answer is final.
+# Stored refusals: failures that depend on the data and on the values that the server sent. In a private job such a refusal is
+# the final answer of its round and phase.
 #
-# Otherwise a server could ask the same round again and again, each time with other values, and learn a bit of the data each
-# time.
+# Otherwise a server could repeat a round with different values and learn one bit about the data each time.
 
 ATTEMPT_SEPARATOR = ".after-word-"
-"""Stands in the ledger between a run's name and how many refusals its round and phase had before."""
+"""Separates, in the ledger, a run's name from the number of earlier refusals in the same round and phase."""
 REFUSAL_DIGEST = "word"
-"""Digest of a refusal's row in the ledger; of a former version it has none, at site level."""
+"""The digest in a refusal's row of the ledger. Site-level rows of a former version have no digest."""
 DATA_DEPENDENT_REASONS = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR, Reason.LEDGER, Reason.CHECKPOINT})
-"""Reasons that may depend on a site's data together with what the server sent.
+"""Reasons that may depend on a site's data and on the values that the server sent.
 
-`ledger` is one: a disk may have room for a refusal and none for a release. `checkpoint` is one: successful training may have
-left tensors that those of the server do not fit.
+`ledger` is among them because a disk may have space for a refusal and not for a release. `checkpoint` is among them because
+successful training may have left tensors that do not fit the server's.
 """
 
 
 class StoredRefusal(NamedTuple):
-    """A refusal, and the run's name in the ledger's row that pays for it; "" for one of a former version, which paid first.
+    """A stored refusal. `row`: the run's name in the ledger row that pays for it.
 
-    `terms`: that row, without its digest, as it was when training failed; None for one of a former version.
+    `terms`: that row without its digest, as it was when training failed. A former version paid before it stored a refusal: then
+    `row` is "" and `terms` is None.
     """
 
     reason: Reason
@@ -110,20 +114,20 @@ class StoredRefusal(NamedTuple):
 
 
 def save_refusal(run: Path, place: tuple[int, int], refusal: StoredRefusal) -> None:
-    """Write the refusal of a round and phase into the run's folder. Raises RefusedError where it cannot.
+    """Store the refusal of a round and phase in the run's folder. Raises RefusedError if it cannot be written.
 
-    It is stored before it is paid, and names its row. So a process that ends between the two pays at the next ask, and once. A
-    refusal that was paid and not stored would be paid again at every ask.
+    `place`: round and phase. A refusal is stored before it is paid, and names its ledger row. If the process ends in between,
+    the next replay pays, once. A refusal that was paid but not stored would be paid again at every replay.
     """
     terms = asdict(refusal.terms) if refusal.terms else None
-    with room_for(_file(run, place)):
+    with room_for(_refusal_path(run, place)):
         values = {"word": refusal.reason.value, "row": refusal.row, "terms": terms}
-        write_atomic(_file(run, place), json.dumps(values).encode())
+        write_atomic(_refusal_path(run, place), json.dumps(values).encode())
 
 
 def load_refusal(run: Path, place: tuple[int, int]) -> StoredRefusal | None:
-    """Return the refusal that answers this round and phase, None without one. Raises RefusedError for an unreadable file."""
-    if not (file := _file(run, place)).is_file():
+    """Return the stored refusal of a round and phase, None if there is none. Raises RefusedError for an unreadable file."""
+    if not (file := _refusal_path(run, place)).is_file():
         return None
     remedy = "restore it; to remove it allows another try until a newer round has begun, and what is then released costs again"
     found = noted(file, remedy)
@@ -137,28 +141,28 @@ def load_refusal(run: Path, place: tuple[int, int]) -> StoredRefusal | None:
 
 
 def ledger_run_id(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
-    """Return the run's name in the ledger for the next attempt at a place: another after each refusal that left."""
+    """Return the run's name in the ledger for the next attempt at a round and phase; it changes after each paid refusal."""
     here = [row for row in rows if (row.round, row.phase) == place and run_of(row) == run]
     refused = sum(row.digest == REFUSAL_DIGEST or (row.unit == "site" and row.count > 0 and not row.digest) for row in here)
     return f"{run}{ATTEMPT_SEPARATOR}{refused}" if refused else run
 
 
 def run_of(row: Entry) -> str:
-    """Return the run's name without the number of its refusals."""
+    """Return the run's name in a row without the number of refusals."""
     return row.run.partition(ATTEMPT_SEPARATOR)[0]
 
 
-def _file(run: Path, place: tuple[int, int]) -> Path:
+def _refusal_path(run: Path, place: tuple[int, int]) -> Path:
     return run / "refused" / "{}-{}.json".format(*place)
 
 
 # charges ---------------------------------------------------------------------------------------------------------------
-# What the answers of a private job cost at a site: their rows in the privacy ledger, and the budgets that limit them.
+# The cost of a private job's answers at a site: their rows in the privacy ledger, and the budgets that limit them.
 
 
 @dataclass
 class Charges:
-    """The charges of one job at one site, under its `plan`. `dataset`: the data's name in the ledger."""
+    """Charges the answers of one job at one site, under its `plan`. `dataset`: the name of the data set in the ledger."""
 
     site: str
     config: JobConfig
@@ -169,15 +173,15 @@ class Charges:
 
     @property
     def in_steps(self) -> bool:
-        """Whether training itself is private (DP-SGD), and so charged before it is done."""
+        """Whether the training steps themselves are private (DP-SGD). Then they are charged before training."""
         return self.plan.config.unit != "site"
 
     def ledger_run(self, run: str, place: tuple[int, int]) -> str:
-        """Return the run's name in the ledger for the next attempt at a place."""
+        """Return the run's name in the ledger for the next attempt at a round and phase."""
         return ledger_run_id(self.ledger.entries(self.dataset), run, place)
 
     def row(self, run: str, place: tuple[int, int]) -> Entry:
-        """Return the ledger's row of a release, without its digest. `run`: the run's name in the ledger."""
+        """Return the ledger row of a release, without its digest. `run`: its name in the ledger; `place`: round and phase."""
         privacy, spend = self.plan.config, self.plan.event
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
@@ -187,26 +191,26 @@ class Charges:
         )  # fmt: skip
 
     def check(self, rows: list[Entry]) -> None:
-        """Raise RefusedError where these rows exceed a budget. Writes nothing."""
+        """Raise RefusedError if these rows would exceed a budget. Writes nothing."""
         self.ledger.check(rows, self.policy.budgets)
 
     def begin(self, row: Entry) -> None:
-        """Charge training that is private itself, as it begins."""
+        """Charge DP-SGD training when it begins. Do nothing at site level."""
         if self.in_steps:
             self.ledger.spend(row, self.policy.budgets)
 
     def pay(self, row: Entry, digest: str) -> None:
-        """Charge an answer with this digest, once. Steps were charged when training began."""
+        """Charge an answer with this digest, once. With DP-SGD the row has count 0, because `begin` charged the steps."""
         self.ledger.spend(replace(row, digest=digest, count=0 if self.in_steps else row.count), self.policy.budgets)
 
     def is_void(self, row: Entry) -> bool:
-        """Tell whether the ledger's row with the same key promises nothing."""
+        """Tell whether the ledger has a void row with the same key, see `Entry.is_void`."""
         return any(one.key == row.key and one.is_void for one in self.ledger.entries(self.dataset))
 
     def check_terms(self, terms: Entry | None, row: Entry) -> None:
-        """Raise RefusedError where a stored answer was made to be paid with another row than `row`: its price would be wrong.
+        """Raise RefusedError if `row` does not cover `terms`, the terms on which a stored answer was made.
 
-        A former version stored no terms: then the ledger must have the row.
+        A former version stored no terms (None). Then the ledger must already have the row.
         """
         if self.ledger.released(row) if terms is None else row.pays_for(terms):
             return
@@ -218,6 +222,6 @@ class Charges:
         )
 
     def has_released(self, run: str) -> bool:
-        """Tell whether a release of this run was paid. Refusals do not count, and neither do unpaid releases."""
+        """Tell whether a release of this run was paid. Refusals and unpaid releases do not count."""
         rows = self.ledger.entries(self.dataset)
         return any(run_of(row) == run and row.digest not in ("", REFUSAL_DIGEST) for row in rows)

@@ -1,8 +1,9 @@
-"""What may leave a site, and in what state. Pure of FLARE: the in-process engine and the FLARE filters use the same guard.
+"""The guard of a site: checks every task that arrives and every answer that leaves.
 
-The guard authorizes one task at a time, and exactly the authorized object runs. It checks names, roles and values of the
-answer, clips it, adds noise, stores the release, writes the ledger, and only then returns it. A replayed task gets the same
-answer again and spends nothing, see release_store.py. On any doubt nothing is sent.
+It does not depend on FLARE: the in-process engine and the FLARE filters use the same guard. The guard authorizes one task at a
+time, and the client runs exactly the authorized object. The guard checks names, roles and values of the answer, clips it, adds
+noise, stores the release, writes the ledger, and only then returns the release. A replayed task gets the same answer again and
+spends nothing, see release_store.py. In case of doubt nothing is sent.
 """
 
 from collections.abc import Callable, Collection, Mapping, Set
@@ -21,7 +22,14 @@ from consilium.privacy import mechanism, statistics
 from consilium.privacy.guard import release_checks, task_schedule
 from consilium.privacy.guard.audit_trail import DATA_DEPENDENT_REASONS, AuditTrail, Charges
 from consilium.privacy.guard.masking import Masking
-from consilium.privacy.guard.release_checks import check_complete, check_upload, geometries, privatized, sent_as_sums, source
+from consilium.privacy.guard.release_checks import (
+    check_complete,
+    check_upload,
+    geometries,
+    noise_source,
+    privatized,
+    sent_as_sums,
+)
 from consilium.privacy.guard.release_store import ReplayPolicy
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.ledger import ledger
@@ -34,15 +42,19 @@ from consilium.strategies.strategy import Strategy
 
 @dataclass
 class Guard:
-    """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
+    """The guard of one site for one job.
 
-    Call authorize(...) for each task before the site sees it, then answer(...) once with that very task. `job_id`: FLARE's, ""
-    in process; `listed`: the path of the data's list, their former name in the ledger; `terms`: the site's rules for
-    statistics; `tensors`: the adapter's names; `test_only`: nothing is trained here; `share_personalized`: the site's own model
-    may go to a cross-site job; `ready`: makes the site ready to train, and raises for example DataError where files are
-    missing; `identity`: of the kit, for secure aggregation.
+    Call authorize(...) for each task before the client sees it, then answer(...) once with the same task object.
 
-    `replay` is None without privacy, `masking` without secure aggregation.
+    `metrics`: names of the metrics that may leave; `dataset`: the data set's name in the ledger; `num_samples`: the site's
+    training records or patients; `folder`: has one folder per run of this submission; `records`: holds the records of all runs
+    of the site; `job_id`: FLARE's job id, "" for the in-process engine; `listed`: the path of the data list, the data set's
+    former name in the ledger; `terms`: the site's rules for statistics; `tensors`: names of all adapter tensors; `test_only`:
+    the site never trains; `share_personalized`: the site's own model may leave for a cross-site job; `ready`: prepares the site
+    for training and raises, for example, DataError if files are missing; `identity`: key and certificate of the kit, for secure
+    aggregation.
+
+    `replay` is None without privacy, `masking` is None without secure aggregation.
     """
 
     name: str
@@ -89,18 +101,22 @@ class Guard:
 
     @property
     def shown_samples(self) -> int:
-        """The number of samples or patients that leaves: 1 where the claim hides it or nothing trains, 0 for `test_only`."""
+        """The number of samples or patients shown to the server.
+
+        It is 0 for a test-only site, and 1 if the privacy claim hides the number or the job does not train.
+        """
         hidden = (self.replay is not None and (self.masking or not self.replay.charges.in_steps)) or not self.config.trains
         return 0 if self.test_only else 1 if hidden else self.num_samples
 
-    # what arrives ------------------------------------------------------------------------------------------------------
+    # incoming tasks ----------------------------------------------------------------------------------------------------
 
     def authorize(self, kind: Kind, run: str, payload: Payload | None = None, seal: str = "") -> AuthorizedTask:
-        """Return the task to run, before the site sees anything of it. It can be answered once; a newer one ends it.
+        """Return the task that the client may run. It can be answered once, and a newer task replaces it.
 
-        Admits the job first. `seal`: the last seal of the site's ledger that the server has, sent with a hello; "" for none.
-        Raises RefusedError for a run, round or phase that the job does not have, by policy, for a ledger that lacks rows, and
-        when the budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
+        The run's first task also checks the job against policy and budgets. `seal`: the last seal of the site's ledger that the
+        server has, sent with a hello; "" for none. Raises RefusedError for a run, round or phase that the job does not have,
+        for a job that the policy forbids, for a ledger that lacks rows, and for a budget that is used up. DP-SGD writes its
+        ledger row here, because the training itself is the cost.
         """
         self.end_task()
         own = task_schedule.site_run_id(self.name, run, self._digest, self.job_id)
@@ -118,7 +134,7 @@ class Guard:
         if kind is Kind.EVALUATE and self.config.cross_site:
             release_checks.check_once(self.folder, task.place, task.payload)  # the server alone names the run
         if kind is Kind.TRAIN and self.masking:
-            self.masking.open(task)  # before the stored answer is read: an error here must not depend on it
+            self.masking.open(task)  # before reading the stored answer, on which an error here must not depend
         if kind is Kind.TRAIN and self.replay:
             task = self.replay.admit(task, self.ready)
         if self.masking:
@@ -127,12 +143,12 @@ class Guard:
         return task
 
     def end_task(self) -> None:
-        """Forget the current task, because another message has come: nothing that follows answers the old one."""
+        """Forget the current task because another message has arrived. The old task can no longer be answered."""
         self._task = self._asked = None
 
     def _admit(self, run: str) -> None:
-        """Accept or refuse the whole job, with the numbers, before it touches any data."""
-        counts = not self.config.trains and self.config.cross_site is None  # a job of statistics only is the site's to allow
+        """Admit the job, or raise RefusedError, by policy and budget, before it reads any data."""
+        counts = not self.config.trains and self.config.cross_site is None  # a job that only collects statistics
         if not (counts and self.terms.share):
             check_policy(self.name, self.plan, self.policy)
         if self.masking:
@@ -145,18 +161,21 @@ class Guard:
             self.replay.charges.check(self.replay.rows(run, places))
         self._admitted = run
 
-    def _take(self, task: AuthorizedTask, kind: Kind) -> None:
-        """Note that the authorized task is answered. Raises RefusedError for any other task, and for a second answer."""
+    def _mark_answered(self, task: AuthorizedTask, kind: Kind) -> None:
+        """Mark the authorized task as answered. Raises RefusedError for any other task, and for a second answer."""
         current, self._task = self._task, None
         if current is None or task is not current or task.kind is not kind:
             raise RefusedError(f"{self.name}: an answer to a task that was not authorized; nothing was sent", Reason.TASK)
 
-    # what leaves -------------------------------------------------------------------------------------------------------
+    # outgoing answers --------------------------------------------------------------------------------------------------
 
     def answer(self, task: AuthorizedTask, result: Any) -> Any:
-        """Return what may leave of a task's result, of any kind: plain values, or a Payload. Raises RefusedError."""
+        """Return the answer that may leave for a task with this `result`: plain values or a Payload, by the kind of task.
+
+        Raises RefusedError, and then nothing may be sent.
+        """
         if task.kind is Kind.MASKS:
-            self._take(task, Kind.MASKS)
+            self._mark_answered(task, Kind.MASKS)
             if self.masking is None:
                 raise RefusedError(f"{self.name}: an answer about masks in a job without them; nothing was sent", Reason.TASK)
             return self.masking.answer(task)
@@ -170,8 +189,8 @@ class Guard:
         return leave[task.kind](task, result)
 
     def greet(self, task: AuthorizedTask, hello: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what may leave of a site's hello: its declared fields, the number of samples the server may know, the seal."""
-        self._take(task, Kind.HELLO)
+        """Return a site's hello as it leaves: declared fields, the number of samples that may be shown, the ledger's seal."""
+        self._mark_answered(task, Kind.HELLO)
         shown = {
             "name": self.name,
             "num_samples": self.shown_samples,
@@ -190,21 +209,23 @@ class Guard:
         return shown
 
     def release(self, task: AuthorizedTask, result: Payload) -> Payload:
-        """Return what may leave of a training result. Raises RefusedError, and then nothing may be sent."""
-        self._take(task, Kind.TRAIN)
+        """Return the update that may leave for a training result. Raises RefusedError, and then nothing may be sent."""
+        self._mark_answered(task, Kind.TRAIN)
         if (result.round, result.phase) != task.place:
             what = f"a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
             raise RefusedError(f"{self.name}: {what}")
-        with locked(self.folder / task.run):  # FLARE may have given up a process that still works beside its successor
-            checked = self.replay.once(task, lambda: self._prepare(task, result)) if self.replay else self._checked(result)
+        with locked(self.folder / task.run):  # a process that FLARE gave up may still run beside its successor
+            checked = (
+                self.replay.once(task, lambda: self._make_release(task, result)) if self.replay else self._check_result(result)
+            )
             released = self._finalize_release(task, checked)
         self._asked = None
         return released
 
     def _finalize_release(self, task: AuthorizedTask, released: Payload) -> Payload:
-        """Return a release as it leaves: paid, masked, on record.
+        """Pay for a release, mask it, put it on record, and return it as it leaves.
 
-        One of zeros (all public peers are zero) costs the same: it shows that training went well.
+        A release of zeros (all public peers are zero) costs the same, because it shows that training succeeded.
         """
         about: dict[str, Any] = {}
         if self.replay:
@@ -216,45 +237,45 @@ class Guard:
         return released
 
     def release_scores(self, task: AuthorizedTask, result: Payload) -> Payload:
-        """Return what may leave of an evaluation: shared metrics, no tensors, nothing else of the answer.
+        """Return an evaluation's answer as it leaves: only the metrics, and those only if the site shares them.
 
         Raises RefusedError, and then nothing may be sent.
         """
-        self._take(task, Kind.EVALUATE)
+        self._mark_answered(task, Kind.EVALUATE)
         if result.tensors:
             raise RefusedError(f"{self.name}: an evaluation with tensors; nothing was sent")
-        scores = self._scores(task, result.metrics)
+        scores = self._finalize_scores(task, result.metrics)
         self._asked = None
         return scores
 
-    def _scores(self, task: AuthorizedTask, metrics: Mapping[str, float]) -> Payload:
-        """Return an evaluation's answer as it leaves, on record."""
-        checked = self._checked(Payload(*task.place, {}, metrics=dict(metrics)))
+    def _finalize_scores(self, task: AuthorizedTask, metrics: Mapping[str, float]) -> Payload:
+        """Put an evaluation's answer on record and return it as it leaves."""
+        checked = self._check_result(Payload(*task.place, {}, metrics=dict(metrics)))
         checked = replace(checked, ledger=self.ledger.seal())
         self.trail.note("evaluation", checked)
         return checked
 
     def release_statistics(self, task: AuthorizedTask, counted: Tally) -> dict[str, Any]:
-        """Return what may leave of a site's counts, the same every time. Raises RefusedError, and then nothing may be sent."""
-        self._take(task, Kind.STATISTICS)
+        """Return the statistics that may leave, the same every time. Raises RefusedError, and then nothing may be sent."""
+        self._mark_answered(task, Kind.STATISTICS)
         shown = statistics.answer(self.records, self.dataset, self.config, counted, self.terms, self.listed)
         self.trail.note("statistics", values=shown)
         return shown
 
     def release_model(self, task: AuthorizedTask, result: Payload) -> Payload:
         """Return the site's own model, as it leaves for a cross-site job. Raises RefusedError, and then nothing may be sent."""
-        self._take(task, Kind.MODEL)
+        self._mark_answered(task, Kind.MODEL)
         release_checks.check_model(self.name, result, self.tensors)
         released = replace(result, round=-1, phase=-1, ledger=self.ledger.seal())
         self.trail.note("model", released)
         return released
 
     def refuse(self, reason: Reason) -> Reason | tuple[AuthorizedTask, Payload]:
-        """Put a refusal on record before it leaves, each one; return the reason that leaves, or the answer in its place.
+        """Put a refusal on record before it leaves; return the reason to send, or the task and the answer to send instead.
 
         In a private job a refusal that depends on the data is an answer: final for its round and phase, and charged like a
-        release. Of an evaluation whose scores stay here, the server never learns that it failed. Raises RefusedError if the
-        refusal cannot be stored.
+        release. If the scores of an evaluation stay at the site, the server gets the usual empty answer and never learns that
+        the evaluation failed. Raises RefusedError if the refusal cannot be stored.
         """
         task, self._task, self._asked = self._asked, None, None
         if self.replay and task is not None and task.kind is Kind.TRAIN and reason in DATA_DEPENDENT_REASONS:
@@ -262,26 +283,26 @@ class Guard:
                 answer = self.replay.refuse(task, reason)
                 return answer if isinstance(answer, Reason) else (task, self._finalize_release(task, answer))
         if self.replay and task is not None and task.kind is Kind.EVALUATE and not self.share_metrics:
-            empty = self._scores(task, {})
+            empty = self._finalize_scores(task, {})
             with suppress(RefusedError):  # a full disk must not change the answer
                 self.trail.note("refusal", again=True, reason=reason.value)
             return task, empty
         self.trail.note("refusal", again=True, reason=reason.value)
         return reason
 
-    def _prepare(self, task: AuthorizedTask, result: Payload) -> Payload:
-        """Return a new release of `result`: checked, clipped, and with noise by the plan."""
-        plan, checked = self.plan, self._checked(result)
+    def _make_release(self, task: AuthorizedTask, result: Payload) -> Payload:
+        """Return a new release made from `result`: checked, clipped, and with the plan's noise."""
+        plan, checked = self.plan, self._check_result(result)
         assert plan is not None
         assert self.replay is not None
         if self.replay.charges.in_steps and not plan.by_step:
             return checked
         check_complete(self.name, self.strategy, checked, task.payload)
         if plan.by_step:
-            assert self.masking is not None  # the job says so
+            assert self.masking is not None  # trust distributed requires secure aggregation
             checked = replace(checked, tensors=self.masking.within_room(task.run, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        bits, as_sums = source(self.policy, self.name, result), sent_as_sums(self.config)
+        bits, as_sums = noise_source(self.policy, self.name, result), sent_as_sums(self.config)
         released, outcome = privatized(plan, checked.tensors, maps, bits, as_sums)
         if self.config.diagnostics.noise:
             clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
@@ -292,6 +313,6 @@ class Guard:
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released)
 
-    def _checked(self, result: Payload) -> Payload:
+    def _check_result(self, result: Payload) -> Payload:
         check_upload(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})

@@ -1,4 +1,4 @@
-"""The guard's part in secure aggregation: which questions about masks are answered, and how an update is masked."""
+"""The guard's part in secure aggregation: answers the server's questions about masks, and masks the update."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,20 +21,23 @@ from consilium.privacy.secagg.client import Party
 from consilium.privacy.secagg.record import FILE, SiteRecord
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_whole
-from consilium.privacy.secagg.terms import Message, Terms, read_place
+from consilium.privacy.secagg.terms import Message, Terms, read_attempt
 from consilium.strategies.strategy import Strategy
 
 FOLDER = "masks"
-"""The folder of the record of secure aggregation, in a run's private folder."""
+"""The folder of the secure aggregation record, in a run's private folder."""
 DEVIATIONS = 40
-"""Standard deviations of noise that a bound has room for: noise never exceeds it."""
+"""Standard deviations of noise for which a bound must leave room; noise practically never exceeds them."""
 STATE = ("state.safetensors", "released.safetensors")
-"""Files of a site that has trained in a run."""
+"""The files in a run's folder that show that the site has trained in the run."""
 
 
 @dataclass
 class Masking:
-    """A site's part in the secure aggregation of one job. `identity`: of the site's kit, with what its site.yaml asks."""
+    """A site's part in the secure aggregation of one job.
+
+    `identity`: key and certificate of the site's kit, and the secure_aggregation section of its site.yaml.
+    """
 
     site: str
     config: JobConfig
@@ -49,9 +52,9 @@ class Masking:
     _terms: Terms | None = None
 
     def check_admission(self) -> None:
-        """Raise RefusedError where this site does not take part in the job's secure aggregation at all."""
+        """Raise RefusedError if this site cannot take part in the job's secure aggregation, by its settings or records."""
         section = self.config.secure_aggregation
-        assert section is not None  # or the guard has no masking
+        assert section is not None  # otherwise the guard has no Masking
         if self.config.sums_without_noise:
             check_whole(self.records)
         if self.identity is None:
@@ -67,14 +70,14 @@ class Masking:
             raise RefusedError(f"{self.site}: {what}; nothing was sent", Reason.POLICY)
 
     def answer(self, task: AuthorizedTask) -> Message:
-        """Return the answer to a question: keys, sealed shares, signatures, or shares of an open sum.
+        """Return the answer to a question about masks: keys, sealed shares, signatures, or the shares that open a sum.
 
-        Raises RefusedError, on record, and then nothing may be sent.
+        Raises RefusedError, puts that on record, and then nothing may be sent.
         """
         question = task.payload.masking
         step = str(question.get("step"))[:40]
         try:
-            reply = self._party(task.run).answer(question)
+            reply = self._open_party(task.run).answer(question)
         except RefusedError as refusal:
             self.trail.note("refusal", again=True, step=step, what=str(refusal))
             raise
@@ -83,9 +86,9 @@ class Masking:
         return reply
 
     def open(self, task: AuthorizedTask) -> None:
-        """Check the keys and shares that came with a training task, before any training. Raises RefusedError, on record."""
+        """Check the keys and shares that came with a training task, before training. Raises RefusedError and records it."""
         try:
-            party = self._party(task.run)
+            party = self._open_party(task.run)
             self._terms = party.open(task.payload, layout(upload_shapes(self.strategy, task.payload)))
             if self.plan is not None:
                 self.plan.check_shares(self._terms.honest)
@@ -96,51 +99,51 @@ class Masking:
 
     @property
     def _need(self) -> float:
-        """The most that clip and noise may come to; 0 without privacy, because numbers over the bound are cut off."""
+        """The largest number that clip and noise may produce; 0 without privacy, because larger numbers are then cut off."""
         return self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
 
     def check_room(self, room: float) -> None:
-        """Raise RefusedError where noise could exceed the room of sums: whether it does would depend on the data."""
+        """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data."""
         if room < self._need:
             what = f"sums have room for {room:.4g} a number, under the {self._need:.4g} that clip and noise may come to"
             raise RefusedError(f"{self.site}: {what}; nothing was sent; lower privacy.clip", Reason.JOB)
 
     def within_room(self, run: str, sums: Tensors, plan: Plan) -> Tensors:
-        """Return a step's sums, in units, with each number cut off at the room of sums less the noise.
+        """Return a step's sums (whole units of the grid), each number limited so that there is room for the noise.
 
-        The sum of many units' gradients may be larger than one clip, and a refusal would show that. Cut off number by number
-        before the noise, sums of data that differ in a unit lie no further apart than before.
+        The sum of many units' gradients may be larger than one clip, and a refusal would reveal that. Limiting each number
+        before the noise never increases the distance between the sums of two data sets.
         """
-        most = int((self._party(run).room() - DEVIATIONS * plan.site_noise) / UNIT)
+        most = int((self._open_party(run).room() - DEVIATIONS * plan.site_noise) / UNIT)
         return {name: tensor.clamp(-most, most) for name, tensor in sums.items()}
 
     def mask(self, task: AuthorizedTask, released: Payload, weight: int) -> tuple[Payload, dict[str, Any]]:
-        """Return an update under masks, its one tensor, and what the record says of the masks.
+        """Return the masked update, a Payload with one tensor, and the fields about masks for its line in the record.
 
-        Integers on the grid, as discrete noise makes them, stay as they are. Under privacy the update has no metrics. Raises
-        RefusedError for another shape than the phase has.
+        Tensors that are already integers on the grid, as discrete noise leaves them, are not rounded again. Under privacy the
+        update carries no metrics. Raises RefusedError for tensors or shapes that differ from those of the phase.
         """
         found = {name: tuple(tensor.shape) for name, tensor in released.tensors.items()}
         if found != upload_shapes(self.strategy, task.payload) or released.scalars:
             raise RefusedError(f"{self.site}: not the tensors of this phase, or numbers beside them; nothing was sent")
-        party = self._party(task.run)
-        words = party.mask(read_place(task.payload.masking), quantize(released.tensors), weight)
+        party = self._open_party(task.run)
+        words = party.mask(read_attempt(task.payload.masking), quantize(released.tensors), weight)
         metrics = {} if self.plan else released.metrics
         masked = replace(released, tensors={MASKED: torch.from_numpy(words.view("int64").copy())}, metrics=metrics)
         assert self._terms is not None  # `open` came before
         about: dict[str, Any] = {"masked": asdict(self._terms)}
-        if party.summed:  # without noise, also with whom the update is summed
+        if party.summed:  # without noise, also record with which sites the update is summed
             about = {"masked": about["masked"] | {"sites": party.summed["sites"]}, SEAL: party.summed[SEAL]}
         return masked, about
 
     def end(self, task: AuthorizedTask) -> None:
-        """Delete the run's keys at its last evaluation: from then on no sum of the run can be asked for."""
+        """Delete the run's keys at its final evaluation. Afterwards no sum of the run can be opened."""
         round, phase = task.place
         if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.is_final_round(self.config, round):
             SiteRecord(self.folder / task.run / FOLDER).end()
 
-    def _party(self, run: str) -> Party:
-        """Return this site in the protocol. Raises RefusedError where it has trained in this run and its record is lost."""
+    def _open_party(self, run: str) -> Party:
+        """Return this site's protocol party. Raises RefusedError if it has trained in this run and its record is lost."""
         assert self.identity is not None  # as check_admission makes sure
         home = self.folder / run
         if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):

@@ -1,4 +1,4 @@
-"""Checks of a release: declared names, shared tensors in the shapes that were sent, finite values; its clipping and noise."""
+"""Checks of a release (names, roles, shapes, finite values), and its clipping and noise. Used by the guard."""
 
 import json
 import math
@@ -24,9 +24,9 @@ from consilium.strategies.strategy import Role, Strategy
 
 
 def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
-    """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""
+    """Raise RefusedError unless every tensor is finite and SHARED in this phase, and every scalar and metric is declared."""
     for name in payload.tensors:
-        if (role := _role(strategy, name, payload)) is not Role.SHARED:
+        if (role := _role_or_none(strategy, name, payload)) is not Role.SHARED:
             whose = role or "none of the adapter's"
             raise RefusedError(f"release: tensor {name!r} is {whose}, only shared tensors may leave; nothing was sent")
     if wrong := non_finite(payload.tensors):
@@ -42,8 +42,8 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
             raise RefusedError(f"release: {kind} {wrong[0]!r} is not a plain number; nothing was sent; write float(...)")
 
 
-def _role(strategy: Strategy, name: str, payload: Payload) -> Role | None:
-    """Return a tensor's role; None for a name that the strategy cannot place."""
+def _role_or_none(strategy: Strategy, name: str, payload: Payload) -> Role | None:
+    """Return a tensor's role; None for a name that the strategy does not know."""
     try:
         return strategy.role(name, payload.round, payload.phase)
     except ConfigError:
@@ -51,13 +51,13 @@ def _role(strategy: Strategy, name: str, payload: Payload) -> Role | None:
 
 
 def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor that a site uploads in answer to `sent`: the shared ones, as they came."""
+    """Return name and shape of every tensor that a site uploads in answer to `sent`: its shared tensors."""
     names = strategy.names(sent.tensors, Role.SHARED, sent.round, sent.phase)
     return {name: tuple(sent.tensors[name].shape) for name in names}
 
 
 def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless names and shapes are those the phase releases: one clipping norm covers all tensors."""
+    """Raise RefusedError unless `result` has exactly the tensors that the phase releases, because one norm covers them all."""
     if result.scalars:
         raise RefusedError(f"{who}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
     expected = upload_shapes(strategy, sent)
@@ -67,14 +67,14 @@ def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload)
         raise RefusedError(f"{who}: tensor {wrong[0]!r} has shape {shapes}; nothing was sent")
 
 
-def source(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> Randomness:
-    """Return where a release's noise comes from: a secret stream, or the one that a seed of the policy repeats."""
+def noise_source(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> Randomness:
+    """Return the random stream for a release's noise: secret, or repeatable if the policy has a noise_seed."""
     seed = policy.noise_seed
     return Randomness.of(None if seed is None else seed_for(seed, site, result.round, result.phase))
 
 
 def sent_as_sums(config: JobConfig) -> bool:
-    """Return whether the server sees sums of sites only, so that sites send whole units of coordinates that all share."""
+    """Return whether the server sees only sums over sites. Then sites send integers, in coordinates that all sites share."""
     privacy, masked = config.privacy, config.secure_aggregation is not None
     return privacy is not None and (privacy.trust == "distributed" or (privacy.trust == "central" and masked))
 
@@ -86,46 +86,47 @@ def privatized(
     bits: Bits = secret_bytes,
     as_sums: bool = False,
 ) -> tuple[Tensors, mechanism.Outcome]:
-    """Return an update clipped, with noise by the plan. Raises RefusedError for one with another count than the plan's.
+    """Return an update with clipping and the plan's noise, and its Outcome.
 
-    `as_sums`: these are whole units of the grid (int64), of whitened coordinates where a tensor has a peer, and
-    `mechanism.restored` is what the server makes of their mean. Else they are an update, in the type in which it came.
+    `maps`: the whitening of tensors with a peer. `as_sums`: return whitened coordinates in whole units of the grid (int64); the
+    server maps their mean back with `mechanism.restored`. Otherwise return an update in the types of `update`. Raises
+    RefusedError if the update has more tensors than the plan counts.
     """
     plan.check_count(update)
     if plan.by_step:
-        return _step_with_share(plan, update, bits)
-    deviation = 0 if plan.config.trust == "central" else plan.share_deviation(_count(update))
+        return _add_share_to_step(plan, update, bits)
+    deviation = 0 if plan.config.trust == "central" else plan.share_deviation(_count_numbers(update))
     released, outcome = mechanism.privatize(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
     if as_sums:
         return released, outcome
     return {n: t.to(update[n].dtype) for n, t in mechanism.restored(maps, mechanism.in_reals(released)).items()}, outcome
 
 
-def _step_with_share(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, mechanism.Outcome]:
-    """Return a step's sum with a share of noise. It comes as integers: training has clipped and rounded every unit's part."""
+def _add_share_to_step(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, mechanism.Outcome]:
+    """Return a DP-SGD step's sum with a share of noise. `clean` is integer: training clipped and rounded each gradient."""
     if any(tensor.dtype is not torch.int64 for tensor in clean.values()):
         raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")
-    released = add_share(clean, plan.share_deviation(_count(clean)), bits)
+    released = add_share(clean, plan.share_deviation(_count_numbers(clean)), bits)
     told, sent = mechanism.in_reals(clean), mechanism.in_reals(released)
     return released, mechanism.outcome_of(told, told, sent, plan.site_noise)
 
 
-def _count(tensors: Tensors) -> int:
+def _count_numbers(tensors: Tensors) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
 def noised_sum(plan: Plan, sums: Tensors, bits: Bits = secret_bytes) -> Tensors:
-    """Return a sum of sites' clipped coordinates (int64, units) with the server's noise, which is all of it (trust central)."""
-    return add_share(sums, plan.share_deviation(_count(sums)), bits)
+    """Return the sum of the sites' clipped coordinates (int64, units) with the whole noise, for a server with trust central."""
+    return add_share(sums, plan.share_deviation(_count_numbers(sums)), bits)
 
 
 def geometries(
     strategy: Strategy, config: JobConfig, update: Tensors, public: Tensors, round: int, phase: int
 ) -> dict[str, mechanism.Geometry]:
-    """Return the whitening of every tensor that has a peer, from the `public` values. Raises RefusedError without them.
+    """Return the whitening maps of every tensor in `update` that has a peer, computed from the `public` values.
 
-    Where only a sum of sites' coordinates is seen, they are those of the symmetric root, which all sites share. Gradients of
-    DP-SGD are clipped as they are, so they have none.
+    If the server sees only sums, the maps use the symmetric root, which is the same at all sites. DP-SGD clips gradients
+    without whitening, so it has no maps. Raises RefusedError if a peer is missing, not finite or not public.
     """
     maps: dict[str, mechanism.Geometry] = {}
     if config.dpsgd is not None:
@@ -142,19 +143,19 @@ def geometries(
 
 
 # model sharing ---------------------------------------------------------------------------------------------------------
-# What a site shares in a cross-site job: scores of each model once, and its own model where its site.yaml allows that.
+# Cross-site jobs: a site scores each model once, and shares its own model if its site.yaml allows that.
 
 MODELS = 256
-"""The most models that one job scores at a site."""
+"""The largest number of models that one job scores at a site."""
 NUMBERS = frozenset({"scaling", "share"})
-"""Numbers that a model's forward pass needs besides its tensors."""
+"""Scalars that a model's forward pass needs in addition to its tensors."""
 FILE = "scored.json"
 
 
 def check_shares_model(name: str, config: JobConfig, shares: bool, protects: bool) -> None:
     """Raise RefusedError unless the job asks for this site's own model and the site shares it.
 
-    `shares`: share_personalized of its site.yaml; `protects`: it has a privacy policy, under which no model leaves.
+    `shares`: share_personalized in its site.yaml; `protects`: its site.yaml has a privacy policy, so no model may leave.
     """
     if config.cross_site is None or not config.cross_site.personalized:
         raise RefusedError(f"{name}: the job asks for no personalized model; nothing was sent", Reason.TASK)
@@ -166,9 +167,10 @@ def check_shares_model(name: str, config: JobConfig, shares: bool, protects: boo
 
 
 def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
-    """Note which model is scored at a place. Raises RefusedError for another one there.
+    """Record which model is scored in a round and phase. Raises RefusedError if a different model was scored there before.
 
-    `folder`: the submission's. Otherwise a server could learn of the data, score by score, with models made for it.
+    Otherwise a server could learn about the data from the scores of many models made for that purpose. `folder`: of this
+    submission.
     """
     key, found = "{}-{}".format(*place), f"{digest(sent.tensors)} {sorted(sent.scalars.items())}"
     path = folder / FILE
@@ -180,13 +182,13 @@ def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
 
 
 def is_adapter_tensor(name: str, names: Collection[str]) -> bool:
-    """Tell whether a tensor is an adapter's: one of its `names`, or a frozen part of one of its layers."""
+    """Tell whether `name` belongs to the adapter: it is one of `names`, or a frozen part of a layer in `names`."""
     layer = name.rpartition(".")[0]
     return name in names or (is_frozen_part(name) and any(one.rpartition(".")[0] == layer for one in names))
 
 
 def check_model(name: str, result: Payload, names: Collection[str]) -> None:
-    """Raise RefusedError unless `result` is an adapter and nothing else: known names, finite floats."""
+    """Raise RefusedError unless `result` is only an adapter: known tensor names, finite floats, the scalars in NUMBERS."""
     if extra := sorted(name for name in result.tensors if not is_adapter_tensor(name, names)):
         raise RefusedError(f"{name}: tensor {extra[0]!r} is none of the adapter's; nothing was sent")
     if bad := sorted(n for n, t in result.tensors.items() if not t.is_floating_point() or not torch.isfinite(t).all()):

@@ -1,7 +1,7 @@
-"""The stored releases of a site in a run: a replayed task gets the same bytes again.
+"""The stored releases of a site in a run, so that a replayed task gets the same bytes again.
 
-A release is stored before it is paid, in a file of its own ("pending"). When it is paid, it replaces the last paid one. Until
-then the site can still repeat the last paid one, so its answer does not show whether a newer release is pending.
+A release is first stored unpaid in its own file ("pending"). When it is paid, it replaces the last paid release. Until then the
+site can still replay the last paid release, so its answer does not reveal whether a newer release is pending.
 """
 
 import json
@@ -24,54 +24,54 @@ from consilium.privacy.guard.task_schedule import AuthorizedTask
 FILE = "released.safetensors"
 """The last paid release."""
 BEGUN = "begun.json"
-"""The newest round and phase in which training has begun, whatever its outcome."""
+"""The file with the newest round and phase in which training has begun, whatever the outcome."""
 NONE = (-1, -1)
-"""Before any training."""
+"""The round and phase before any training."""
 REMEDY_PAID = "to remove it gives up the answer of its round alone"
 REMEDY_PENDING = "to remove it lets its round be trained anew, until a newer one has begun"
-"""The other remedy where the last paid release, or a pending one, cannot be read."""
+"""The second remedy in the message if the last paid release, or a pending one, cannot be read."""
 PENDING = re.compile(r"unpaid-(\d+)-(\d+)\.safetensors")
 """The file name of a pending release, by round and phase."""
 
 
 class StoredRelease(NamedTuple):
-    """A release, and the row that is to pay for it, without its digest; None in a file of a former version."""
+    """A stored release. `terms`: the ledger row that pays for it, without its digest; None in a file of a former version."""
 
     payload: Payload
     terms: Entry | None
 
 
 def save_pending(folder: Path, released: Payload, terms: Entry) -> None:
-    """Write an unpaid release into the run's private folder. Raises RefusedError where it cannot."""
+    """Store an unpaid release in the run's private folder. Raises RefusedError if it cannot be written."""
     meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
-    path = _pending(folder, (released.round, released.phase))
+    path = _pending_path(folder, (released.round, released.phase))
     with room_for(path):
         save_state(path, released.tensors, meta | {"terms": asdict(terms)})
 
 
 def mark_paid(folder: Path, place: tuple[int, int]) -> None:
-    """Replace the last paid release with the pending one of this place; delete older pending ones."""
+    """Replace the last paid release by the pending one of this round and phase; delete older pending ones."""
     with room_for(folder / FILE):
-        if _pending(folder, place).is_file():
-            for path in folder.glob("unpaid-*"):  # first: an older one must not come later
+        if _pending_path(folder, place).is_file():
+            for path in folder.glob("unpaid-*"):  # before the replacement, so that no older one remains
                 if (found := PENDING.fullmatch(path.name)) and (int(found[1]), int(found[2])) < place:
                     path.unlink()
-            os.replace(_pending(folder, place), folder / FILE)
+            os.replace(_pending_path(folder, place), folder / FILE)
 
 
 def load(folder: Path, place: tuple[int, int], paid: bool) -> StoredRelease | None:
-    """Return the release of a round and phase, None where it is not stored; `paid`: the ledger has its row.
+    """Return the stored release of a round and phase, None if there is none. `paid`: the ledger has its row.
 
-    Raises RefusedError where a later release was paid, because only the last is stored, and where the file cannot be read.
+    Raises RefusedError if a later release was paid, because only the last is stored, and if the file cannot be read.
     """
-    if _pending(folder, place).is_file():
-        return _read(_pending(folder, place), REMEDY_PENDING)
+    if _pending_path(folder, place).is_file():
+        return _read_release(_pending_path(folder, place), REMEDY_PENDING)
     if not (folder / FILE).exists():
         return None
     try:
-        found = _read(folder / FILE, REMEDY_PAID)
+        found = _read_release(folder / FILE, REMEDY_PAID)
     except RefusedError:
-        if paid or _begun(folder) == NONE:  # a former version has no mark
+        if paid or _newest_started(folder) == NONE:  # a former version wrote no begun.json
             raise
         return None  # unpaid releases are served for the newest round only, so this file is of an earlier round
     if (last := (found.payload.round, found.payload.phase)) > place:
@@ -81,23 +81,23 @@ def load(folder: Path, place: tuple[int, int], paid: bool) -> StoredRelease | No
 
 
 def mark_started(folder: Path, place: tuple[int, int]) -> None:
-    """Note that training begins at a place. Raises RefusedError where it cannot."""
-    if _begun(folder) < place:
+    """Record that training begins in a round and phase. Raises RefusedError if that cannot be written."""
+    if _newest_started(folder) < place:
         with room_for(folder / BEGUN):
             write_atomic(folder / BEGUN, json.dumps(dict(zip(("round", "phase"), place, strict=True))).encode())
 
 
 def reject_stale(folder: Path, place: tuple[int, int]) -> None:
-    """Raise RefusedError where training has begun at a newer place: there unpaid answers of older ones are no longer given.
+    """Raise RefusedError if training has begun in a newer round or phase. Then unpaid answers of older ones no longer leave.
 
-    Otherwise an answer for an older place would depend on how training went at the newer one.
+    Otherwise an older answer would depend on the outcome of the newer training.
     """
-    if (newest := _begun(folder)) > place:
+    if (newest := _newest_started(folder)) > place:
         what = "round {} phase {} is stale, the site has begun round {} phase {}".format(*place, *newest)
         raise RefusedError(f"{folder}: {what}; nothing was sent", Reason.TASK)
 
 
-def _begun(folder: Path) -> tuple[int, int]:
+def _newest_started(folder: Path) -> tuple[int, int]:
     remedy = "restore it, or remove it where no run goes on"
     found = noted(folder / BEGUN, remedy) or dict(zip(("round", "phase"), NONE, strict=True))
     place = found.get("round"), found.get("phase")
@@ -106,7 +106,7 @@ def _begun(folder: Path) -> tuple[int, int]:
     return place[0], place[1]
 
 
-def _read(path: Path, otherwise: str) -> StoredRelease:
+def _read_release(path: Path, otherwise: str) -> StoredRelease:
     try:
         tensors, meta = load_state(path)
         payload, terms = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"]), meta.get("terms")
@@ -118,21 +118,21 @@ def _read(path: Path, otherwise: str) -> StoredRelease:
         raise unreadable(path, f"restore it, or use the version of consilium that wrote it; {otherwise}") from None
 
 
-def _pending(folder: Path, place: tuple[int, int]) -> Path:
+def _pending_path(folder: Path, place: tuple[int, int]) -> Path:
     return folder / "unpaid-{}-{}.safetensors".format(*place)
 
 
 # replay ----------------------------------------------------------------------------------------------------------------
-# Replay: each round and phase of a private job has one answer, the first, whether a release or a refusal.
+# Replay: each round and phase of a private job has one answer, the first one: a release or a refusal.
 #
-# A server may ask again with other values, and FLARE may leave two processes of one site. If the site answered each of them
-# anew, the server would learn each time whether training went well, which the data decide. Only the first answer is paid, so
-# only the first may leave.
+# A server may ask again with other values, and FLARE may leave two processes of one site running. If each request got a new
+# answer, the server would learn each time whether training succeeded, which depends on the data. Only the first answer is paid,
+# so only the first may leave.
 
 
 @dataclass
 class ReplayPolicy:
-    """The answers of one private job at one site. `folder` has a folder for each run; `records`: of all the site's runs."""
+    """Decides the answers of one private job at one site. `folder` has one folder per run; `records` is for all runs."""
 
     charges: Charges
     trail: AuditTrail
@@ -140,43 +140,43 @@ class ReplayPolicy:
     records: Path
 
     def admit(self, task: AuthorizedTask, ready: Callable[[], object]) -> AuthorizedTask:
-        """Return a training task that may begin, charged, and marked where its answer is stored.
+        """Return a training task that may begin. It is charged, and `answered` is set if its answer is already stored.
 
-        `ready`: makes the site ready to train. It is called before anything is charged, and what it raises ends the task.
-        Raises RefusedError.
+        `ready`: prepares the site for training. It is called before anything is charged, and any error that it raises ends the
+        task. Raises RefusedError for a stored refusal, a stale round, or a budget that does not allow the task.
         """
         folder = self.folder / task.run
         task_schedule.bind_run_folder(self.charges.site, self.records, self.folder, task.run)
         task = replace(task, ledger_run=self.charges.ledger_run(task.run, task.place))
         with room_for(folder), locked(folder):
             answered = self.stored_answer(task) is not None
-        if not answered:  # outside the lock: reading data and weights may take longer than others wait for the lock
+        if not answered:  # without the lock: reading data and weights may exceed another process's timeout for it
             ready()
         with room_for(folder), locked(folder):
             stored, row = self.stored_answer(task), self.charges.row(task.ledger_run, task.place)
             self.charges.check([row])
-            mark_started(folder, task.place)  # first: without room for the mark nothing is charged
+            mark_started(folder, task.place)  # before the charge: if this file cannot be written, nothing is charged
             self.charges.begin(row)
-            if stored is not None:  # paid now, as a refusal is: a job that comes between finds the same budget
+            if stored is not None:  # paid now, as a refusal is, so that a concurrent job sees the same budget in both cases
                 self.pay(task, stored)
         return replace(task, answered=stored is not None)
 
     def rows(self, run: str, places: Iterable[tuple[int, int]]) -> list[Entry]:
-        """Return the row of each place's answer, without those that a former version has paid."""
+        """Return the ledger row for the answer of each round and phase, except answers that a former version has paid."""
         known = [row for row in self.charges.ledger.entries(self.charges.dataset) if row.run.startswith(run)]
         names = {}
         for place in places:
             names[place] = audit_trail.ledger_run_id(known, run, place)
-            with suppress(RefusedError):  # an unreadable refusal counts as unpaid here; its own round raises it
+            with suppress(RefusedError):  # an unreadable refusal counts as unpaid here; its own round raises the error
                 if (refusal := audit_trail.load_refusal(self.folder / run, place)) is not None:
                     names[place] = refusal.row
         return [self.charges.row(name, place) for place, name in names.items() if name]
 
     def stored_answer(self, task: AuthorizedTask) -> Payload | None:
-        """Return the release that answers this place, None where it has no answer.
+        """Return the stored release of the task's round and phase, None if it has no answer yet.
 
-        Raises RefusedError with the reason where the answer is a refusal; where the answer's bytes are lost or were made on
-        other terms; and behind a newer place, unless the answer was paid.
+        Raises RefusedError if the answer is a refusal (with its reason), if the answer's bytes are lost or were made on other
+        terms, and if training has begun in a newer round or phase and the answer was not paid.
         """
         charges, folder, place = self.charges, self.folder / task.run, "round {} phase {}".format(*task.place)
         refusal = audit_trail.load_refusal(folder, task.place)
@@ -200,21 +200,21 @@ class ReplayPolicy:
         return stored.payload
 
     def once(self, task: AuthorizedTask, make: Callable[[], Payload]) -> Payload:
-        """Return the one release of this place: the stored one, or what `make` returns, stored and not yet paid."""
+        """Return the one release of the task's round and phase: the stored one, or the result of `make`, stored unpaid."""
         if (released := self.stored_answer(task)) is None:
             released = make()
             save_pending(self.folder / task.run, released, self.charges.row(task.ledger_run, task.place))
         return released
 
     def pay(self, task: AuthorizedTask, released: Payload) -> None:
-        """Pay for a stored release, once; from then on it counts as released."""
+        """Pay for a stored release, once. From then on it counts as released."""
         self.charges.pay(self.charges.row(task.ledger_run, task.place), digest(released.tensors))
         mark_paid(self.folder / task.run, task.place)
 
     def refuse(self, task: AuthorizedTask, reason: Reason) -> Reason | Payload:
-        """Return the answer of a place where training has failed: the stored release, or the refusal, stored and paid.
+        """Return the answer of a round and phase in which training failed: the stored release, or the refusal, stored and paid.
 
-        Any other error becomes a refusal with its own reason, as it would after successful training.
+        An error while doing so becomes a refusal with that error's reason, as it would after successful training.
         """
         try:
             if (stored := self.stored_answer(task)) is None:
@@ -229,7 +229,7 @@ class ReplayPolicy:
         return stored
 
     def _pay_refusal(self, task: AuthorizedTask, refusal: audit_trail.StoredRefusal) -> None:
-        """Pay for a stored refusal and note its cost, each once. A former version paid first: its refusal has no row."""
+        """Pay for a stored refusal and record its cost, each once. Refusals of a former version are paid and have no row."""
         if refusal.row:
             row = self.charges.row(refusal.row, task.place)
             self.charges.check_terms(refusal.terms, row)

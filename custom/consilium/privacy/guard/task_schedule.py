@@ -1,4 +1,4 @@
-"""Which tasks a job has, of what kind, in which round and phase; and the site's name for the run that they belong to."""
+"""The tasks that a job may have, by kind, round and phase; and the site's own name for the run of a task."""
 
 import os
 import re
@@ -13,15 +13,15 @@ from consilium.privacy.guard.release_checks import MODELS
 from consilium.strategies.strategy import Strategy
 
 # task ------------------------------------------------------------------------------------------------------------------
-# A task as a guard has authorized it.
+# A task that the guard has authorized.
 
 
 @dataclass(frozen=True, eq=False)
 class AuthorizedTask:
-    """One task as the guard has authorized it: a site runs nothing else. `run` is the site's folder for it.
+    """A task that the guard has authorized; the client runs no other. `run`: the site's own name for its run.
 
-    `answered`: the guard stores its answer, so nothing needs to be trained. `ledger_run`: the run's name in the ledger for this
-    attempt, "" where nothing is charged.
+    `answered`: the guard already stores the answer, so nothing needs to be trained. `ledger_run`: the run's name in the ledger
+    for this attempt, "" if nothing is charged.
     """
 
     kind: Kind
@@ -32,22 +32,23 @@ class AuthorizedTask:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Round and phase."""
+        """The task's round and phase."""
         return self.payload.round, self.payload.phase
 
 
 # task schedule ---------------------------------------------------------------------------------------------------------
 
 NO_ROUND = (-1, -1)
-"""The place of a task that belongs to no round."""
+"""The round and phase of a task that belongs to no round."""
 RUN_FOLDERS = "homes.json"
-"""Beside the records of all runs: the folder with the state and the answers of each private run."""
+"""The file beside the records of all runs that names, per private run, the folder with its state and answers."""
 
 
 def site_run_id(name: str, run: str, digest: str, job_id: str) -> str:
-    """Return the site's folder for a run of the job with this `digest`: the server's name for it is not enough.
+    """Return the site's own name for a run, which is also its folder's name.
 
-    Raises RefusedError for an invalid name.
+    It is the server's name `run` (or FLARE's `job_id` if that is empty) plus the start of the job's `digest`, because another
+    job could use the same name. Raises RefusedError for an invalid name.
     """
     if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", run) or not (run or job_id):
         raise RefusedError(f"{name}: {run[:80]!r} is not a name of a run; nothing was sent", Reason.TASK)
@@ -55,10 +56,10 @@ def site_run_id(name: str, run: str, digest: str, job_id: str) -> str:
 
 
 def bind_run_folder(name: str, records: Path, folder: Path, run: str) -> None:
-    """Note in which `folder` a private run has its files. Raises RefusedError for another folder than before.
+    """Record in which `folder` a private run has its files. Raises RefusedError if it was a different folder before.
 
-    The ledger knows a run by the server's name for it, while each submission may have a folder of its own. In another folder
-    the site would have neither state nor answers of the run, and would train again on whatever the server sends.
+    The ledger identifies a run by its name, but each submission may have its own folder. In another folder the site would have
+    neither the state nor the answers of the run, and would train again on any values that the server sends.
     """
     home, remedy = os.path.relpath(folder, records), "restore it, or remove it where no run goes on"
     with room_for(records / RUN_FOLDERS), locked(records):
@@ -94,6 +95,6 @@ def check_place(name: str, config: JobConfig, strategy: Strategy, task: Authoriz
 
 
 def is_final_round(config: JobConfig, round: int) -> bool:
-    """Tell whether the final evaluation may come after so many rounds: all of them, or fewer where scores end the job."""
+    """Tell whether the final evaluation may come in `round`: after all rounds, or earlier with early stopping."""
     rounds = config.training.rounds
     return round == rounds or (config.training.validation.patience > 0 and 0 < round <= rounds)

@@ -1,1 +1,1 @@
-"""A site's privacy ledger: entries, audit, recovery."""
+"""A site's privacy ledger, and the record of everything that left the site."""

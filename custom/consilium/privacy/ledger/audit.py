@@ -1,9 +1,9 @@
-"""The record of what left a site: the guard writes each message's line before the message leaves, and the hospital reads it.
+"""The record of everything that left a site. The guard writes one line per message before the message leaves.
 
-One JSON line per message in audit.jsonl of the run's private folder: tensors by name with shape, type, bytes and norm (as sent,
-after clipping and noise), scalars, scores, what it cost in privacy. Every line holds the SHA-256 of the line before it, so a
-line changed, added or removed later shows. The hash of the last line is the seal of all: kept elsewhere, it shows whether the
-file is whole. A message sent again has one line.
+The file is audit.jsonl in the run's private folder. Each line is a JSON object: tensors by name with shape, type, bytes and
+norm (as sent, after clipping and noise), scalars, scores, and the privacy cost. Every line holds the SHA-256 of the line before
+it, so a line that is changed, added or removed later is detected. The hash of the last line is the seal of the whole file. A
+copy of the seal kept elsewhere shows whether lines were cut off at the end. A message that is sent again has one line.
 """
 
 import errno
@@ -26,22 +26,22 @@ Line = dict[str, Any]
 
 
 class AuditLog:
-    """One audit.jsonl, to which any number of processes may append. It is read once, and again when another has written."""
+    """An audit.jsonl file to which any number of processes may append. Each write first reads the lines of other processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._size, self._seal, self._known = 0, "", set[str]()
 
     def add(self, entry: Mapping[str, Any], again: bool = False) -> None:
-        """Append one message, unless it has its line already (`again`: even then).
+        """Append the line of one message, unless the file has it already. `again`: append it in any case.
 
-        Raises RefusedError where that cannot be: then nothing may leave.
+        Raises RefusedError if it cannot be written; the message must then not leave.
         """
         try:
             private_folder(self.path.parent)
             with file_lock(self.path.with_suffix(".lock")), open_private(self.path.resolve(), "a+") as file:
-                self._catch_up(file)
-                if again or _content(entry) not in self._known:
+                self._read_new_lines(file)
+                if again or _content_hash(entry) not in self._known:
                     self._append(file, json.dumps({"time": time.time(), **entry, "previous": self._seal}))
         except (OSError, ValueError) as error:
             why = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "a line is damaged"
@@ -49,47 +49,48 @@ class AuditLog:
             raise RefusedError(what, Reason.LEDGER) from None
 
     def _append(self, file: TextIO, line: str) -> None:
-        content = _content(_line(line))
+        content = _content_hash(_parse_line(line))
         data, size = f"{line}\n".encode(), os.fstat(file.fileno()).st_size
         try:
             if os.write(file.fileno(), data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
         except OSError:
-            os.ftruncate(file.fileno(), size)  # half a line would be damage: with room again the record goes on
+            os.ftruncate(file.fileno(), size)  # half a line would damage the file and block later writes
             raise
-        self._known.add(content)  # not before it is on disk: what is known leaves without a line of its own
+        self._known.add(content)  # only once it is on disk: a known message leaves without a new line
         self._seal, self._size = _seal([line]), os.fstat(file.fileno()).st_size
 
-    def _catch_up(self, file: TextIO) -> None:
-        """Read the lines written since the last time; all of them where the file has become shorter."""
+    def _read_new_lines(self, file: TextIO) -> None:
+        """Read the lines written since the last read, or all lines if the file has become shorter."""
         if os.fstat(file.fileno()).st_size < self._size:
             self._size, self._seal, self._known = 0, "", set()
         file.seek(self._size)
         text = file.read()
-        if text and not text.endswith("\n"):  # the next line would stand in it
+        if text and not text.endswith("\n"):  # the next line would be appended to it
             raise ValueError("half a line")
         for line in text.splitlines():
-            self._known.add(_content(_line(line)))
+            self._known.add(_content_hash(_parse_line(line)))
             self._seal = _seal([line])
         self._size = file.tell()
 
 
 def is_void(private: Mapping[str, Any]) -> bool:
-    """Return whether the privacy of a line is void, as such a row of the ledger is."""
+    """Return whether a line's privacy promises nothing, by the rule of `Entry.is_void` for rows of the ledger."""
     return private["unit"] != "site" and private["trust"] != "distributed" and not private.get("mechanism")
 
 
 def verified(path: Path) -> Line:
-    """Return the record of one run as it stands, its seal, and the first line that is not as written, None where all are.
+    """Return the record of one run: its file, seal, messages and `broken_line`.
 
-    Takes time by the length of the record only: nothing that is spent in it is counted, see `read`.
+    `broken_line` is the number of the first line that breaks the chain, None for an intact file. The time is linear in the
+    file's length, because no epsilon is computed; see `read`.
     """
     texts = path.read_text(encoding="utf-8").splitlines()
     broken, before, lines = None, "", []
     for number, text in enumerate(texts, start=1):
         try:
-            lines.append(_line(text))
+            lines.append(_parse_line(text))
         except ValueError:
             lines.append({})
         if broken is None and lines[-1].get("previous") != before:
@@ -99,7 +100,7 @@ def verified(path: Path) -> Line:
 
 
 def lines(path: Path) -> list[Line]:
-    """Return the lines of a record. Raises RefusedError for a damaged one: it may be the one that knows."""
+    """Return the lines of a record. Raises RefusedError for a damaged line: it may be the one that names a lost seal."""
     try:
         found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
@@ -112,13 +113,13 @@ def lines(path: Path) -> list[Line]:
 
 
 def read(path: Path) -> Line:
-    """Return what `verified` does, with epsilon after each message that cost any."""
+    """Return the result of `verified`, with the epsilon spent so far added to each message that costs privacy."""
     found, spent = verified(path), dict[tuple[int, int, int], GaussianEvent]()
     total, words = Counter[GaussianEvent](), Counter[tuple[int, int]]()
     for line in found["messages"]:
         if private := line.get("privacy"):
             round, phase = line["round"], line["phase"]
-            words[round, phase] += line.get("kind") == "refusal"  # each was another try
+            words[round, phase] += line.get("kind") == "refusal"  # each refusal was another attempt
             number = -words[round, phase] if line.get("kind") == "refusal" else 0
             place, spend = (round, phase, number), GaussianEvent(**private["spend"])
             if (old := spent.get(place)) is not None:
@@ -129,28 +130,28 @@ def read(path: Path) -> Line:
     return found
 
 
-def _line(text: str) -> Line:
-    """Return a line of the record. Raises ValueError for an invalid line, or one with an invalid cost."""
+def _parse_line(text: str) -> Line:
+    """Parse a line of the record. Raises ValueError for an invalid line, or one with an invalid privacy cost."""
     try:
         found = json.loads(text)
         if private := found.get("privacy"):
             check_delta(private["delta"])
-            if not all(type(found[name]) is int for name in ("round", "phase")) or not _counts(**private["spend"]):
+            if not all(type(found[name]) is int for name in ("round", "phase")) or not _is_valid_event(**private["spend"]):
                 raise ValueError("no cost")
     except (AttributeError, TypeError, KeyError, RecursionError, ConfigError):
         raise ValueError("no line of the record") from None
     return dict(found)
 
 
-def _counts(noise_multiplier: object, sample_rate: object = 1.0, count: object = 1, slack: object = 0.0) -> bool:
-    """Tell whether these are an event's numbers, in whose place anybody may have written others."""
+def _is_valid_event(noise_multiplier: object, sample_rate: object = 1.0, count: object = 1, slack: object = 0.0) -> bool:
+    """Tell whether the numbers are valid for a GaussianEvent. The file may have been edited, so they can be anything."""
     numbers = [one for one in (noise_multiplier, sample_rate, slack) if isinstance(one, int | float)]
     sizes = len(numbers) == 3 and all(one == 0 or 1e-100 <= one <= 1e100 for one in numbers) and numbers[1] <= 1
     return sizes and type(count) is int and 0 <= count < 2**53
 
 
-def _content(line: Mapping[str, Any]) -> str:
-    """Return the hash of a line's content, without its time, its place in the chain, the ledger's state and FLARE's job."""
+def _content_hash(line: Mapping[str, Any]) -> str:
+    """Return the hash of a line's content, without its time, the previous hash, the ledger's seal and FLARE's job id."""
     said = {key: value for key, value in line.items() if key not in ("time", "previous", "ledger", "flare_job")}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 

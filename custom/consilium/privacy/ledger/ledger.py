@@ -1,14 +1,14 @@
-"""A site's privacy ledger: SQLite, append-only, one file for all jobs, so that a budget outlives every job.
+"""A site's privacy ledger: one append-only SQLite file for all jobs, so that a budget outlasts every job.
 
-A row is one release (or one block of equal releases). A budget is checked and the row written in one exclusive transaction, so
-concurrent jobs cannot spend the same budget twice. A row's key is (data set, unit, run, round, phase), `run` being the site's
-own name for a job (see guard.py): writing it again spends nothing, writing it on other terms is refused.
+A row is one release, or one block of equal releases. The budget check and the write of the row are one exclusive transaction,
+so concurrent jobs cannot spend the same budget twice. A row's key is (data set, unit, run, round, phase). `run` is the site's
+own name for a job (see task_schedule.py). Writing a known key again spends nothing; writing it on other terms is refused.
 
-Every row names the mechanism of its noise; rows of versions that named none keep their seals and an empty name. Every row
-holds a seal, the SHA-256 of the seal before it and its own content. An edited row breaks the chain; a row cut off,
-or a file that is gone, shows because the record of what left (audit.py) and the server's results hold the last seal.
+Every row names the mechanism of its noise. Rows of versions that named none keep their seals and an empty name. Every row holds
+a seal: the SHA-256 of the previous seal and its own content. An edited row breaks the chain of seals. Missing rows at the end,
+or a missing file, are detected because the record of what left (audit.py) and the server's results hold the last seal.
 
-What the rows cost one record or one whole site stands in composition.py.
+composition.py computes the cost of the rows for one record, one patient and the whole site.
 """
 
 import getpass
@@ -36,20 +36,20 @@ Sealed = tuple[float, Entry, str]
 
 COLUMNS = [field.name for field in fields(Entry)]
 LATER = "mechanism"
-"""The column that ledgers of versions up to 0.2.0 lack. It is empty in their rows, whose seals are made without it."""
+"""The column that ledgers of versions up to 0.2.0 lack. It is empty in their rows, and their seals do not include it."""
 _CREATE = f"""CREATE TABLE IF NOT EXISTS releases (time REAL NOT NULL, {", ".join(f'"{c}" NOT NULL' for c in COLUMNS)},
 seal NOT NULL)"""
 _STEP, _STEPS = 10_000, 10**7
-"""Steps of SQLite's machine between two looks at their number, and steps allowed beyond 4 for each byte of the file."""
+"""SQLite's virtual machine may take _STEPS steps plus 4 per byte of the file. The limit is checked every _STEP steps."""
 _LONGEST = 2**20
-"""Bytes of a row, or of a definition in the file."""
+"""The largest size in bytes of a row, or of a table definition in the file."""
 _INSERT = f"INSERT INTO releases (time, {', '.join(COLUMNS)}, seal) VALUES (?{', ?' * (len(COLUMNS) + 1)})"
 
 
 class Ledger:
-    """The ledger in one file, made when first written. Any number of processes may use it at once.
+    """The privacy ledger in one file, created at the first write. Any number of processes may use it at once.
 
-    Everything that reads it raises RefusedError if it cannot be read or its chain of seals is broken.
+    Every method that reads it raises RefusedError if it cannot be read or its chain of seals is broken.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,67 +57,67 @@ class Ledger:
         self._last = ""
 
     def entries(self, dataset: str | None = None) -> list[Entry]:
-        """Return all rows, oldest first, of one data set where given."""
+        """Return the rows of one data set, or all rows for None, oldest first."""
         return [entry for _, entry in self.rows() if dataset in (None, entry.dataset)]
 
     def rows(self) -> list[tuple[float, Entry]]:
         """Return every row with its time in seconds since 1970, oldest first."""
-        return [(when, entry) for when, entry, _ in self._sealed()]
+        return [(when, entry) for when, entry, _ in self._sealed_rows()]
 
     def seals(self) -> list[str]:
         """Return the seals of all rows, oldest first."""
-        return [seal for *_, seal in self._sealed()]
+        return [seal for *_, seal in self._sealed_rows()]
 
     def seal(self) -> str:
-        """Return the last row's seal, which stands for the whole ledger; "" for an empty one."""
+        """Return the last row's seal, which stands for the whole ledger; "" for an empty ledger."""
         return next(reversed(self.seals()), "")
 
     def released(self, entry: Entry) -> bool:
-        """Tell whether this release has been made: then only its kept bytes may be sent again."""
+        """Tell whether this release was made. If so, only its stored bytes may be sent again."""
         keys = (entry.key, replace(entry, count=0).key)
         return any(row.key in keys and row.digest for row in self.entries(entry.dataset))
 
     def check(self, planned: list[Entry], budgets: Budgets) -> None:
-        """Raise RefusedError, with the numbers, where `planned` exceeds a budget; known rows count once.
+        """Raise RefusedError if the `planned` rows would exceed a budget, or if one is in the ledger on other terms.
 
-        Also for a known row on other terms. Writes nothing.
+        Planned rows that the ledger already has are not counted again. Writes nothing.
         """
         if planned:
-            _check(self.entries(planned[0].dataset), planned, budgets)
+            _check_planned(self.entries(planned[0].dataset), planned, budgets)
 
     def spend(self, entry: Entry, budgets: Budgets) -> bool:
-        """Write one release, before it leaves the site; once, however often it is asked. Return whether it is new.
+        """Write the row of one release before it leaves the site; do nothing if it is known. Return whether it is new.
 
-        Raises RefusedError as `check`.
+        Raises RefusedError as `check` does.
         """
         with self._writing() as db:
-            sealed = self._whole(_select(db, self.path))
+            sealed = self._check_last_row(_read_rows(db, self.path))
             rows = [row for _, row, _ in sealed if row.dataset == entry.dataset]
-            if new := _check(rows, [entry], budgets):
+            if new := _check_planned(rows, [entry], budgets):
                 self._last = _insert(db, entry, self._last, time.time())
         return new
 
     def reseal(self) -> int:
-        """Give every row a new seal, so that the file counts as it stands; return how many seals have changed.
+        """Recompute the seals of all rows, so that the ledger is valid with its present rows. Return how many seals changed.
 
-        For an administrator who has looked at a broken chain; see `accept`, which records it.
+        Only for an administrator who has examined a broken chain: `accept` calls this and puts it on record.
         """
         with self._writing() as db:
-            sealed = _select(db, self.path, whole=False)
+            sealed = _read_rows(db, self.path, whole=False)
             db.execute("DELETE FROM releases")
             before = ""
             for when, entry, _ in sealed:
                 before = _insert(db, entry, before, when)
-            return sum(old != new for (*_, old), (*_, new) in zip(sealed, _select(db, self.path), strict=True))
+            return sum(old != new for (*_, old), (*_, new) in zip(sealed, _read_rows(db, self.path), strict=True))
 
-    def _sealed(self) -> list[Sealed]:
+    def _sealed_rows(self) -> list[Sealed]:
         if not self.path.is_file():
-            return self._whole([])
+            return self._check_last_row([])
         with self._connect() as db:
-            return self._whole(_select(db, self.path))
+            return self._check_last_row(_read_rows(db, self.path))
 
-    def _whole(self, sealed: list[Sealed]) -> list[Sealed]:
-        """Return the rows, if the last one that this process saw is among them: a file put back in between lacks it."""
+    def _check_last_row(self, sealed: list[Sealed]) -> list[Sealed]:
+        """Return `sealed`. Raises RefusedError if it lacks the last row that this process saw: the file was replaced."""
         if self._last and self._last not in {seal for *_, seal in sealed}:
             what = f"{self.path}: the privacy ledger lacks rows that it had a moment ago; nothing was sent; restore it"
             raise RefusedError(what, Reason.LEDGER)
@@ -126,7 +126,7 @@ class Ledger:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Open the file, made if need be, so that no other process reads or writes until the block ends."""
+        """Open the file, created if needed, for one transaction: no other process writes until the block ends."""
         private_folder(self.path.parent)
         open_private(self.path.resolve(), "a").close()
         with self._connect() as db:
@@ -139,12 +139,12 @@ class Ledger:
 
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
-        """Open the file; anything wrong with it is a refusal: without a ledger nothing leaves."""
+        """Open the file. Raises RefusedError for any error of SQLite, because nothing may leave without a ledger."""
         try:
             if not self.path.exists():
                 open_private(self.path.resolve(), "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
-                _check_plain(db, self.path)  # first: any other statement reads the definitions in the file
+                _check_plain(db, self.path)  # before any statement that reads the definitions in the file
                 db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
                 yield db
         except sqlite3.Error as error:
@@ -153,14 +153,15 @@ class Ledger:
 
 
 def _check_plain(db: sqlite3.Connection, path: Path) -> None:
-    """Raise RefusedError unless the file holds a ledger's one plain table, or nothing yet; bound what reading it may take.
+    """Raise RefusedError unless the file is empty or holds the ledger's one plain table; limit the time and memory of reading.
 
-    The file may be a stranger's, as in an archive of evidence. Reading a view or a computed column runs what its author wrote.
+    The file may come from a stranger, for example in an archive of evidence. A view or a computed column would run its author's
+    expressions when it is read.
     """
     for limit in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):
         db.setlimit(limit, _LONGEST)
     left = iter(range((_STEPS + 4 * path.stat().st_size) // _STEP))
-    db.set_progress_handler(lambda: next(left, None) is None, _STEP)  # pages of a damaged file may lead to each other
+    db.set_progress_handler(lambda: next(left, None) is None, _STEP)  # pages of a damaged file may form a cycle
     db.execute("PRAGMA trusted_schema = OFF")
     found = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_master LIMIT 2")]
     columns = db.execute("PRAGMA table_xinfo(releases)").fetchall()
@@ -170,17 +171,17 @@ def _check_plain(db: sqlite3.Connection, path: Path) -> None:
         raise RefusedError(f"{path}: the privacy ledger cannot be used ({why}); nothing was sent; restore it", Reason.LEDGER)
 
 
-def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Sealed]:
-    """Return time, row and seal of all rows. Raises RefusedError unless the chain is `whole`, where that is wanted."""
+def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Sealed]:
+    """Return time, row and seal of all rows. `whole`: raise RefusedError if the chain of seals is broken."""
     found, before = [], ""
     if not path.stat().st_size:
-        return []  # the file is made before its table: seals in the records tell where there were rows
+        return []  # the file is created before its table; seals in the records reveal lost rows
     known = _columns(db)
     columns = [name for name in COLUMNS if name != LATER or LATER in known]
-    for number, (when, *values, seal) in enumerate(_rows(db, columns), start=1):
+    for number, (when, *values, seal) in enumerate(_query_rows(db, columns), start=1):
         row = dict(zip(columns, values, strict=True))
-        entry = _entry(row, number, path)
-        before = _seal(before, when, entry)
+        entry = _row_to_entry(row, number, path)
+        before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
                 f"{path}: row {number} of the privacy ledger was altered; nothing was sent; restore the file from a backup, or "
@@ -195,12 +196,12 @@ def _columns(db: sqlite3.Connection) -> set[str]:
     return {name for _, name, *_ in db.execute("PRAGMA table_info(releases)")}
 
 
-def _rows(db: sqlite3.Connection, columns: list[str]) -> sqlite3.Cursor:
+def _query_rows(db: sqlite3.Connection, columns: list[str]) -> sqlite3.Cursor:
     return db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
 
 
-def _entry(row: dict[str, Any], number: int, path: Path) -> Entry:
-    """Return a row as an entry. Raises RefusedError for values of another kind, which nothing could be counted with."""
+def _row_to_entry(row: dict[str, Any], number: int, path: Path) -> Entry:
+    """Return a row as an Entry. Raises RefusedError for values of the wrong type or an unknown unit."""
     numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
     named = ("run", "job", "dataset", "unit", LATER)
     texts = [value for name, value in row.items() if name in named and value is not None]
@@ -214,20 +215,20 @@ def _entry(row: dict[str, Any], number: int, path: Path) -> Entry:
 
 def _insert(db: sqlite3.Connection, entry: Entry, before: str, when: float) -> str:
     """Append a row and return its seal."""
-    seal = _seal(before, when, entry)
+    seal = _row_seal(before, when, entry)
     db.execute(_INSERT, (when, *asdict(entry).values(), seal))
     return seal
 
 
-def _seal(before: str, when: float, entry: Entry) -> str:
+def _row_seal(before: str, when: float, entry: Entry) -> str:
     values = asdict(entry)
     if not entry.mechanism:
-        del values[LATER]  # as former versions, which had none, have sealed their rows
+        del values[LATER]  # former versions sealed their rows without it
     return hashlib.sha256(json.dumps([before, when, values]).encode()).hexdigest()
 
 
-def _check(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
-    """Return whether any of `planned` is new. Raises RefusedError for known ones on other terms, and over a budget."""
+def _check_planned(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
+    """Return whether any `planned` row is new. Raises RefusedError for a known row on other terms, and over a budget."""
     known = {row.key: row for row in rows}
     for entry in planned:
         row = known.get(entry.key, entry)
@@ -262,9 +263,9 @@ def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: l
 
 
 def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[str, Any]]:
-    """Return, per data set, what all jobs together have cost one record and one site, with rows and jobs.
+    """Return, per data set, the number of releases, the jobs, and the epsilon that they cost each unit at `deltas`.
 
-    A unit's epsilon is infinite where a job of a finer unit ran (see `cost`). `void`: how many rows promise nothing.
+    A unit's epsilon is infinite if a job with a finer unit ran (see `cost`). `void`: the number of rows that promise nothing.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in ledger.entries():
@@ -287,19 +288,20 @@ def _summary(dataset: str, rows: list[Entry], deltas: tuple[float, ...]) -> dict
 
 
 # ledger recovery -------------------------------------------------------------------------------------------------------
-# Recovery of a lost or altered ledger, of privacy or of sums. It stops all jobs until the administrator accepts it on record.
+# Recovery of a lost or altered privacy ledger or ledger of sums. Such a ledger stops all jobs until the administrator accepts
+# it, which is put on record.
 #
-# The records of what left (audit.jsonl) hold the ledger's last seal at every message. A seal that the ledger does not know
-# means that rows are gone. A site cannot detect that ledger and records were restored together from an older state. The server
-# keeps the last seal of each site and sends it with the next hello. A server that sends a wrong one keeps the site out, which
-# it can in any case.
+# Every message in the records of what left (audit.jsonl) holds the ledger's last seal. A seal that the ledger does not have
+# means that rows are lost. A site cannot detect that ledger and records were restored together from an older state. So the
+# server stores the last seal of each site and sends it with the next hello. A server that sends a wrong seal excludes the site,
+# which a server can do in any case.
 
 ACCEPTANCE = "acceptance"
 
 
 def check(records: Path, ledger: Ledger) -> None:
-    """Raise RefusedError if a record under `records` names a seal that the ledger lacks and that is not accepted as lost."""
-    for path, seal in _lost(records, ledger):
+    """Raise RefusedError if a record under `records` names a seal that the ledger lacks, unless its loss was accepted."""
+    for path, seal in _lost_seals(records, ledger):
         what = "is gone" if not ledger.path.is_file() else "lacks rows"
         raise RefusedError(
             f"{ledger.path}: the privacy ledger {what}: {path} names the seal {seal[:16]}; nothing was sent; restore the file "
@@ -309,7 +311,7 @@ def check(records: Path, ledger: Ledger) -> None:
 
 
 def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
-    """Raise RefusedError if the ledger lacks the `seal` that the server has received, unless it is accepted as lost."""
+    """Raise RefusedError if the ledger lacks the `seal` that the server has received, unless its loss was accepted."""
     if seal and seal not in {*ledger.seals(), *accepted(records)}:
         raise RefusedError(
             f"{ledger.path}: the privacy ledger lacks rows: the server has received its seal {seal}; ledger and records are "
@@ -320,7 +322,10 @@ def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
 
 
 def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
-    """Raise RefusedError where the ledger knows data by their list's path, `listed`: under a name they would begin anew."""
+    """Raise RefusedError if the ledger has rows under the path of the data list, `listed`, and not under its name `dataset`.
+
+    Under the name the account would start again from zero. `who`: the site, for the message.
+    """
     if listed and listed != dataset and ledger.entries(listed):
         what = f"the ledger has rows of this list under its path, not as {dataset!r}"
         remedy = f"give the data set `patients: {listed}` in site.yaml"
@@ -328,17 +333,17 @@ def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
 
 
 def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = ()) -> dict[str, Any]:
-    """Let both ledgers count as they stand, and put that on record in `records`/audit.jsonl; return the record's values.
+    """Accept both ledgers with their present rows, put that on record in `records`/audit.jsonl, and return the record's values.
 
-    `told`: seals that the server has received and no record here knows. The files as they were are kept beside them. One that
-    is not a ledger at all is replaced by an empty one.
+    `told`: seals that the server has received and that no record here names; their loss is accepted too. The former files are
+    kept under other names. A file that is not a ledger is replaced by an empty ledger.
     """
-    stamp = _stamp(records, ledger)
-    copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside(records, stamp)
+    stamp = _unused_stamp(records, ledger)
+    copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside_damaged(records, stamp)
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
-    changed = _reseal(ledger)
-    lost = sorted({seal for _, seal in _lost(records, ledger)} | (set(told) - {*ledger.seals()}))
+    changed = _reseal_or_replace(ledger)
+    lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(told) - {*ledger.seals()}))
     said = {"kind": ACCEPTANCE, "by": getpass.getuser(), "reason": reason, "rows": len(ledger.seals()), "lost": lost}
     said |= {
         "rows_with_new_seals": changed,
@@ -351,8 +356,8 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
     return said
 
 
-def _stamp(records: Path, ledger: Ledger) -> str:
-    """Return the time in UTC as the end of a file's name, with a number where files of another acceptance have it."""
+def _unused_stamp(records: Path, ledger: Ledger) -> str:
+    """Return the time in UTC as a suffix for file names, with a number if files of another acceptance have the same time."""
     now = time.strftime("%Y%m%d-%H%M%SZ", time.gmtime())
     files = (
         *records.rglob(f"{FILE}.*"),
@@ -365,32 +370,32 @@ def _stamp(records: Path, ledger: Ledger) -> str:
     return next(name for name in names if not taken & {f"{kind}.{name}" for kind in kinds})
 
 
-def _reseal(ledger: Ledger) -> int:
+def _reseal_or_replace(ledger: Ledger) -> int:
     try:
         return ledger.reseal()
     except RefusedError as error:
         if getattr(error.__context__, "sqlite_errorname", "") == "SQLITE_BUSY":
-            raise  # a job is writing it: it is whole
+            raise  # a job is writing to it, so it is a valid ledger
         ledger.path.unlink(missing_ok=True)
         return ledger.reseal()
 
 
-def _lost(records: Path, ledger: Ledger) -> Iterator[tuple[Path, str]]:
-    """Yield every seal of every record that is neither in the ledger nor accepted as lost, with the record."""
+def _lost_seals(records: Path, ledger: Ledger) -> Iterator[tuple[Path, str]]:
+    """Yield (record, seal) for every seal in a record that is neither in the ledger nor accepted as lost."""
     known = {"", *ledger.seals(), *accepted(records)}
     for path in sorted(records.rglob(FILE)):
         yield from ((path, seal) for seal in (line.get("ledger", "") for line in lines(path)) if seal not in known)
 
 
 def accepted(records: Path) -> set[str]:
-    """Return the seals of rows whose loss is on record under `records`. Raises RefusedError for a damaged record."""
+    """Return the seals whose loss was accepted, from `records`/audit.jsonl. Raises RefusedError for a damaged record."""
     path = records / FILE
     found = [line for line in lines(path) if line.get("kind") == ACCEPTANCE] if path.is_file() else []
     return {seal for line in found for seal in line.get("lost", []) if isinstance(seal, str)}
 
 
-def _set_aside(records: Path, stamp: str) -> list[str]:
-    """Rename damaged records, so that they stay and no longer count; return their new names."""
+def _set_aside_damaged(records: Path, stamp: str) -> list[str]:
+    """Rename damaged records, so that they are kept but no longer read; return their new names."""
     found = []
     for path in sorted(records.rglob(FILE)):
         try:

@@ -1,8 +1,9 @@
-"""Numbers on the grid of the exact mean: 64-bit integers in units of 2^-36, whose sums no mask and no order changes.
+"""Numbers on the grid of the exact mean: 64-bit integers in units of 2^-36. Their sum does not depend on masks or order.
 
-A site sends weight * round(update / UNIT) of every number and, as one number more, its weight, each plus a mask that is uniform
-modulo 2^64. Sums that wrap cannot be seen by anybody. So all know a bound, and every guard cuts numbers off at it. A refusal
-instead would be about one hospital's update: by the bounds of many jobs a server could search for its largest number.
+For every number of its update, a site sends weight * round(number / UNIT), and its weight as one additional number. A mask that
+is uniform modulo 2^64 is added to each. A sum that wraps around cannot be detected. So there is a public bound, and every guard
+limits numbers to it. Refusing a larger number would reveal something about one hospital's update: with the bounds of many jobs,
+a server could search for the largest number.
 """
 
 import logging
@@ -18,15 +19,15 @@ from consilium.core.messages import Tensors
 UNIT = 2.0**-36
 """The grid: updates are rounded to multiples of this (1.5e-11) before they are summed."""
 ROOM = 2**62
-"""The bound of a sum of all sites' integers."""
+"""The bound on the absolute value of a sum of all sites' integers."""
 Words = NDArray[np.uint64]
 Layout = list[tuple[str, tuple[int, ...]]]
-"""Names and shapes of the tensors, in the order in which their numbers stand in a masked vector."""
+"""Names and shapes of the tensors, in the order of their numbers in a masked vector."""
 _log = logging.getLogger(__name__)
 
 
 def quantize(update: Mapping[str, Tensor], unit: float = UNIT) -> Tensors:
-    """Return round(update / unit), int64, of finite tensors. Those that are int64 already are on the grid and stay."""
+    """Return round(update / unit) as int64, of finite tensors. int64 tensors are on the grid already and stay unchanged."""
     return {
         name: tensor if tensor.dtype is torch.int64 else tensor.detach().double().div(unit).round_().to(torch.int64)
         for name, tensor in update.items()
@@ -34,9 +35,10 @@ def quantize(update: Mapping[str, Tensor], unit: float = UNIT) -> Tensors:
 
 
 def limit(bound: float | None, parties: int, most_weight: int) -> int:
-    """Return the largest absolute value, in units, of a number before its weight: of `bound`, or as much as there is room for.
+    """Return the largest absolute value, in units, that a number may have before it is multiplied by the weight.
 
-    Raises RefusedError where so many `parties` of up to `most_weight` could exceed the room together.
+    It is `bound` in units or, for None, the largest value for which the sum over `parties` sites with weights up to
+    `most_weight` stays under ROOM. Raises RefusedError if that sum could exceed ROOM with this `bound`.
     """
     room = (ROOM - 1) // (parties * most_weight)
     if bound is None:
@@ -50,12 +52,15 @@ def limit(bound: float | None, parties: int, most_weight: int) -> int:
 
 
 def layout(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """Return the one order of these tensors."""
+    """Return the layout of tensors with these shapes: sorted by name."""
     return sorted((name, tuple(shape)) for name, shape in shapes.items())
 
 
 def flat(integers: Mapping[str, Tensor], weight: int, largest: int) -> Words:
-    """Return (d + 1,) words: every number, cut off at `largest` units, times the weight, by names, then the weight."""
+    """Return the vector (d + 1,) of all numbers in the order of tensor names, then the weight, as words.
+
+    Each number is limited to `largest` units and multiplied by `weight`.
+    """
     numbers = [integers[name].reshape(-1).numpy() for name in sorted(integers)]
     joined = np.concatenate([*numbers, np.ones(1, np.int64)])
     if joined.max() > largest or joined.min() < -largest:
@@ -66,7 +71,7 @@ def flat(integers: Mapping[str, Tensor], weight: int, largest: int) -> Words:
 
 
 def unflat(words: Words, order: Layout) -> tuple[Tensors, int]:
-    """Return the sums of tensors (int64, units) and of weights that a vector (d + 1,) without masks holds."""
+    """Split an unmasked vector (d + 1,) into the sums of the tensors (int64, units) and the sum of the weights."""
     integers, tensors, start = torch.from_numpy(words.view(np.int64).copy()), dict[str, Tensor](), 0
     for name, shape in order:
         size = int(np.prod(shape, dtype=np.int64))
@@ -76,5 +81,5 @@ def unflat(words: Words, order: Layout) -> tuple[Tensors, int]:
 
 
 def size_of(order: Layout) -> int:
-    """Return the number of words of a vector of this layout."""
+    """Return the length of a vector of this layout: all numbers and the weight."""
     return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in order) + 1

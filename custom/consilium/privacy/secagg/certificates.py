@@ -1,4 +1,4 @@
-"""Who the sites are to each other: certificates, and the roster of a round, signed by all."""
+"""Identities in secure aggregation: checks of site certificates, and the roster of all sites' keys for a run."""
 
 import datetime
 import hashlib
@@ -20,14 +20,15 @@ from consilium.privacy.secagg.terms import Message, is_field, refused
 
 LEAST_BITS = 2048
 ROLE = "client"
-"""The role in a site's certificate, if any: kits of `nvflare package` have it, those of `consilium provision` have none."""
+"""The role in a site's certificate. Kits of `nvflare package` have it; kits of `consilium provision` have no role."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A site's own key and certificate (PEM), the root that its kit trusts, the server's name, and what the hospital asks.
+    """A site's identity: its RSA key, its certificate (PEM), and the root certificate that its kit trusts.
 
-    `simulated`: made for one run on one machine. Its keys belong to no hospital, so no partners are compared.
+    `server`: the server's name; `asks`: the secure_aggregation section of site.yaml. `simulated`: the keys were made for one
+    run on one machine and belong to no hospital, so they are not compared with `partners`.
     """
 
     name: str
@@ -39,17 +40,23 @@ class Identity:
     simulated: bool = False
 
     def check(self, name: str, pem: str) -> rsa.RSAPublicKey:
-        """Return the key of a site in the roster. Raises RefusedError unless its certificate fits all rules and partners."""
+        """Return the public key of the site `name` from its certificate `pem`.
+
+        Raises RefusedError unless the certificate is valid and its key matches the `partners` of site.yaml, if there are any.
+        """
         key = check_certificate(self.root, self.server, name, pem)
         partners = {} if self.simulated else self.asks.partners
         if partners and name != self.name and partners.get(name) != fingerprint(key):
             what = "is not among" if name not in partners else "has another key than in"
-            raise _refused(name, f"{what} secure_aggregation.partners of site.yaml")
+            raise _certificate_refusal(name, f"{what} secure_aggregation.partners of site.yaml")
         return key
 
 
 def check_certificate(root: x509.Certificate, server: str, name: str, pem: str) -> rsa.RSAPublicKey:
-    """Return the public key of the certificate of the site `name`. Raises RefusedError unless it is one under `root`."""
+    """Return the public key in a certificate. Raises RefusedError unless `root` signed it for the site `name`.
+
+    It must also be in date and no CA's or server's, have an RSA key of LEAST_BITS bits, and have either no role or ROLE.
+    """
     try:
         found = x509.load_pem_x509_certificate(pem.encode())
         found.verify_directly_issued_by(root)
@@ -59,18 +66,18 @@ def check_certificate(root: x509.Certificate, server: str, name: str, pem: str) 
             for oid in (NameOID.COMMON_NAME, NameOID.UNSTRUCTURED_NAME)
         )
     except (ValueError, TypeError, InvalidSignature, x509.UnsupportedGeneralNameType):
-        raise _refused(name, "is not signed by the root of this kit, or is not a certificate") from None
+        raise _certificate_refusal(name, "is not signed by the root of this kit, or is not a certificate") from None
     now = datetime.datetime.now(datetime.UTC)
     if authority or not isinstance(key, rsa.RSAPublicKey) or key.key_size < LEAST_BITS:
-        raise _refused(name, f"is a CA's, or has no RSA key of {LEAST_BITS} bits")
-    if key.public_numbers() == _numbers(root):
-        raise _refused(name, "has the root's own key")
+        raise _certificate_refusal(name, f"is a CA's, or has no RSA key of {LEAST_BITS} bits")
+    if key.public_numbers() == _root_numbers(root):
+        raise _certificate_refusal(name, "has the root's own key")
     if not found.not_valid_before_utc <= now <= found.not_valid_after_utc:
-        raise _refused(name, f"is not valid now, {now:%Y-%m-%d %H:%M} UTC by this machine's clock")
+        raise _certificate_refusal(name, f"is not valid now, {now:%Y-%m-%d %H:%M} UTC by this machine's clock")
     if roles not in ([], [ROLE]):
-        raise _refused(name, f"is that of a {str(roles[0])[:40]!r}, no site's")
+        raise _certificate_refusal(name, f"is that of a {str(roles[0])[:40]!r}, no site's")
     if names != [name] or name == server:
-        raise _refused(name, "is of another name, or the server's")
+        raise _certificate_refusal(name, "is of another name, or the server's")
     return key
 
 
@@ -81,23 +88,26 @@ def _is_authority(found: x509.Certificate) -> bool:
         return False
 
 
-def _numbers(root: x509.Certificate) -> rsa.RSAPublicNumbers | None:
+def _root_numbers(root: x509.Certificate) -> rsa.RSAPublicNumbers | None:
     key = root.public_key()
     return key.public_numbers() if isinstance(key, rsa.RSAPublicKey) else None
 
 
-def _refused(name: str, what: str) -> RefusedError:
+def _certificate_refusal(name: str, what: str) -> RefusedError:
     return refused(f"the certificate of {name[:80]!r} {what}", Reason.POLICY)
 
 
 def fingerprint(key: rsa.RSAPublicKey) -> str:
-    """Return the SHA-256 of a public key (its SubjectPublicKeyInfo, DER), 64 hex digits."""
+    """Return the SHA-256 of a public key (SubjectPublicKeyInfo, DER) as 64 hex digits."""
     raw = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(raw).hexdigest()
 
 
 def read_identity(folder: Path, name: str, server: str, asks: SitePartnersConfig, simulated: bool = False) -> Identity:
-    """Return the identity of a folder with client.key, client.crt and rootCA.pem. Raises ConfigError without them."""
+    """Read the identity of site `name` from a folder with client.key, client.crt and rootCA.pem.
+
+    Raises ConfigError if one of them is missing, cannot be read, or is not an RSA key.
+    """
     try:
         key = serialization.load_pem_private_key((folder / "client.key").read_bytes(), None)
         root = x509.load_pem_x509_certificate((folder / "rootCA.pem").read_bytes())
@@ -111,7 +121,7 @@ def read_identity(folder: Path, name: str, server: str, asks: SitePartnersConfig
 
 
 # roster ----------------------------------------------------------------------------------------------------------------
-# The roster: each site's key for the run, signed, with its certificate. It only grows, and sites check it every time.
+# The roster holds, per site, its signed key for the run and its certificate. It only grows, and sites check it in every phase.
 
 FIELDS = {"key", "certificate", "signature"}
 _KEY = 64
@@ -119,36 +129,36 @@ _KEY = 64
 
 
 def entry(identity: Identity, job: str, run: str, key: str) -> Message:
-    """Return a site's entry: the key it takes part with in this run of this job."""
-    signature = sign(identity.key, "hello", *_hello(job, run, identity.name, key))
+    """Return a site's roster entry: its X25519 public `key` for this run of this job, signed, with the site's certificate."""
+    signature = sign(identity.key, "hello", *_signed_fields(job, run, identity.name, key))
     return {"key": key, "certificate": identity.certificate, "signature": signature}
 
 
-def _hello(job: str, run: str, name: str, key: str) -> tuple[bytes, ...]:
+def _signed_fields(job: str, run: str, name: str, key: str) -> tuple[bytes, ...]:
     return job.encode(), run.encode(), name.encode(), key.encode()
 
 
 def check_entry(found: Any, key: rsa.RSAPublicKey, job: str, run: str, name: str) -> None:
-    """Raise RefusedError unless an entry's key is signed, for this run of this job, by the site that it names."""
-    if len(found["key"]) != _KEY or not signed(key, found["signature"], "hello", *_hello(job, run, name, found["key"])):
+    """Raise RefusedError unless the key in an entry is signed by the site `name` for this run of this job."""
+    if len(found["key"]) != _KEY or not signed(key, found["signature"], "hello", *_signed_fields(job, run, name, found["key"])):
         raise refused(f"the key of {name[:80]!r} is not signed by it")
 
 
 def check_form(found: Any, name: str) -> None:
-    """Raise RefusedError unless an entry has its fields, all text, and no more."""
+    """Raise RefusedError unless an entry has exactly the FIELDS, all of them text."""
     if not isinstance(found, dict) or found.keys() != FIELDS or not all(map(is_field, found.values())):
         raise refused(f"the entry of {str(name)[:80]!r} is invalid")
 
 
 def public_key(pem: str) -> rsa.RSAPublicKey:
-    """Return the key of a certificate that has been checked."""
+    """Return the public key in a certificate that was checked before."""
     key = x509.load_pem_x509_certificate(pem.encode()).public_key()
     assert isinstance(key, rsa.RSAPublicKey)
     return key
 
 
 def admit(root: x509.Certificate, server: str, found: Any, job: str, run: str, name: str) -> None:
-    """Raise RefusedError unless the server may take this entry up, which all sites will check again."""
+    """Raise RefusedError unless the server may add an entry to the roster. Every site checks the entry again."""
     check_form(found, name)
     check_entry(found, check_certificate(root, server, name, found["certificate"]), job, run, name)
     check_public(found["key"])
@@ -157,9 +167,9 @@ def admit(root: x509.Certificate, server: str, found: Any, job: str, run: str, n
 def check_roster(
     roster: Any, identity: Identity, own: Message, before: Mapping[str, Message], job: str, run: str, fewest: int
 ) -> dict[str, rsa.RSAPublicKey]:
-    """Return every site's public key. Raises RefusedError for a roster that breaks a rule.
+    """Return the public key of every site in the roster. Raises RefusedError for a roster that breaks a rule.
 
-    `own`: this site's entry; `before`: the roster that it has accepted last, {} at first; `fewest`: its site.yaml's least.
+    `own`: this site's entry; `before`: the last roster that this site accepted, {} at first; `fewest`: min_sites of site.yaml.
     """
     if not isinstance(roster, dict) or not all(isinstance(name, str) for name in roster):
         raise refused("no roster")
@@ -177,11 +187,11 @@ def check_roster(
     keys = {name: identity.check(name, found["certificate"]) for name, found in roster.items()}
     for name, found in roster.items():
         check_entry(found, keys[name], job, run, name)
-    _check_apart(roster, keys)
+    _check_keys_differ(roster, keys)
     return keys
 
 
-def _check_apart(roster: Mapping[str, Message], keys: Mapping[str, rsa.RSAPublicKey]) -> None:
+def _check_keys_differ(roster: Mapping[str, Message], keys: Mapping[str, rsa.RSAPublicKey]) -> None:
     prints, exchanged = {fingerprint(key) for key in keys.values()}, {found["key"] for found in roster.values()}
     if len(prints) < len(roster) or len(exchanged) < len(roster):
         raise refused("two sites of the roster have one key")

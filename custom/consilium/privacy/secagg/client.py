@@ -1,7 +1,6 @@
-"""The site's side of secure aggregation in one run: hello, prepare, mask, confirm, reveal, or cancel; each of them once.
+"""The site's side of secure aggregation in one run: it answers each step of the protocol (see __init__) once.
 
-The site trusts the server in nothing: it checks every question against its own record. The protocol (see __init__) says what
-each step is for, and in which order they come. A comment at each refusal says how it protects the site.
+The site does not trust the server: it checks every question against its own record, and refuses a question that does not fit.
 """
 
 import hashlib
@@ -39,7 +38,7 @@ from consilium.privacy.secagg.terms import (
     mask_context,
     names_sent,
     prepare_context,
-    read_place,
+    read_attempt,
     refused,
     same_numbers,
     terms_of,
@@ -48,7 +47,10 @@ from consilium.privacy.secagg.terms import (
 
 
 class Party:
-    """One site in one run. `run` names it; `record` is its memory of the run, `sums` that of sums without noise in all runs."""
+    """One site in one run. `run`: the run's name; `record`: the site's questions and answers of this run.
+
+    `sums`: the site's ledger of sums without noise over all runs, None in a job with noise.
+    """
 
     def __init__(
         self, identity: Identity, config: JobConfig, run: str, record: SiteRecord, sums: SumLedger | None = None
@@ -59,7 +61,7 @@ class Party:
     # questions ---------------------------------------------------------------------------------------------------------
 
     def answer(self, question: Message) -> Message:
-        """Return the answer to any question but training's. Raises RefusedError, and then nothing may be sent."""
+        """Return the answer to a question of any step except train. Raises RefusedError, and then nothing may be sent."""
         steps = {"prepare": self._prepare, "confirm": self._confirm, "reveal": self._reveal, "cancel": self._cancel}
         with self.record.opened() as values:
             step = question.get("step")
@@ -78,43 +80,43 @@ class Party:
         return dict(values["entry"])
 
     def _prepare(self, values: dict[str, Any], question: Message) -> Message:
-        place, past = read_place(question), question.get("past")
+        place, past = read_attempt(question), question.get("past")
         question = {key: value for key, value in question.items() if key != "past"}
-        last = _last(values)
+        last = _last_place(values)
         if last == place:
             return self.record.once(values["attempt"], "prepare", question, dict)
         if last is not None and place < last:
             raise refused(f"attempt {place} is stale, this site is at {last}")
         self._check_past(values, place, past)
-        keys = self._roster(values, question)
+        keys = self._check_roster_in(values, question)
         cohort = read_cohort(question, self.name, keys, whole=self.config.sums_without_noise)
-        terms = self._terms(len(cohort))
+        terms = self._check_terms(len(cohort))
         if self.sums is not None:
             self.sums.check(cohort, self._least_shown(terms))
-        context = self._context(place, question, cohort, terms)
+        context = self._prepare_context(place, question, cohort, terms)
         self._check_attempts(values, place, question, cohort, terms, keys)
         attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
         values |= {"place": [place.round, place.phase, place.attempt], "roster": question["roster"], "attempt": attempt}
-        return self.record.once(attempt, "prepare", question, lambda: self._shares(values, attempt, context, terms))
+        return self.record.once(attempt, "prepare", question, lambda: self._make_shares(values, attempt, context, terms))
 
     def _check_past(self, values: dict[str, Any], place: Place, past: Any) -> None:
-        """Raise RefusedError where this site was sent a model in the last phase, without proof that others were sent it too."""
+        """Raise RefusedError if there is no proof that the model sent to this site in the last phase went to others too."""
         if not is_open(values, place):
             return
         cohort, before = values["attempt"]["cohort"], {"roster": values["roster"]}
         terms = terms_of(self.config, len(cohort))
         keys = self._public_keys(values, values["attempt"])
         rounds = values[TRAINED]["rounds"]
-        check_past(values, past, terms, keys, lambda one: self._context(one, before, cohort, terms, rounds))
+        check_past(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
 
-    def _roster(self, values: Mapping[str, Any], question: Message) -> dict[str, rsa.RSAPublicKey]:
+    def _check_roster_in(self, values: Mapping[str, Any], question: Message) -> dict[str, rsa.RSAPublicKey]:
         if "entry" not in values:
             what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
             raise refused(what, Reason.LEDGER)
         about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
         return check_roster(question.get("roster"), *about)
 
-    def _terms(self, asked: int) -> Terms:
+    def _check_terms(self, asked: int) -> Terms:
         terms = terms_of(self.config, asked)
         if terms.least < self.asks.min_sites:
             what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
@@ -122,10 +124,10 @@ class Party:
         return terms
 
     def _least_shown(self, terms: Terms) -> int:
-        """Return how many hospitals must be in all that sums without noise show together."""
+        """Return the least number of hospitals that any combination of sums without noise may show."""
         return max(terms.threshold, self.asks.min_sites)
 
-    def _context(
+    def _prepare_context(
         self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None
     ) -> bytes:
         return prepare_context(self.config, self.run, place, question["roster"], cohort, terms, rounds)
@@ -139,23 +141,30 @@ class Party:
         terms: Terms,
         keys: Mapping[str, rsa.RSAPublicKey],
     ) -> None:
-        """Raise RefusedError unless the last attempt at this phase can no longer be opened: two sums would show who differs."""
-        last = _last(values)
+        """Raise RefusedError if the last attempt at this phase could still be opened: two sums could reveal one site."""
+        last = _last_place(values)
         same = last is not None and (last.round, last.phase) == (place.round, place.phase)
-        if last is not None and same and self._context(last, question, cohort, terms).hex() != values["attempt"]["context"]:
+        if (
+            last is not None
+            and same
+            and self._prepare_context(last, question, cohort, terms).hex() != values["attempt"]["context"]
+        ):
             raise refused("a new attempt asks other sites, or on other terms, than the last")
         if place.attempt:
-            before = self._context(Place(place.round, place.phase, place.attempt - 1), question, cohort, terms)
+            before = self._prepare_context(Place(place.round, place.phase, place.attempt - 1), question, cohort, terms)
             check_cancelled(question.get("cancelled"), before, cohort, terms, keys)
 
-    def _shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
-        """Draw this attempt's two secrets, share them, and return the public keys and sealed shares."""
+    def _make_shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
+        """Draw the attempt's mask key and self-mask seed. Return the answer to prepare.
+
+        It holds the public mask key, the hash of the seed, a signature, and sealed shares of both secrets.
+        """
         private, seed, cohort = sealing.new_key(), secret_bytes(32), attempt["cohort"]
         pairs = [sealing.share(int.from_bytes(secret, "big"), terms.threshold, terms.asked) for secret in (seed, private)]
         plain = {name: b"".join(shares[i].to_bytes(sealing.WIDTH, "big") for shares in pairs) for i, name in enumerate(cohort)}
         attempt |= {"mask_key": private.hex(), "seed": seed.hex(), "own": plain[self.name].hex()}
         sealed = {
-            name: sealing.seal(self._pair(values, context, name), plain[name], context, self.name, name)
+            name: sealing.seal(self._pair_key(values, context, name), plain[name], context, self.name, name)
             for name in cohort
             if name != self.name
         }
@@ -163,32 +172,32 @@ class Party:
         signature = sign(self.identity.key, "prepare", context, self.name.encode(), public.encode(), committed.encode())
         return {"key": public, "seed": committed, "signature": signature, "shares": sealed}
 
-    def _pair(self, values: Mapping[str, Any], context: bytes, other: str) -> bytes:
-        """Return the key under which this site and another seal shares for each other in this attempt."""
+    def _pair_key(self, values: Mapping[str, Any], context: bytes, other: str) -> bytes:
+        """Return the key with which this site and `other` seal shares for each other in this attempt."""
         public = values["roster"][other]["key"]
         return sealing.pair_key(bytes.fromhex(values["key"]), public, "seal", context, (self.name, other))
 
     # training ----------------------------------------------------------------------------------------------------------
 
     def open(self, payload: Payload, order: Layout) -> Terms:
-        """Check the question of a training task before anything is trained. Return the terms of its sum.
+        """Check the question in a training task before any training. Return the terms of its sum.
 
-        `order`: the layout of the update that answers it. Raises RefusedError, and then nothing may be trained or sent.
+        `order`: the layout of the update. Raises RefusedError, and then nothing may be trained or sent.
         """
         question = payload.masking
         with self.record.opened() as values:
-            attempt = self._attempt(values, question)
-            if (place := read_place(question)) and (place.round, place.phase) != (payload.round, payload.phase):
+            attempt = self._current_attempt(values, question)
+            if (place := read_attempt(question)) and (place.round, place.phase) != (payload.round, payload.phase):
                 raise refused("masks of another phase")
             terms, names = terms_of(self.config, len(attempt["cohort"])), names_sent(payload, values["names"])
-            if self.sums is not None:  # another run may have come between
+            if self.sums is not None:  # checked again: another run may have added a sum since prepare
                 self.sums.check(attempt["cohort"], self._least_shown(terms))
             prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
             keys = {name: one["key"] for name, one in prepared.items()}
             context = mask_context(bytes.fromhex(attempt["context"]), keys, order, what_was_sent(payload, names))
             for name in keys:
                 if name != self.name:
-                    self._opened(values, attempt, question["shares"], name)
+                    self._unseal_shares(values, attempt, question["shares"], name)
             values["names"] = names
             note_trained(values, place, order, what_was_sent(payload, names), self.config.training.rounds)
             told = {"masks": context.hex(), "parties": keys, "shares": question["shares"]}
@@ -196,9 +205,9 @@ class Party:
             self.record.once(attempt, "train", asked, lambda: told)
             return terms
 
-    def _attempt(self, values: Mapping[str, Any], question: Message) -> dict[str, Any]:
-        """Return this site's record of the attempt in a question, which must be the last one, and not cancelled."""
-        if (place := read_place(question)) != _last(values):
+    def _current_attempt(self, values: Mapping[str, Any], question: Message) -> dict[str, Any]:
+        """Return this site's record of the attempt in a question. Raises RefusedError unless it is the last, not cancelled."""
+        if (place := read_attempt(question)) != _last_place(values):
             raise refused(f"attempt {place} is none that this site is in")
         attempt: dict[str, Any] = values["attempt"]
         if "cancel" in attempt and question.get("step") != "cancel":
@@ -209,24 +218,27 @@ class Party:
     def _public_keys(values: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, rsa.RSAPublicKey]:
         return {name: public_key(values["roster"][name]["certificate"]) for name in attempt["cohort"]}
 
-    def _opened(self, values: Mapping[str, Any], attempt: Mapping[str, Any], sealed: Mapping[str, str], name: str) -> bytes:
-        """Return the two shares that another site has sealed for this one."""
+    def _unseal_shares(
+        self, values: Mapping[str, Any], attempt: Mapping[str, Any], sealed: Mapping[str, str], name: str
+    ) -> bytes:
+        """Return the two shares, concatenated, that site `name` sealed for this site."""
         context = bytes.fromhex(attempt["context"])
-        plain = sealing.unseal(self._pair(values, context, name), sealed[name], context, name, self.name)
+        plain = sealing.unseal(self._pair_key(values, context, name), sealed[name], context, name, self.name)
         if len(plain) != 2 * sealing.WIDTH:
             raise refused(f"the shares of {name!r} are invalid")
         return plain
 
     def mask(self, place: Place, integers: Tensors, weight: int) -> Words:
-        """Return this site's masked vector (d + 1,) of an update on the grid; the same again for the same update.
+        """Return the masked vector (d + 1,) of an update on the grid; the same vector again for the same update.
 
-        Numbers over the bound are cut off. Raises RefusedError for another update than before, which the same mask would show.
+        Numbers over the bound are limited to it. Raises RefusedError for a different update than before: both under the same
+        mask would reveal their difference.
         """
         with self.record.opened() as values:
-            attempt = self._attempt(values, place.to_dict())
-            told = _answered(attempt, "train")
-            words = arithmetic.flat(integers, weight, self._largest(values, weight))
-            if self.sums is not None:  # for all runs, before the update is masked
+            attempt = self._current_attempt(values, place.to_dict())
+            told = _stored_answer(attempt, "train")
+            words = arithmetic.flat(integers, weight, self._largest_units(values, weight))
+            if self.sums is not None:  # recorded for all later runs, before the update is masked
                 cohort = list(attempt["cohort"])
                 seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
                 self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
@@ -235,23 +247,23 @@ class Party:
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
             for name, public in told["parties"].items():
                 if name != self.name:
-                    stream = self._stream(attempt, told, name, public, len(words))
+                    stream = self._pair_mask(attempt, told, name, public, len(words))
                     words = words + stream if name > self.name else words - stream
             return words
 
-    def _stream(self, attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, public: str, count: int) -> Words:
+    def _pair_mask(self, attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, public: str, count: int) -> Words:
         private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
         return sealing.mask(sealing.pair_key(private, public, "mask", context, (self.name, name)), count)
 
     def room(self) -> float:
-        """Return the largest number that sums have room for."""
+        """Return the largest number that an update of weight 1 may contain."""
         with self.record.opened() as values:
-            return self._largest(values, 1) * arithmetic.UNIT
+            return self._largest_units(values, 1) * arithmetic.UNIT
 
-    def _largest(self, values: Mapping[str, Any], weight: int) -> int:
-        """Return the largest number that this site may send. Raises RefusedError for a weight that sums have no room for."""
+    def _largest_units(self, values: Mapping[str, Any], weight: int) -> int:
+        """Return the largest number, in units, that this site may send. Raises RefusedError for a weight out of range."""
         section, most = self.config.secure_aggregation, self.config.most_weight
-        assert section is not None  # terms_of has looked
+        assert section is not None  # terms_of has checked it
         if not 0 < weight <= most:
             raise refused(f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB)
         return arithmetic.limit(section.bound, len(values["roster"]), most)
@@ -259,9 +271,9 @@ class Party:
     # after training ----------------------------------------------------------------------------------------------------
 
     def _confirm(self, values: dict[str, Any], question: Message) -> Message:
-        attempt = self._attempt(values, question)
-        _answered(attempt, "masked")
-        told, terms = _answered(attempt, "train"), terms_of(self.config, len(attempt["cohort"]))
+        attempt = self._current_attempt(values, question)
+        _stored_answer(attempt, "masked")
+        told, terms = _stored_answer(attempt, "train"), terms_of(self.config, len(attempt["cohort"]))
         survivors = check_survivors(question, self.name, told["parties"], terms)
 
         def make() -> Message:
@@ -271,42 +283,42 @@ class Party:
         return self.record.once(attempt, "confirm", question, make)
 
     def _reveal(self, values: dict[str, Any], question: Message) -> Message:
-        """Return shares of the seeds of those whose updates are in the sum, of the mask keys of those whose are not."""
-        attempt = self._attempt(values, question)
-        _answered(attempt, "confirm")
-        told, survivors = _answered(attempt, "train"), attempt["survivors"]
+        """Return shares of the survivors' seeds, and shares of the mask keys of the other parties."""
+        attempt = self._current_attempt(values, question)
+        _stored_answer(attempt, "confirm")
+        told, survivors = _stored_answer(attempt, "train"), attempt["survivors"]
         terms, context = terms_of(self.config, len(attempt["cohort"])), bytes.fromhex(told["masks"])
         check_confirmed(question, context, survivors, terms, self._public_keys(values, attempt))
         values[TRAINED]["proved"] = True
 
         def make() -> Message:
-            shares = {name: self._share(values, attempt, told, name, name in survivors) for name in told["parties"]}
+            shares = {name: self._choose_share(values, attempt, told, name, name in survivors) for name in told["parties"]}
             return {"shares": shares, "signature": sign(self.identity.key, "reveal", context, canonical(shares))}
 
         return self.record.once(attempt, "reveal", question, make)
 
-    def _share(
+    def _choose_share(
         self, values: Mapping[str, Any], attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, survived: bool
     ) -> str:
-        """Return one of a site's two shares, never both: together they would open its update alone."""
+        """Return one of the two shares of site `name`, never both: both together would unmask its update alone."""
         own = name == self.name
-        plain = bytes.fromhex(attempt["own"]) if own else self._opened(values, attempt, told["shares"], name)
+        plain = bytes.fromhex(attempt["own"]) if own else self._unseal_shares(values, attempt, told["shares"], name)
         return (plain[: sealing.WIDTH] if survived else plain[sealing.WIDTH :]).hex()
 
     def _cancel(self, values: dict[str, Any], question: Message) -> Message:
-        attempt = self._attempt(values, question)
+        attempt = self._current_attempt(values, question)
         if "reveal" in attempt:
             raise refused("revealed already, so it cannot be cancelled")
         context = bytes.fromhex(attempt["context"])
         return self.record.once(attempt, "cancel", question, lambda: {"signature": sign(self.identity.key, "cancel", context)})
 
 
-def _last(values: Mapping[str, Any]) -> Place | None:
+def _last_place(values: Mapping[str, Any]) -> Place | None:
     return Place(*values["place"]) if values.get("place") else None
 
 
-def _answered(attempt: Mapping[str, Any], step: str) -> Message:
-    """Return the answer that this site has given to a step. Raises RefusedError before it."""
+def _stored_answer(attempt: Mapping[str, Any], step: str) -> Message:
+    """Return the answer that this site gave to a step. Raises RefusedError if it has not answered that step."""
     if step not in attempt:
         raise refused(f"this comes after {step}, which this site was not asked")
     return dict(attempt[step]["answer"])

@@ -1,4 +1,7 @@
-"""A site's checks of the server's questions: sites, signatures, numbers. Each raises RefusedError, and nothing is sent."""
+"""A site's checks of the server's questions: sites, signatures, numbers of sites.
+
+A check that fails raises RefusedError, and nothing is sent.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,8 +15,8 @@ from consilium.privacy.secagg.terms import Message, Place, Terms, is_field, mask
 Keys = Mapping[str, rsa.RSAPublicKey]
 
 
-def _sorted_names(value: Any, among: Iterable[str], what: str) -> list[str]:
-    """Return a list of names, each once, in order, all known."""
+def _read_sorted_names(value: Any, among: Iterable[str], what: str) -> list[str]:
+    """Return `value`. Raises RefusedError unless it is a sorted list of different names, all `among` the known ones."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise refused(f"{what} is not a list of sites")
     if value != sorted(set(value)) or not set(value) <= set(among):
@@ -22,20 +25,26 @@ def _sorted_names(value: Any, among: Iterable[str], what: str) -> list[str]:
 
 
 def read_cohort(question: Message, name: str, roster: Iterable[str], whole: bool) -> list[str]:
-    """Return the sites that are asked. `whole`: all of the roster must be, since without noise other sums show who differs."""
+    """Return the cohort: the sites that are asked. Raises RefusedError unless this site, `name`, is one of them.
+
+    `whole`: the cohort must be the whole roster, because without noise sums over different cohorts reveal single updates.
+    """
     known = set(roster)
-    cohort = _sorted_names(question.get("cohort"), known, "the cohort")
+    cohort = _read_sorted_names(question.get("cohort"), known, "the cohort")
     if name not in cohort or (whole and set(cohort) != known):
         raise refused("this site is not in the cohort, or without privacy the cohort is not the whole roster")
     return cohort
 
 
 def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, keys: Keys, terms: Terms) -> dict[str, Message]:
-    """Return each party's prepared keys, signed for exactly this attempt; this site's own must be unchanged."""
+    """Return each party's prepared keys. Raises RefusedError unless they are signed for exactly this attempt.
+
+    The keys of this site, `name`, must be those that it prepared, and there must be one sealed share from every other party.
+    """
     prepared, shares = question.get("prepared"), question.get("shares")
     if not isinstance(prepared, dict) or not isinstance(shares, dict) or name not in prepared:
         raise refused("a training task without this site's prepared keys")
-    parties = _sorted_names(sorted(prepared), attempt["cohort"], "the list of parties")
+    parties = _read_sorted_names(sorted(prepared), attempt["cohort"], "the list of parties")
     if len(parties) < terms.least:
         raise refused(f"{len(parties)} sites have prepared, under the {terms.least} that a sum needs")
     fields, context = ("key", "seed", "signature"), bytes.fromhex(attempt["context"])
@@ -57,8 +66,11 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
 
 
 def check_survivors(question: Message, name: str | None, parties: Iterable[str], terms: Terms) -> list[str]:
-    """Return the survivors U: parties, enough of them, with the site `name` (if any) among them."""
-    survivors = _sorted_names(question.get("survivors"), parties, "the list of survivors")
+    """Return the survivors. Raises RefusedError unless they are parties, enough of them, and include the site `name`.
+
+    `name` None: skip the last check.
+    """
+    survivors = _read_sorted_names(question.get("survivors"), parties, "the list of survivors")
     if name is not None and name not in survivors:
         raise refused("this site's update is not in the sum that it is to confirm")
     if len(survivors) < terms.least:
@@ -67,26 +79,26 @@ def check_survivors(question: Message, name: str | None, parties: Iterable[str],
 
 
 def check_confirmed(question: Message, context: bytes, survivors: list[str], terms: Terms, keys: Keys) -> None:
-    """Raise RefusedError unless enough survivors have signed exactly this site's sum."""
+    """Raise RefusedError unless enough survivors have signed the same sum: this mask `context` and these `survivors`."""
     found = question.get("confirmed")
-    valid = _valid(found, survivors, keys, "confirm", context, canonical(survivors))
+    valid = _count_valid(found, survivors, keys, "confirm", context, canonical(survivors))
     if valid < terms.threshold:
         raise refused(f"{valid} sites have confirmed this sum, under the threshold of {terms.threshold}")
 
 
 def check_cancelled(found: Any, context: bytes, cohort: list[str], terms: Terms, keys: Keys) -> None:
-    """Raise RefusedError unless enough sites have cancelled the last attempt, so that it can no longer be opened."""
-    valid, wanted = _valid(found, cohort, keys, "cancel", context), cancellations(terms)
+    """Raise RefusedError unless enough sites have cancelled the last attempt, so that its sum can no longer be opened."""
+    valid, wanted = _count_valid(found, cohort, keys, "cancel", context), cancellations(terms)
     if valid < wanted:
         raise refused(f"{valid} sites have cancelled the last attempt, under the {wanted} without whom it could be opened")
 
 
 def cancellations(terms: Terms) -> int:
-    """Return how many signed cancellations a new attempt needs: the others, with all colluders, are under the threshold."""
+    """Return how many signed cancellations a new attempt needs: all others, with the colluders, are under the threshold."""
     return terms.asked - terms.threshold + terms.colluders + 1
 
 
-def _valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: bytes) -> int:
+def _count_valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: bytes) -> int:
     if not isinstance(found, dict) or not all(map(is_field, found.values())):
         return 0
     return sum(name in found and signed(keys[name], found[name], kind, *fields) for name in names)
@@ -94,18 +106,18 @@ def _valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: byt
 
 # the phase before -----------------------------------------------------------------------------------------------------
 #
-# A site's update, its local tensors and its optimizer's state depend on what it was sent. If a phase were never opened, a
-# server could send one site a model of its own there, and read its effect from a later sum in which all have one model. So a
-# site goes on only with proof that others were sent the same.
+# A site's update, its local tensors and its optimizer state depend on the model that it was sent. In a phase that is never
+# opened, a server could send a special model to one site, and see its effect in a later sum in which all sites have the same
+# model. So a site continues only with proof that the other sites were sent the same model.
 
 TRAINED = "trained"
-"""Where a site's record has the phase that it was sent a model in last, the model's hashes, and whether that is proved."""
+"""Key in a site's record for the last phase in which it was sent a model: the model's hashes, and whether there is proof."""
 
 
 def note_trained(values: dict[str, Any], place: Place, order: Layout, sent: Message, rounds: int) -> None:
-    """Note the model that a site is sent to train, in a job of so many rounds.
+    """Record the model that a site is sent to train. `rounds`: the job's number of rounds at this time.
 
-    Raises RefusedError where a new attempt at a phase sends another model: the update stays the one from the first.
+    Raises RefusedError if a new attempt at a phase sends a different model: the site sends the update of the first attempt.
     """
     phase, told = [place.round, place.phase], {"order": [[name, list(shape)] for name, shape in order], "sent": sent}
     before = values.get(TRAINED)
@@ -116,15 +128,16 @@ def note_trained(values: dict[str, Any], place: Place, order: Layout, sent: Mess
 
 
 def is_open(values: Mapping[str, Any], place: Place) -> bool:
-    """Tell whether this site was sent a model in an earlier phase, without proof that others were sent the same."""
+    """Tell whether this site was sent a model in another phase before, without proof that others were sent the same."""
     last = values.get(TRAINED)
     return last is not None and not last["proved"] and last["phase"] != [place.round, place.phase]
 
 
 def check_past(values: dict[str, Any], past: Any, terms: Terms, keys: Keys, context: Callable[[Place], bytes]) -> None:
-    """Raise RefusedError unless enough sites have confirmed a sum of the last phase on what this site was sent.
+    """Raise RefusedError unless enough sites confirmed a sum of the last phase that started from the model sent to this site.
 
-    `past`: the attempt that was opened, its mask keys, survivors and confirmations; `context`: of an attempt at that phase.
+    `past`: the attempt that was opened, with its mask keys, survivors and confirmations; `context`: returns the prepare context
+    of an attempt at that phase.
     """
     last = values[TRAINED]
     said = past if isinstance(past, dict) else {}

@@ -1,7 +1,7 @@
-"""A site's record of a run with masks: its keys, the questions, and its answers, written before an answer leaves.
+"""A site's record of a run with secure aggregation: its keys, and its answers, written before they leave.
 
-A repeated question gets the same bytes. Another question in the same attempt is refused: with two answers a server could remove
-a mask. Only the user can read the files, and all their secrets are deleted when the run has ended.
+A repeated question gets the same bytes. A different question for the same step of an attempt is refused, because with two
+answers a server could remove a mask. Only the file's owner can read it, and the secrets are deleted at the end of the run.
 """
 
 import json
@@ -19,7 +19,7 @@ FILE = "masks.json"
 
 
 class SiteRecord:
-    """One site's record of one run, in a folder of its own. Its values count in a `with record:` block only."""
+    """One site's record of one run, in its own folder. Use its values only inside a `with record.opened()` block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,7 +27,7 @@ class SiteRecord:
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, Any]]:
-        """Let one process at a time read and write the values. Raises RefusedError for a damaged record or an ended run."""
+        """Read the values and lock the record for the block. Raises RefusedError for a damaged record or an ended run."""
         with locked(self.folder):
             self.values = self._read()
             if self.values.get("ended"):
@@ -49,13 +49,13 @@ class SiteRecord:
             raise RefusedError(f"{path}: {what}; nothing was sent", Reason.LEDGER) from None
 
     def save(self) -> None:
-        """Write the values. Call it before anything of them leaves."""
+        """Write the values to disk. Call it before any of them leave the site."""
         write_atomic(self.folder / FILE, json.dumps(self.values).encode())
 
     def once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
-        """Return the answer of a step: made and stored at its first question, the same at every repetition.
+        """Return the answer of a step. The first question makes and stores it; a repeated question gets the same answer.
 
-        Raises RefusedError for another question.
+        Raises RefusedError for a different question.
         """
         asked = hashed(step, canonical(question)).hex()
         if (kept := attempt.get(step)) is None:
@@ -67,7 +67,7 @@ class SiteRecord:
         return dict(kept["answer"])
 
     def end(self) -> None:
-        """Delete all secrets; only the end of the run stays noted."""
+        """Delete all secrets. The record then says only that the run has ended."""
         if not self.folder.is_dir():
             return
         with locked(self.folder):

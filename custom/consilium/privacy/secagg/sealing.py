@@ -1,7 +1,8 @@
-"""Keys between two sites, and their uses: sealed pairs of shares, and masks. All primitives are `cryptography`'s.
+"""The cryptography of secure aggregation: signatures, keys between two sites, sealed shares, masks, and secret sharing.
 
-X25519 gives two sites a secret, HKDF with SHA-256 makes a key of it for one purpose and context. Shares are sealed by
-ChaCha20-Poly1305 under a random nonce; a mask is the key stream of AES-256 in counter mode, as 64-bit words.
+X25519 gives two sites a common secret. HKDF with SHA-256 derives a key from it for one purpose and context. Shares are
+encrypted with ChaCha20-Poly1305 under a random nonce. A mask is the key stream of AES-256 in counter mode, as 64-bit words. All
+these primitives come from `cryptography`; only Shamir's secret sharing is written here.
 """
 
 import hashlib
@@ -23,11 +24,11 @@ from consilium.privacy.randomness import secret_below, secret_bytes
 from consilium.privacy.secagg.arithmetic import Words
 
 # signing ---------------------------------------------------------------------------------------------------------------
-# Signatures and hashes of messages: one unambiguous row of bytes for each, under one domain.
+# Signatures and hashes of messages. Each message has one unambiguous encoding.
 #
-# A signature is RSA-PSS with SHA-256, by the key of the site's kit, over byte 0xFF, the protocol's name, the message's type,
-# and its fields with their lengths before them. No UTF-8 text begins with 0xFF: FLARE has the same key sign names and nonces of
-# the server's choice, and no such signature is one of ours.
+# A signature is RSA-PSS with SHA-256, by the key of the site's kit. It covers byte 0xFF, the protocol's name, the message type,
+# and the fields, each after its length. FLARE uses the same key to sign names and nonces that the server chooses. These are
+# UTF-8 text, which never begins with 0xFF, so no signature for FLARE is valid here.
 
 PROTOCOL = "consilium-secagg-1"
 _HASH = hashes.SHA256()
@@ -35,28 +36,28 @@ _PADDING = padding.PSS(padding.MGF1(_HASH), padding.PSS.DIGEST_LENGTH)
 
 
 def encode_fields(kind: str, *fields: bytes) -> bytes:
-    """Return the bytes of a message: protocol, type and fields, each after its length (8 bytes)."""
+    """Return the encoding of a message: byte 0xFF, then protocol, type `kind` and fields, each after its length (8 bytes)."""
     parts = (PROTOCOL.encode(), kind.encode(), *fields)
     return b"\xff" + b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
 def hashed(kind: str, *fields: bytes) -> bytes:
-    """Return the SHA-256 of such a row."""
+    """Return the SHA-256 of a message's encoding."""
     return hashlib.sha256(encode_fields(kind, *fields)).digest()
 
 
 def canonical(value: Any) -> bytes:
-    """Return plain JSON values as the same bytes everywhere."""
+    """Return plain JSON values as bytes. Equal values give equal bytes on every machine."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 def sign(key: rsa.RSAPrivateKey, kind: str, *fields: bytes) -> str:
-    """Return the signature of a message, hex digits."""
+    """Return the signature of a message as hex digits."""
     return key.sign(encode_fields(kind, *fields), _PADDING, _HASH).hex()
 
 
 def signed(key: rsa.RSAPublicKey, signature: str, kind: str, *fields: bytes) -> bool:
-    """Tell whether a signature is this key's of this message."""
+    """Tell whether `signature` is a valid signature of this message by `key`."""
     try:
         key.verify(bytes.fromhex(signature), encode_fields(kind, *fields), _PADDING, _HASH)
     except (InvalidSignature, ValueError):
@@ -70,20 +71,21 @@ NONCE = 12
 
 
 def new_key() -> bytes:
-    """Return a fresh X25519 private key: any 32 secret bytes are one (RFC 7748)."""
+    """Return a new X25519 private key: 32 secret bytes (RFC 7748)."""
     return secret_bytes(32)
 
 
 def public_of(private: bytes) -> str:
-    """Return a private key's public key, hex digits."""
+    """Return the public key of an X25519 private key as hex digits."""
     raw = X25519PrivateKey.from_private_bytes(private).public_key()
     return raw.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw).hex()
 
 
 def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: tuple[str, str]) -> bytes:
-    """Return the 32 bytes that only the two named sites share, for one purpose in one context.
+    """Return the 32-byte key that only the two sites `names` can compute, for one purpose in one context.
 
-    Raises RefusedError for an invalid public key, or one whose secret all would know (all zero).
+    `private`: the key of one site; `public`: of the other. Raises RefusedError for an invalid public key, and for one that
+    gives the all-zero secret, which everyone would know.
     """
     try:
         secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
@@ -96,41 +98,41 @@ def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: t
 
 
 def check_public(public: str) -> None:
-    """Raise RefusedError for an invalid public key, or one whose secrets all would know."""
+    """Raise RefusedError for an invalid X25519 public key, see `pair_key`."""
     pair_key(new_key(), public, "check", b"", ("", ""))
 
 
 def seal(key: bytes, plain: bytes, context: bytes, sender: str, receiver: str) -> str:
-    """Return `plain` sealed for the receiver in this context, hex digits."""
+    """Return `plain`, encrypted and authenticated for the receiver in this context, as hex digits."""
     nonce = secret_bytes(NONCE)
-    return (nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, _about(context, sender, receiver))).hex()
+    return (nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, _associated_data(context, sender, receiver))).hex()
 
 
 def unseal(key: bytes, sealed: str, context: bytes, sender: str, receiver: str) -> bytes:
-    """Return the sealed bytes. Raises RefusedError where they, or their context, have changed."""
+    """Return the plain bytes that `seal` encrypted. Raises RefusedError if the bytes or their context have changed."""
     try:
         raw = bytes.fromhex(sealed)
-        return ChaCha20Poly1305(key).decrypt(raw[:NONCE], raw[NONCE:], _about(context, sender, receiver))
+        return ChaCha20Poly1305(key).decrypt(raw[:NONCE], raw[NONCE:], _associated_data(context, sender, receiver))
     except (InvalidTag, ValueError):
         what = f"the shares of {sender} for {receiver} are not as they were sealed"
         raise RefusedError(f"{what}; nothing was sent", Reason.TASK) from None
 
 
-def _about(context: bytes, sender: str, receiver: str) -> bytes:
+def _associated_data(context: bytes, sender: str, receiver: str) -> bytes:
     return encode_fields("shares", context, sender.encode(), receiver.encode())
 
 
 def mask(key: bytes, count: int) -> Words:
-    """Return `count` words of a key's stream. A key is of one mask only, so the counter begins at 0."""
+    """Return a mask of `count` words, the key stream of `key`. A key is used for one mask only, so the counter starts at 0."""
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(8 * count))
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64, copy=False)
 
 
 # shamir ----------------------------------------------------------------------------------------------------------------
-# Shamir's secret sharing: any `threshold` of n shares give the secret back, fewer tell nothing of it.
+# Shamir's secret sharing: any `threshold` of n shares reconstruct the secret, and fewer shares reveal nothing about it.
 #
-# A. Shamir, "How to Share a Secret", Communications of the ACM 22, 1979. Over the prime field of 2^521 - 1, which holds secrets
-# of up to 520 bits; coefficients are uniform from the system's generator; share i is the polynomial's value at i = 1..n.
+# A. Shamir, "How to Share a Secret", Communications of the ACM 22, 1979. The field is the prime field of 2^521 - 1, for secrets
+# of up to 520 bits. Coefficients are uniform, from the system's generator. Share i is the polynomial's value at i = 1..n.
 
 PRIME = 2**521 - 1
 WIDTH = 66
@@ -138,12 +140,15 @@ WIDTH = 66
 
 
 def share(secret: int, threshold: int, parties: int, coefficients: list[int] | None = None) -> list[int]:
-    """Return the shares of points 1..parties. `coefficients`: of powers 1..threshold - 1, drawn unless a test gives them."""
+    """Return the shares of `secret` at the points 1..parties.
+
+    `coefficients`: of the powers 1..threshold - 1; random unless a test gives them.
+    """
     drawn = [secret_below(PRIME) for _ in range(threshold - 1)] if coefficients is None else coefficients
-    return [_value([secret, *drawn], point) for point in range(1, parties + 1)]
+    return [_evaluate([secret, *drawn], point) for point in range(1, parties + 1)]
 
 
-def _value(polynomial: list[int], point: int) -> int:
+def _evaluate(polynomial: list[int], point: int) -> int:
     total = 0
     for coefficient in reversed(polynomial):
         total = (total * point + coefficient) % PRIME
@@ -151,7 +156,7 @@ def _value(polynomial: list[int], point: int) -> int:
 
 
 def reconstruct(shares: Mapping[int, int]) -> int:
-    """Return the secret of shares by point: the value at 0 of the polynomial through them (Lagrange)."""
+    """Return the secret from shares by point: the value at 0 of the polynomial through them (Lagrange)."""
     secret = 0
     for point, value in shares.items():
         above, below = 1, 1

@@ -1,7 +1,7 @@
-"""The server's side of secure aggregation: attempts at a phase, from the first question to the opened sum, and a run of them.
+"""The server's side of secure aggregation: one attempt at a phase, and the roster and attempts of a run.
 
-Every answer is on disk before it counts, so a server that was killed goes on with the same attempt: same keys, parties and
-survivors. It asks the same questions again, and a site gives the same answers.
+Every answer is stored on disk before it is used. So a server that was killed continues the same attempt, with the same keys,
+parties and survivors. It repeats its questions, and the sites repeat their answers.
 """
 
 import hashlib
@@ -35,15 +35,15 @@ from consilium.privacy.secagg.terms import (
 )
 
 MASKED = "masked"
-"""The one tensor of a masked update: int64 (d + 1,), all numbers and the weight, under masks."""
+"""The name of the one tensor in a masked update: int64 (d + 1,), all numbers and the weight, masked."""
 
 
 NAMED = 5
-"""Sites that a message names."""
+"""The largest number of sites that a message names."""
 
 
 class Answers:
-    """Answers of sites on disk, by step and site. Files are numbered by the order of `names`: a name may be no file name."""
+    """The sites' answers on disk, by step and site. Files are numbered by `names`: a site's name may be no file name."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self.folder, self.names = folder, names
@@ -58,7 +58,7 @@ class Answers:
         return self._read[step]
 
     def put(self, step: str, name: str, answer: Message) -> None:
-        """Store an answer."""
+        """Store a site's answer to a step."""
         write_atomic(self._path(step, name), json.dumps(answer).encode())
         self.of(step)[name] = answer
 
@@ -67,9 +67,11 @@ class Answers:
 
 
 class Attempt:
-    """One attempt at a phase. Each step has a question, a method that takes an answer, and an end; see server/masked_round.py.
+    """One attempt at a phase, used by server/masked_round.py. The steps are described in __init__.
 
-    take_* raise RefusedError for an invalid answer. Then its site takes no part in what follows, and the phase goes on.
+    For each step, *_question returns the server's question, and take_* checks and stores a site's answer. take_* raises
+    RefusedError for an invalid answer: that site takes no part in the later steps, and the phase continues. The close_* methods
+    end a step.
     """
 
     def __init__(self, folder: Path, config: JobConfig, run: str, about: Message) -> None:
@@ -86,19 +88,19 @@ class Attempt:
         return {"step": step, **self.place.to_dict(), **said}
 
     def silent(self, step: str, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that have not answered a step."""
+        """Return the sites in `names` that have not answered a step."""
         return [name for name in names if name not in self.answers.of(step)]
 
     # prepare -----------------------------------------------------------------------------------------------------------
 
     def prepare_question(self, past: Message | None = None) -> Message:
-        """Return the first question; `past`: a site's proof of an earlier phase, see messages.check_past."""
+        """Return the question of the prepare step. `past`: the proof of an earlier phase, see messages.check_past."""
         asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
         return self._question("prepare", past=past or {}, **asks)
 
     def take_prepared(self, name: str, answer: Message) -> None:
         """Store a site's prepared keys and sealed shares."""
-        fields = {field: _text(answer, field) for field in ("key", "seed", "signature")}
+        fields = {field: _read_text(answer, field) for field in ("key", "seed", "signature")}
         told = self.context, name.encode(), fields["key"].encode(), fields["seed"].encode()
         shares = answer.get("shares")
         if not signed(self.keys[name], fields["signature"], "prepare", *told):
@@ -113,20 +115,20 @@ class Attempt:
         self.answers.put("prepare", name, {**fields, "shares": shares})
 
     def close_prepared(self) -> list[str]:
-        """Return the parties P, fixed from now on. Raises ConsiliumError for too few."""
-        parties = self._fixed("parties", lambda: sorted(self.answers.of("prepare")))
+        """Return the parties, the sites that have prepared, fixed from now on. Raises ConsiliumError if they are too few."""
+        parties = self._fix_list("parties", lambda: sorted(self.answers.of("prepare")))
         if len(parties) < self.terms.least:
-            raise self._too_few(len(parties))
+            raise self._too_few_error(len(parties))
         return parties
 
-    def _fixed(self, what: str, make: Callable[[], list[str]]) -> list[str]:
+    def _fix_list(self, what: str, make: Callable[[], list[str]]) -> list[str]:
         path = self.folder / f"{what}.json"
         if not path.is_file():
             write_atomic(path, json.dumps(make()).encode())
         return list(json.loads(path.read_text(encoding="utf-8")))
 
-    def _too_few(self, there: int) -> ConsiliumError:
-        (self.folder / "parties.json").unlink(missing_ok=True)  # nothing has been asked on it: more may come
+    def _too_few_error(self, there: int) -> ConsiliumError:
+        (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
         need = f"threshold {self.terms.threshold} of {self.terms.asked}"
         if self.config.sums_without_noise:
             silent = self.silent("prepare", self.cohort)
@@ -145,40 +147,40 @@ class Attempt:
         return self._question("train", prepared=public, shares=shares)
 
     def masked(self, name: str) -> Payload | None:
-        """Return a site's masked update, None before it is there."""
-        path = self._masked(name)
+        """Return a site's masked update, None if it has not arrived."""
+        path = self._masked_path(name)
         if not path.is_file():
             return None
         tensors, meta = load_state(path)
         return Payload(self.place.round, self.place.phase, tensors, metrics=meta["metrics"], ledger=meta["ledger"])
 
     def take_masked(self, name: str, result: Payload) -> None:
-        """Store a site's masked update, whose form has been checked."""
-        save_state(self._masked(name), result.tensors, {"metrics": result.metrics, "ledger": result.ledger})
+        """Store a site's masked update. Its form was checked before."""
+        save_state(self._masked_path(name), result.tensors, {"metrics": result.metrics, "ledger": result.ledger})
 
-    def _masked(self, name: str) -> Path:
+    def _masked_path(self, name: str) -> Path:
         return self.folder / f"masked-{self.cohort.index(name)}.safetensors"
 
     def close_masked(self, parties: list[str]) -> list[str]:
-        """Return the survivors U, fixed from now on; [] for too few."""
-        there = [name for name in parties if self._masked(name).is_file()]
-        return self._fixed("survivors", lambda: there) if len(there) >= self.terms.least else []
+        """Return the survivors, the parties whose masked updates have arrived, fixed from now on; [] if they are too few."""
+        there = [name for name in parties if self._masked_path(name).is_file()]
+        return self._fix_list("survivors", lambda: there) if len(there) >= self.terms.least else []
 
     # confirm and reveal ------------------------------------------------------------------------------------------------
 
     def confirm_question(self, survivors: list[str]) -> Message:
-        """Return the survivors' question: they are to sign the sum."""
+        """Return the question that asks the survivors to sign the sum."""
         return self._question("confirm", survivors=survivors)
 
     def take_confirmed(self, name: str, answer: Message, survivors: list[str], masks: bytes) -> None:
-        """Store a site's signature on the sum."""
-        signature = _text(answer, "signature")
+        """Store a site's signature on the sum: on the mask context `masks` and the survivors."""
+        signature = _read_text(answer, "signature")
         if not signed(self.keys[name], signature, "confirm", masks, canonical(survivors)):
             raise RefusedError("its confirmation is not of this sum, or it was sent another model than others")
         self.answers.put("confirm", name, {"signature": signature})
 
     def reveal_question(self) -> Message:
-        """Return the question for the shares of those who signed."""
+        """Return the question that asks for shares. It shows all signatures on the sum, fixed from now on."""
         path = self.folder / "reveal.json"
         if not path.is_file():
             found = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
@@ -186,8 +188,8 @@ class Attempt:
         return self._question("reveal", confirmed=json.loads(path.read_text(encoding="utf-8")))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
-        """Store a site's shares."""
-        signature, shares = _text(answer, "signature"), answer.get("shares")
+        """Store a site's shares, one per party."""
+        signature, shares = _read_text(answer, "signature"), answer.get("shares")
         if not isinstance(shares, dict) or shares.keys() != set(parties) or not all(map(_is_share, shares.values())):
             raise RefusedError("its shares are not one of every party")
         if not signed(self.keys[name], signature, "reveal", masks, canonical(shares)):
@@ -199,7 +201,7 @@ class Attempt:
         return len(self.answers.of(step)) >= self.terms.threshold
 
     def proof(self, parties: list[str], survivors: list[str]) -> Message:
-        """Return the proof for every site that others were sent the same model: signatures on the sum."""
+        """Return the proof that all sites were sent the same model: the survivors' signatures on the sum."""
         keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
         confirmed = self.reveal_question()["confirmed"]
         return {"attempt": self.place.attempt, "keys": keys, "survivors": survivors, "confirmed": confirmed}
@@ -207,32 +209,32 @@ class Attempt:
     # cancel ------------------------------------------------------------------------------------------------------------
 
     def cancel_question(self) -> Message:
-        """Return the question for a cancellation, where too few sites are left."""
+        """Return the question that asks a site to cancel the attempt, because too few sites are left."""
         return self._question("cancel")
 
     def take_cancelled(self, name: str, answer: Message) -> None:
-        """Store a site's cancellation."""
-        signature = _text(answer, "signature")
+        """Store a site's signed cancellation."""
+        signature = _read_text(answer, "signature")
         if not signed(self.keys[name], signature, "cancel", self.context):
             raise RefusedError("its cancellation is not of this attempt")
         self.answers.put("cancel", name, {"signature": signature})
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether this attempt can no longer be opened."""
+        """Whether enough sites have cancelled that the sum of this attempt can no longer be opened."""
         return len(self.answers.of("cancel")) >= cancellations(self.terms)
 
     # the sum -----------------------------------------------------------------------------------------------------------
 
     def mask_context(self, parties: list[str], order: Layout, sent: Payload) -> bytes:
-        """Return the context of this attempt's masks; `sent`: what a site gets that has nothing of this run yet."""
+        """Return the mask context of this attempt. `sent`: the payload for a site that has no tensor of this run yet."""
         keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
         return mask_context(self.context, keys, order, what_was_sent(sent, names_sent(sent, {})))
 
     def unmask(self, parties: list[str], survivors: list[str], masks: bytes, order: Layout) -> Words:
-        """Return the sum of the survivors' vectors (d + 1,) without masks.
+        """Return the sum (d + 1,) of the survivors' vectors, without masks. `masks`: the mask context.
 
-        Raises ConsiliumError where shares do not reconstruct the signed secrets: then the sum may be wrong.
+        Raises ConsiliumError if the shares do not reconstruct the secrets that the sites signed: the sum could be wrong.
         """
         prepared, count = self.answers.of("prepare"), size_of(order)
         total = torch.zeros(count, dtype=torch.int64)
@@ -242,42 +244,42 @@ class Attempt:
             total += found.tensors[MASKED]
         words = total.numpy().view("uint64")
         for name in survivors:
-            words = words - sealing.mask(self._seed(name, prepared[name]["seed"]), count)
+            words = words - sealing.mask(self._reconstruct_seed(name, prepared[name]["seed"]), count)
         for name in [party for party in parties if party not in survivors]:
-            private = self._private(name, prepared[name]["key"])
+            private = self._reconstruct_private_key(name, prepared[name]["key"])
             for other in survivors:
                 key = sealing.pair_key(private, prepared[other]["key"], "mask", masks, (name, other))
                 stream = sealing.mask(key, count)
-                words = words - stream if name > other else words + stream  # as the survivor added or took it
+                words = words - stream if name > other else words + stream  # the survivor used the opposite sign
         return words
 
-    def _seed(self, name: str, committed: str) -> bytes:
-        seed = self._reconstructed(name)
+    def _reconstruct_seed(self, name: str, committed: str) -> bytes:
+        seed = self._reconstruct(name)
         if hashlib.sha256(seed).hexdigest() != committed:
-            raise self._broken(name)
+            raise self._reconstruction_error(name)
         return seed
 
-    def _private(self, name: str, public: str) -> bytes:
-        private = self._reconstructed(name)
+    def _reconstruct_private_key(self, name: str, public: str) -> bytes:
+        private = self._reconstruct(name)
         if sealing.public_of(private) != public:
-            raise self._broken(name)
+            raise self._reconstruction_error(name)
         return private
 
-    def _reconstructed(self, name: str) -> bytes:
+    def _reconstruct(self, name: str) -> bytes:
         revealed = sorted(self.answers.of("reveal").items())[: self.terms.threshold]
         points = {self.cohort.index(who) + 1: int(one["shares"][name], 16) for who, one in revealed}
         secret = sealing.reconstruct(points)
         if secret >= 2**256:
-            raise self._broken(name)
+            raise self._reconstruction_error(name)
         return secret.to_bytes(32, "big")
 
-    def _broken(self, name: str) -> ConsiliumError:
+    def _reconstruction_error(self, name: str) -> ConsiliumError:
         what = f"the shares of {name!r} do not give back what it signed, so the sum cannot be opened"
         return ConsiliumError(f"secure aggregation: {what}; a site or its state is broken, start a new run")
 
 
 class Collector:
-    """All attempts of a run's masked sums, stored in `folder`. `root`: the kit's root certificate; `server`: its name."""
+    """The roster and all attempts of a run, stored in `folder`. `root`: the kit's root certificate; `server`: its name."""
 
     def __init__(self, folder: Path, config: JobConfig, run: str, root: x509.Certificate, server: str) -> None:
         self.folder, self.config, self.run, self.root, self.server = folder, config, run, root, server
@@ -285,11 +287,11 @@ class Collector:
         self.roster: dict[str, Message] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def hello_question(self) -> Message:
-        """Return the first question of a run, asked once."""
+        """Return the first question of a run, which asks a site for its roster entry."""
         return {"step": "hello"}
 
     def admit(self, name: str, found: Message) -> None:
-        """Add a site to the roster. Raises RefusedError for an invalid entry, and for another one than before."""
+        """Add a site's entry to the roster. Raises RefusedError for an invalid entry, and for a different one than before."""
         admit(self.root, self.server, found, self.config.digest, self.run, name)
         if self.roster.get(name, found) != found:
             raise RefusedError("it has another key than before in this run; is its state lost?", Reason.TASK)
@@ -300,50 +302,52 @@ class Collector:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a phase has begun: then sites have seen the roster."""
+        """Whether a phase has begun. Then sites have seen the roster."""
         return (self.folder / "past.json").is_file() or any(self.folder.glob("*-*-*/about.json"))
 
     def stored(self, round: int, phase: int) -> Attempt | None:
-        """Return the last attempt at a phase, None without one; delete those of other phases."""
+        """Return the last stored attempt at a phase, None if there is none. Delete the attempts of other phases."""
         wanted = f"{round}-{phase}-"
         for path in self.folder.glob("*-*-*/") if self.folder.is_dir() else ():
             if not path.name.startswith(wanted):
                 shutil.rmtree(path)
         found = sorted(self.folder.glob(f"{wanted}*/about.json"), key=lambda p: int(p.parent.name.rsplit("-", 1)[1]))
-        return self._open(found[-1].parent) if found else None
+        return self._open_attempt(found[-1].parent) if found else None
 
-    def _open(self, folder: Path) -> Attempt:
+    def _open_attempt(self, folder: Path) -> Attempt:
         return Attempt(folder, self.config, self.run, json.loads((folder / "about.json").read_text(encoding="utf-8")))
 
     def begin(self, round: int, phase: int, cohort: Iterable[str]) -> Attempt:
-        """Begin a phase's first attempt. Raises RefusedError where its terms would protect no site."""
-        return self._begin(Place(round, phase), sorted(cohort), self.roster, {})
+        """Begin the first attempt at a phase. Raises RefusedError if its terms would protect no site."""
+        return self._create_attempt(Place(round, phase), sorted(cohort), self.roster, {})
 
-    def _begin(self, place: Place, cohort: list[str], roster: Mapping[str, Message], cancelled: Mapping[str, str]) -> Attempt:
+    def _create_attempt(
+        self, place: Place, cohort: list[str], roster: Mapping[str, Message], cancelled: Mapping[str, str]
+    ) -> Attempt:
         terms_of(self.config, len(cohort))
         about = {"place": [place.round, place.phase, place.attempt], "cohort": cohort, "cancelled": dict(cancelled)}
         folder = self.folder / str(place)
         write_atomic(folder / "about.json", json.dumps(about | {"roster": dict(roster)}).encode())
-        return self._open(folder)
+        return self._open_attempt(folder)
 
     def again(self, last: Attempt) -> Attempt:
-        """Begin a new attempt after one that is cancelled, of the same sites and roster."""
+        """Begin a new attempt after a cancelled one, with the same sites and roster."""
         place = Place(last.place.round, last.place.phase, last.place.attempt + 1)
         cancelled = {name: one["signature"] for name, one in sorted(last.answers.of("cancel").items())}
-        return self._begin(place, last.cohort, last.roster, cancelled)
+        return self._create_attempt(place, last.cohort, last.roster, cancelled)
 
     def past(self, name: str) -> Message:
-        """Return the proof of the last phase that a site was sent a model in, {} without one."""
-        kept = self._past()
+        """Return the proof of the last phase in which a site was sent a model, {} if there is none."""
+        kept = self._read_past()
         return dict(kept["proofs"].get(kept["of"].get(name), {}))
 
-    def _past(self) -> Message:
+    def _read_past(self) -> Message:
         path = self.folder / "past.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"proofs": {}, "of": {}}
 
     def prove(self, last: Attempt, proof: Message) -> None:
-        """Store the proof of a phase, for all sites that were sent a model in any attempt at it."""
-        kept, phase = self._past(), f"{last.place.round}-{last.place.phase}"
+        """Store the proof of a phase for all sites that were sent a model in one of its attempts."""
+        kept, phase = self._read_past(), f"{last.place.round}-{last.place.phase}"
         for path in self.folder.glob(f"{phase}-*/parties.json"):
             kept["of"] |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")), phase)
         proofs = kept["proofs"] | {phase: proof}
@@ -351,12 +355,12 @@ class Collector:
         write_atomic(self.folder / "past.json", json.dumps(kept).encode())
 
     def forget(self, last: Attempt) -> None:
-        """Delete a phase that has ended: its sum is in the server's state."""
+        """Delete all attempts at a phase that has ended. Its sum is in the server's state."""
         for path in self.folder.glob(f"{last.place.round}-{last.place.phase}-*"):
             shutil.rmtree(path)
 
 
-def _text(answer: Any, field: str) -> str:
+def _read_text(answer: Any, field: str) -> str:
     found = answer.get(field) if isinstance(answer, dict) else None
     if not is_field(found):
         raise RefusedError(f"its answer has no {field}")

@@ -1,6 +1,6 @@
-"""Identities of a simulation: a root and keys that are made for one run on one machine, and protect nobody.
+"""Identities for simulations: a root and keys made for one run on one machine. They run the protocol but protect nobody.
 
-They show that the protocol runs. They lie in the run's folder until it ends, so that an interrupted run can go on.
+They are stored in the run's folder until the run ends, so that an interrupted run can be resumed.
 """
 
 import datetime
@@ -20,31 +20,31 @@ ROOT, SERVER = "simulation", "server"
 
 
 def make_simulated_identities(folder: Path, names: list[str]) -> None:
-    """Make an identity for every site that has none yet: `folder`/NAME holds what a startup kit does."""
-    root_key = _key(folder / "root.key")
+    """Make an identity for every site in `names` that has none. `folder`/NAME gets the same files as a startup kit."""
+    root_key = _make_or_read_key(folder / "root.key")
     root = certificate_for(ROOT, root_key.public_key(), ROOT, root_key, authority=True)
     if not (folder / "rootCA.pem").is_file():
         write_atomic(folder / "rootCA.pem", pem_of(root).encode())
     for name in names:
         home = folder / name
         if not (home / "client.crt").is_file():
-            key = _key(home / "client.key")
+            key = _make_or_read_key(home / "client.key")
             write_atomic(home / "rootCA.pem", (folder / "rootCA.pem").read_bytes())
             write_atomic(home / "client.crt", pem_of(certificate_for(name, key.public_key(), ROOT, root_key)).encode())
 
 
 def read_simulated_identity(folder: Path, name: str, asks: SitePartnersConfig) -> Identity:
-    """Return a site's identity. Raises ConfigError where none was made."""
+    """Return the identity of a simulated site. Raises ConfigError if none was made."""
     return read_identity(folder / name, name, SERVER, asks, simulated=True)
 
 
-def _key(path: Path) -> rsa.RSAPrivateKey:
+def _make_or_read_key(path: Path) -> rsa.RSAPrivateKey:
     if not path.is_file():
         fresh = rsa.generate_private_key(65537, LEAST_BITS)
         form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         write_atomic(path, fresh.private_bytes(*form))
     found = serialization.load_pem_private_key(path.read_bytes(), None)
-    assert isinstance(found, rsa.RSAPrivateKey)  # as it was written
+    assert isinstance(found, rsa.RSAPrivateKey)  # the type that was written
     return found
 
 
@@ -62,7 +62,10 @@ def certificate_for(
     role: str = "",
     days: tuple[int, int] = (-1, 360),
 ) -> x509.Certificate:
-    """Return a certificate as a kit's is: of a name and, if given, a role; `days`: from and to, counted from now."""
+    """Return a certificate of the same form as in a kit, for `name` and, if given, `role`.
+
+    `days`: start and end of its validity, in days from now.
+    """
     now = datetime.datetime.now(datetime.UTC)
     roles = [x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, role)] if role else []
     return (
@@ -79,5 +82,5 @@ def certificate_for(
 
 
 def pem_of(certificate: x509.Certificate) -> str:
-    """Return a certificate as a kit has it."""
+    """Return a certificate as PEM text, as in a kit."""
     return certificate.public_bytes(serialization.Encoding.PEM).decode()

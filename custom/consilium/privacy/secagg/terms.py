@@ -1,4 +1,4 @@
-"""The terms of a phase, fixed before anything is masked: its sites, how many must stay, and the hashes that bind both."""
+"""The terms of a phase, fixed before anything is masked: how many sites are asked and must remain, and the context hashes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,22 +16,26 @@ Message = dict[str, Any]
 
 
 LONGEST = 20_000
-"""Characters of a field: a certificate has a few thousand."""
+"""The largest number of characters in a field. A certificate has a few thousand."""
 
 
 def is_field(value: Any) -> bool:
-    """Tell whether a value is what a message has beside numbers and lists: ASCII text, not too long."""
+    """Tell whether a value is a valid text field of a message: ASCII, and not too long."""
     return isinstance(value, str) and value.isascii() and len(value) < LONGEST
 
 
 def refused(what: str, reason: Reason = Reason.TASK) -> RefusedError:
-    """Return the error of a question that is not answered."""
+    """Return the error for a question that is refused."""
     return RefusedError(f"secure aggregation: {what}; nothing was sent", reason)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Of `asked` sites, `threshold` can unmask, and `least` must be in a sum; `colluders` may be the server's."""
+    """The terms of a phase, as numbers of sites.
+
+    `asked`: sites in the cohort; `threshold`: sites that together can open the sum; `least`: sites that a sum must have;
+    `colluders`: sites that may work with the server.
+    """
 
     asked: int
     threshold: int
@@ -40,12 +44,12 @@ class Terms:
 
     @property
     def honest(self) -> int:
-        """The fewest honest sites in a sum: a share of noise is sized for them."""
+        """The least number of honest sites in a sum. It determines the size of a noise share."""
         return self.least - self.colluders
 
     @property
     def problem(self) -> str:
-        """Why sums on these terms would protect no site, or never complete; "" for valid terms."""
+        """The reason why sums on these terms would protect no site or never complete; "" for valid terms."""
         if 2 * self.threshold <= self.asked + self.colluders:
             return "two sums could both be opened; raise secure_aggregation.threshold"
         if self.threshold - self.colluders < 2:
@@ -56,15 +60,15 @@ class Terms:
 
 
 def default_threshold(asked: int) -> int:
-    """Return the default threshold: how many of the `asked` sites must stay to the end of a phase, two thirds and one."""
+    """Return the default threshold for `asked` sites: two thirds, rounded down, plus one."""
     return 2 * asked // 3 + 1
 
 
 def terms_of(config: JobConfig, asked: int) -> Terms:
-    """Return the terms of a phase that asks so many sites. Raises RefusedError where they would protect no site.
+    """Return the terms of a phase that asks `asked` sites. Raises RefusedError if they would protect no site.
 
-    Without noise a sum is of all that are asked, or of nobody: so each knows before it masks anything whom its update is summed
-    with, and no server can choose.
+    Without noise a sum must contain all sites that are asked. So each site knows before masking with which sites its update is
+    summed, and the server cannot choose.
     """
     section = config.secure_aggregation
     if section is None:
@@ -91,12 +95,12 @@ class Place:
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return its name in files and messages."""
+        """Return the attempt's name in files and messages."""
         return f"{self.round}-{self.phase}-{self.attempt}"
 
 
-def read_place(message: Mapping[str, Any]) -> Place:
-    """Return the place that a message names. Raises RefusedError where it names none."""
+def read_attempt(message: Mapping[str, Any]) -> Place:
+    """Return the attempt that a message names by round, phase and attempt number. Raises RefusedError if one is missing."""
     values = [value for key in ("round", "phase", "attempt") if type(value := message.get(key)) is int and 0 <= value < 2**31]
     if len(values) < 3:
         raise refused("a message of no round, phase and attempt")
@@ -112,10 +116,10 @@ def prepare_context(
     terms: Terms,
     rounds: int | None = None,
 ) -> bytes:
-    """Return the hash of all that a phase's shares are for.
+    """Return the hash that binds an attempt's shares: to job, run, attempt, roster, cohort and terms.
 
-    The job's digest leaves out its rounds, so that a run can be prolonged; noise made for an epsilon depends on them.
-    `rounds`: what the job had when the place was the last, if that is not now.
+    In a private job it also covers the number of rounds, because the noise for an epsilon depends on it. The job's digest
+    leaves the rounds out, so that a run can be prolonged. `rounds`: the job's rounds at an earlier attempt; None for now.
     """
     about: Message = {
         "job": config.digest,
@@ -130,20 +134,20 @@ def prepare_context(
 
 
 def mask_context(context: bytes, keys: Mapping[str, str], order: Layout, sent: Mapping[str, Any]) -> bytes:
-    """Return the hash that binds a phase's masks: to the parties' mask keys, the layout, and the payload sent."""
+    """Return the hash that binds an attempt's masks: to the prepare context, the mask keys, the layout and the payload sent."""
     return hashed("mask-context", context, canonical([dict(keys), [[n, list(s)] for n, s in order], dict(sent)]))
 
 
 def names_sent(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
-    """Return the hash of every tensor as a site was sent it last, by name; `before`: of former phases."""
+    """Return, by name, the hash of each tensor in the version last sent to a site; `before`: the hashes of earlier phases."""
     return {**before, **{name: digest({name: tensor}) for name, tensor in payload.tensors.items()}}
 
 
 def what_was_sent(payload: Payload, names: Mapping[str, str]) -> Message:
-    """Return all that training starts from, in hashes and numbers."""
+    """Return the start of training as hashes and numbers: the tensors' hashes and the payload's scalars."""
     return {"tensors": dict(names), "scalars": {name: float(value).hex() for name, value in payload.scalars.items()}}
 
 
 def same_numbers(tensors: Tensors) -> str:
-    """Return the hash by which a site recognizes its own numbers."""
+    """Return the hash by which a site recognizes the numbers that it masked before."""
     return digest(tensors)

@@ -1,9 +1,9 @@
-"""Runs beside each other: what compares, means and how sure they are, paired tests, tables, pictures."""
+"""Compare runs: which runs are comparable, means and their intervals, paired tests, tables and pictures."""
 
 from typing import Literal
 
 Test = Literal["wilcoxon", "permutation"]
-"""How two methods are compared, see scores.py."""
+"""The paired test between two methods, see score_statistics.py."""
 DIAGNOSED = {
     "drift_between": "drift/cross",
     "drift_absolute": "oracle drift/absolute",
@@ -11,8 +11,8 @@ DIAGNOSED = {
     "memory_saturation": "memory/saturation",
     "information_gain": "ranks/information_gain",
 }
-"""Printed numbers that no score is, and what a run calls them that measures them of itself (metrics.jsonl)."""
+"""Published numbers that are not scores, each with the name of its diagnostic in metrics.jsonl."""
 HELD_OUT = "held_out_"
-"""Stands before a score that was printed of validation data at sites not asked to train, before the last round's training."""
+"""Prefix of a published validation score, taken before the last round, of the sites that it did not ask to train."""
 COLUMN, PAGE = 3.5, 7.16
-"""Inches: widths of a column and of a page of two."""
+"""Widths in inches of a column and of a page in a two-column paper."""

@@ -1,4 +1,4 @@
-"""Which runs compare: groups of runs on the same task, data, sites and test samples, and what each method is called."""
+"""Group the runs that are comparable (same task, data, sites and test samples), and name their methods."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,24 +14,24 @@ from consilium.tasks.registry import COUNT
 CHECKPOINT = "model.checkpoint"
 LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", "data.phantoms.training",
             "data.phantoms.validation", "data.phantoms.classes")  # fmt: skip
-"""Fields of task and data that change the training and not the samples scored."""
+"""Fields of task and data that change the training, but not the samples that are scored."""
 READ = ("task.", "data.", CHECKPOINT, "privacy.unit", "privacy.per_patient")
-"""Fields by which a site reads other files, or others of its samples."""
+"""Fields that decide which files and which samples a site reads."""
 KINDS = ("strategy.name", "model.name", "adapter.kind", "task.name", "privacy.unit")
-"""Fields that decide which others their section has."""
+"""Fields on which it depends which other fields their section has."""
 UNNAMED = ("name", "experiment", "training.seed", "training.validate.every", "training.validate.stages",
            "training.validate.full", CHECKPOINT, "statistics", "federation.min_sites", "federation.round_timeout",
            "federation.straggler_grace_seconds")  # fmt: skip
-"""Fields that do not tell one method from another."""
+"""Fields that never distinguish methods."""
 SAME = 0.01
-"""The frozen model's scores of the same images differ by less, on whatever machine."""
+"""Two machines' scores of one frozen model on the same images differ by less than this."""
 AGAIN = " again"
-"""Stands behind the seed of a private run that repeats another: another draw of noise."""
+"""Suffix of the seed of a private run that repeats another one with new noise."""
 
 
 @dataclass(frozen=True)
 class MissingRun:
-    """A run that a study has no scores of: its labels, its seed, and why."""
+    """A cell of a study without scores: its labels, its seed, and the reason."""
 
     labels: Mapping[str, str]
     seed: int
@@ -40,9 +40,10 @@ class MissingRun:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that compare, by method and seed. `name`: "" where there is one group only; `left`: runs left out, and why.
+    """Comparable runs, by method and seed.
 
-    `absent`: why a run is missing, by method and seed; `data_axes`: axes of the study that choose data, one value a group.
+    `name`: "" if there is one group only. `left`: a line per run that was left out. `absent`: why a run is missing, by method
+    and seed. `data_axes`: axes of the study that choose data; a group has one value on each.
     """
 
     name: str
@@ -53,17 +54,17 @@ class Group:
 
     @property
     def first(self) -> RunRecord:
-        """The run that the others were held against."""
+        """The group's first run."""
         return next(iter(self.runs.values()))
 
     @property
     def methods(self) -> list[str]:
-        """In the order of the runs."""
+        """The methods, in the order of the runs."""
         return list(dict.fromkeys(method for method, _ in [*self.runs, *self.absent]))
 
     @property
     def seeds(self) -> list[str]:
-        """In order."""
+        """The seeds, in increasing order."""
         return sorted({seed for _, seed in [*self.runs, *self.absent]}, key=lambda seed: (len(seed), seed))
 
     def of(self, method: str) -> list[RunRecord]:
@@ -71,23 +72,23 @@ class Group:
         return [run for (name, _), run in self.runs.items() if name == method]
 
     def expected(self, method: str) -> list[str]:
-        """Return the seeds that a method should have: another draw of noise only where it has one."""
+        """Return the seeds that a method should have. A repeated draw of noise counts only for methods that have one."""
         return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
 
-    def titled(self, text: str) -> str:
-        """Return a figure's or table's title, which begins with the group's name if there is one."""
+    def with_group_name(self, text: str) -> str:
+        """Return a title with the group's name before it, if the group has a name."""
         return f"{self.name}: {text}" if self.name else text
 
     def heading(self, metric: str) -> str:
-        """Return how a metric is called in titles and figures of this group's task."""
+        """Return a metric's name in the titles and figures of this group's task."""
         base, _, rest = metric.partition("/")
         scores = self.first.scores
         return ", ".join(part for part in (scores.heading(base), rest, scores.grid_of(base)) if part)
 
 
-def differs(one: RunRecord, other: RunRecord) -> str | None:
-    """Return why two runs' scores do not compare; None where they do."""
-    mine, theirs = _compared(one), _compared(other)
+def why_not_comparable(one: RunRecord, other: RunRecord) -> str | None:
+    """Return why the scores of two runs are not comparable; None if they are."""
+    mine, theirs = _score_settings(one), _score_settings(other)
     if mine != theirs:
         key = next(k for k in sorted({*mine, *theirs}) if mine.get(k, "none") != theirs.get(k, "none"))
         return f"{key} is {_text(theirs.get(key, 'none'))}, in {one.name} {_text(mine.get(key, 'none'))}"
@@ -97,34 +98,40 @@ def differs(one: RunRecord, other: RunRecord) -> str | None:
         return f"other sites than in {one.name}: {', '.join(sorted(one.sites ^ other.sites)[:5])} in one of them only"
     whole = bool(one.whole and other.whole)
     digests = (one.whole, other.whole) if whole else (one.data[1], other.data[1])
-    if all(digests) and digests[0] != digests[1] and _reads(one, whole) == _reads(other, whole):
+    if all(digests) and digests[0] != digests[1] and _sample_settings(one, whole) == _sample_settings(other, whole):
         return f"its sites' data or settings are not those of {one.name}; `consilium study run` runs the older ones again"
-    if not (one.labels and other.labels):  # cells of a study have their axes and digests for that
+    if not (one.labels and other.labels):  # cells of a study were compared by their axes and digests above
         both = sorted(one.content.keys() & other.content.keys())
         if site := next((site for site in both if one.content[site] != other.content[site]), None):
             return f"its data at {site} are not those of {one.name}"
     if one.settings.get("data.phantoms.kind") is not None and one.seed != other.seed:
         return None  # each seed draws its own pictures
-    return _other_samples(one, other)
+    return _find_other_samples(one, other)
 
 
-def _compared(run: RunRecord) -> dict[str, Any]:
-    """Return the settings that decide what a score is taken of."""
+def _score_settings(run: RunRecord) -> dict[str, Any]:
+    """Return the settings that decide which samples are scored and how."""
     found = {k: v for k, v in run.settings.items() if k.startswith(("task.", "data.")) and not k.startswith(LEARNING)}
     if run.settings.get("task.scores.grid") == "resized":  # masks are compared at the model's own pixels
         found["model.image_size"] = run.settings.get("model.image_size")
     return found
 
 
-def _reads(run: RunRecord, whole: bool) -> list[Any]:
-    """Return what decides which samples a study's run reads: where it is equal, other digests mean changed files."""
+def _sample_settings(run: RunRecord, whole: bool) -> list[Any]:
+    """Return the settings that decide which samples a study's run reads.
+
+    If two runs have equal settings but other digests of their data, files have changed.
+    """
     most = None if whole else run.settings.get("data.most_training")  # which samples these are depends on the seed
     fields = {k: v for k, v in run.settings.items() if k.startswith(READ) and k not in LEARNING}
     return [run.data[0], fields, most, run.seed if most else None]
 
 
-def _other_samples(one: RunRecord, other: RunRecord) -> str | None:
-    """Return where two runs were scored on other samples, by their number or the scores of the same frozen model."""
+def _find_other_samples(one: RunRecord, other: RunRecord) -> str | None:
+    """Return at which site two runs were scored on different samples; None if there is no sign of it.
+
+    The signs are different numbers of samples, or different scores of the same frozen model.
+    """
     models = [_section(run, "model") for run in (one, other)]
     for site in sorted(one.closing.keys() & other.closing.keys()):
         for stage, metric in ((Stage.GLOBAL, COUNT), (Stage.PRETRAINED, one.metric), (Stage.PRETRAINED, "loss")):
@@ -138,11 +145,12 @@ def _other_samples(one: RunRecord, other: RunRecord) -> str | None:
 
 
 def _section(run: RunRecord, name: str) -> dict[str, Any]:
+    """Return the settings of one section of the job."""
     return {key: value for key, value in run.settings.items() if key.startswith(f"{name}.")}
 
 
 def frozen_model(run: RunRecord) -> str:
-    """Return a text that tells a run's frozen model from others."""
+    """Return a text that identifies a run's frozen model."""
     return json.dumps([_section(run, "model"), run.base], sort_keys=True)
 
 
@@ -153,11 +161,14 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def grouped(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = ()) -> tuple[list[Group], list[str]]:
-    """Return the groups of runs that compare, in the order of the runs, and why each group is not part of the first one."""
+def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = ()) -> tuple[list[Group], list[str]]:
+    """Return the groups of comparable runs, in the order of the runs, and lines for the notes.
+
+    The lines say why each further group is not comparable with the first one, and which cells in `absent` fit no group.
+    """
     found: list[list[RunRecord]] = []
     for run in runs:
-        home = next((group for group in found if all(differs(other, run) is None for other in group)), None)
+        home = next((group for group in found if all(why_not_comparable(other, run) is None for other in group)), None)
         found.append([run]) if home is None else home.append(run)
     axes = {axis for run in runs for axis in run.labels}
     values = {axis: [{run.labels.get(axis) for run in group} for group in found] for axis in axes}
@@ -172,22 +183,22 @@ def grouped(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = ()) -> tup
         named = {}
         for one in (one for one in absent if place.items() <= one.labels.items()):
             own = next((labels[run.name] for run in group if run.labels == one.labels), "")
-            method = own or _labelled(one.labels, unnamed) or _labelled(one.labels)
+            method = own or _join_labels(one.labels, unnamed) or _join_labels(one.labels)
             named[method, str(one.seed)] = one.why
-        counted, left = _counted(group, labels)
+        counted, left = _without_repeats(group, labels)
         lacking = {key: why for key, why in named.items() if key not in counted}
         made.append(Group(name, counted, tuple(left), lacking, frozenset(data_axes)))
     why = []
     for group in found[1:]:
-        reasons = (differs(first, one) for one in group for first in found[0])
+        reasons = (why_not_comparable(first, one) for one in group for first in found[0])
         why.append(f"{few([run.name for run in group])}: {next(reason for reason in reasons if reason)}")
     lost = [one for one in absent if not any(place.items() <= one.labels.items() for place in here)]
-    why += [f"{_labelled(one.labels)}, seed {one.seed}: {one.why}, nor any other run of its data" for one in lost]
+    why += [f"{_join_labels(one.labels)}, seed {one.seed}: {one.why}, nor any other run of its data" for one in lost]
     return made, why
 
 
 def _group_names(groups: Sequence[Sequence[RunRecord]], axes: Iterable[str]) -> list[str]:
-    """Return a name for each group: its values on the data axes, or its job's name, or a number; "" for an only one."""
+    """Return a name for each group: its values on the data axes, or its job's name, or a number; "" for a single group."""
     labelled = [", ".join(group[0].labels.get(axis, "") for axis in sorted(axes)) for group in groups]
     jobs = [str(group[0].settings["name"]) for group in groups]
     numbers = [f"group {i + 1}" if len(groups) > 1 else "" for i in range(len(groups))]
@@ -195,31 +206,32 @@ def _group_names(groups: Sequence[Sequence[RunRecord]], axes: Iterable[str]) -> 
     return next(apart, numbers)
 
 
-def _labelled(labels: Mapping[str, str], unnamed: Iterable[str] = ()) -> str:
-    """Return what a study's labels call a method."""
+def _join_labels(labels: Mapping[str, str], unnamed: Iterable[str] = ()) -> str:
+    """Return a method's name: its values on all axes except `unnamed`."""
     gone = set(unnamed)
     return ", ".join(value for axis, value in labels.items() if axis not in gone)
 
 
 def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dict[str, str]:
-    """Return each run's method by the run's name: of a study's cell its labels, else the strategy and what else differs.
+    """Return the method of each run, by the run's name.
 
-    `unnamed`: axes that name no method. Frozen weights are named by their digest, wherever the file lies; a run whose server
-    has lost its state has those of another run with its checkpoint.
+    The method of a study's cell is named by its labels, except those on the axes `unnamed`. The method of any other run is
+    named by its strategy and by the settings in which the runs differ. Frozen weights are named by their digest, in whichever
+    folder the file is. If a run's server state is lost, the digest is taken from another run with the same checkpoint.
     """
     bases: dict[str, str] = {}
     for run in (run for run in runs if run.base):
         bases.setdefault(run.base, f"{PurePath(str(run.settings.get(CHECKPOINT))).name} {run.base[:8]}")
     fields: dict[str, dict[str, Any]] = {}
     for run in runs:
-        path, compared = run.settings.get(CHECKPOINT), _compared(run)
+        path, compared = run.settings.get(CHECKPOINT), _score_settings(run)
         base = run.base or next((o.base for o in runs if o.base and path and o.settings.get(CHECKPOINT) == path), "")
         fields[run.name] = {k: v for k, v in run.settings.items() if not k.startswith(UNNAMED) and k not in compared}
         fields[run.name][CHECKPOINT] = bases.get(base)
     kinds = {run.name: {k.partition(".")[0]: run.settings.get(k) for k in KINDS} for run in runs}
 
     def varies(key: str, run: RunRecord) -> bool:
-        """Tell whether a field differs among runs with the same kind of its section; the kind itself, among all."""
+        """Tell whether a field differs among the runs with the same kind of section, or a kind among all runs."""
         section = key.partition(".")[0]
         alike = [o for o in runs if key in KINDS or kinds[o.name].get(section) == kinds[run.name].get(section)]
         return len({_text(fields[o.name].get(key)) for o in alike}) > 1
@@ -235,20 +247,22 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
                 parts += [] if key == "strategy.name" else [f"{'privacy ' if key == 'privacy.unit' else ''}{value}"]
             else:
                 parts.append(f"{key if last.count(word) > 1 else word} {value}")
-        found[run.name] = _labelled(run.labels, unnamed) or ", ".join(parts)
+        found[run.name] = _join_labels(run.labels, unnamed) or ", ".join(parts)
     return found
 
 
-def _counted(runs: Sequence[RunRecord], labels: Mapping[str, str]) -> tuple[dict[tuple[str, str], RunRecord], list[str]]:
-    """Return runs by method and seed, and a line per run that repeats another and so is left out.
+def _without_repeats(
+    runs: Sequence[RunRecord], labels: Mapping[str, str]
+) -> tuple[dict[tuple[str, str], RunRecord], list[str]]:
+    """Return runs by method and seed, and a line per run that is left out because it repeats another one.
 
-    Of private runs only a copy, with all scores to the last digit, repeats another; else it is another draw of noise.
+    A private run with the same method and seed has other noise, so it repeats another run only if all scores are equal.
     """
     found: dict[tuple[str, str], RunRecord] = {}
     left = []
 
     def scores(run: RunRecord) -> str:
-        return json.dumps(run.closing, sort_keys=True)  # in a text NaN is NaN
+        return json.dumps(run.closing, sort_keys=True)  # compared as text, because NaN != NaN
 
     for run in runs:
         method = labels[run.name]
@@ -264,8 +278,8 @@ def _counted(runs: Sequence[RunRecord], labels: Mapping[str, str]) -> tuple[dict
     return found, left
 
 
-def mixed(group: Group) -> list[str]:
-    """Return a line for each method whose runs are not all of one code and the same packages. The code is the strategy's."""
+def mixed_code_notes(group: Group) -> list[str]:
+    """Return a line for each method whose runs differ in the strategy's code or in the versions of packages."""
     found = []
     for method in group.methods:
         versions = [run.code_versions for run in group.of(method)]
@@ -275,8 +289,8 @@ def mixed(group: Group) -> list[str]:
     return found
 
 
-def renamed(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs, each renamed to the shortest end of its path that is unique."""
+def with_short_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs with shorter names: the last parts of their paths, as few as make all names different."""
     parts = [run.name.rstrip("/").split("/") for run in runs]
     ends = (["/".join(one[-length:]) for one in parts] for length in range(1, max(map(len, parts)) + 1))
     names = next((names for names in ends if len(set(names)) == len(names)), ["/".join(one) for one in parts])

@@ -1,7 +1,7 @@
-"""Pictures of a comparison: learning curves, sites x methods, scores along an axis and against bytes and epsilon.
+"""Pictures of a comparison: learning curves, sites x methods, scores along an axis, against bytes, and against epsilon.
 
-Colours are those of M. Okabe and K. Ito, "Color Universal Design" (2002), which colour-blind readers tell apart; a marker and a
-line style go with each, so that a print without colours will do.
+Colours are those of M. Okabe and K. Ito, "Color Universal Design" (2002), which colour-blind readers can distinguish. Each
+method has a marker and a line style too, for prints without colours.
 """
 
 import math
@@ -24,7 +24,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.report.compare import COLUMN, PAGE
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.scores import GroupScores, mean, scores_of
+from consilium.report.compare.score_statistics import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, ROUNDS, draw_matrix
 from consilium.report.plain_files import subfolders
@@ -33,18 +33,18 @@ from consilium.report.run_record import Curve, RunRecord
 from consilium.report.tables import csv_text, few, tex
 
 # examples --------------------------------------------------------------------------------------------------------------
-# The same test pictures with the predictions of several methods, cut out of each run's predictions.png of a site.
+# The same test pictures with the predictions of several methods, cut out of the predictions.png of each run and site.
 #
-# Only where all runs show the same pictures and references, to the pixel. They show patients, so the result stays where the
-# runs are.
+# A picture is drawn only if all runs show the same pictures and references, to the pixel. It shows patients, so keep it where
+# the runs are.
 
 MOST_METHODS = 8
 
 
 def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[list[Path], list[str]]:
-    """Write examples-SITE.png for every site where it can be; return the files, and which are missing and why.
+    """Write examples-SITE.png for each site where the runs allow it. Return the files, and notes on missing ones.
 
-    They are of the seed that most methods have, the first of several.
+    They show the seed that most methods have; of several such seeds, the first.
     """
     counts = Counter(seed for _, seed in group.runs)
     seed = max(group.seeds, key=lambda seed: counts[seed])
@@ -52,7 +52,7 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
     files: list[Path] = []
     undrawn: dict[str, list[str]] = {}
     places = {m: {one.name: one for one in subfolders(run.folder / "sites")} for m, run in list(runs.items())[:MOST_METHODS]}
-    for site in sorted(group.first.sites):  # a stranger's record may name a site "..", or with a path
+    for site in sorted(group.first.sites):  # from another machine's record, a site's name may be ".." or a path
         paths = {method: inside[site] / PREDICTIONS for method, inside in places.items() if site in inside}
         read = {method: read_page(path) for method, path in paths.items()}
         pages = {m: page for m, page in read.items() if page is not None and {PICTURE, REFERENCE, str(stage)} <= page[0].keys()}
@@ -67,7 +67,7 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
             files.append(folder / f"examples{end}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png")
             first, key = next(iter(pages.values()))
             both = {what: first[what] for what in (PICTURE, REFERENCE)}
-            # the blank: a method may be called picture
+            # the blank keeps a method called "picture" apart from the column of pictures
             write_page(files[-1], (both | {f"{method} ": tiles[stage] for method, (tiles, _) in pages.items()}, key))
     notes = [f"no examples of {few(sites, 3)}: {why}" for why, sites in undrawn.items()]
     lacking = [method for method in group.methods if method not in runs]
@@ -78,20 +78,20 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
 
 
 # figures ---------------------------------------------------------------------------------------------------------------
-# To print: one column or the page of a paper in two columns, letters of 7 and 8 points, captions beside the files.
+# Figures to print, as wide as a column or the page of a two-column paper, with letters of 7 and 8 points.
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
 MARKERS = "osD^vPX*<>hp"
 LINES = ("-", "--", "-.", ":")
 CURVES = 6
-"""Curves in one panel, at most; the others stand behind them in grey."""
+"""Curves in one panel, at most. The curves of other panels are drawn behind them in grey."""
 FEWEST = 2
-"""Numbers that make an axis."""
+"""Fewest values that are numbers, for an axis to be drawn along."""
 WRAP = 34
-"""Characters of a line of a legend."""
+"""Characters per line of a legend."""
 DPI = 300
 FORMATS = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}, "svg": {"Date": None}}
-"""Endings of a picture's files, and the metadata without which two runs of one command write equal files."""
+"""File endings of a picture, each with the metadata to remove, so that the same command writes equal files each time."""
 STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.labelsize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.titlesize": 8,
     "figure.titlesize": 8, "axes.linewidth": 0.6, "lines.markersize": 3.5, "text.parse_math": False, "pdf.fonttype": 42,
@@ -101,7 +101,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture, its caption in whole sentences, and the numbers in it, a row each."""
+    """A picture, its caption in whole sentences, and a row per number in it."""
 
     figure: Figure
     caption: str
@@ -109,16 +109,16 @@ class Plot:
 
 
 Drawn = Plot | str
-"""A picture, or why there is none."""
+"""A picture, or the reason why there is none."""
 
 
 def style(index: int) -> dict[str, Any]:
-    """Return a method's colour, marker and line: no two of the first 96 alike."""
+    """Return the colour, marker and line style of a method by its number. The first 96 are all different."""
     colour, marker = COLOURS[index % len(COLOURS)], MARKERS[(index % len(COLOURS) + index // len(COLOURS)) % len(MARKERS)]
     return {"color": colour, "marker": marker, "linestyle": LINES[index % len(LINES)]}
 
 
-def plain(text: str, width: int = WRAP) -> str:
+def wrap_name(text: str, width: int = WRAP) -> str:
     """Return a name in lines of at most `width` characters."""
     return textwrap.fill(shown(text), width)
 
@@ -126,9 +126,9 @@ def plain(text: str, width: int = WRAP) -> str:
 def draw(
     folder: Path, groups: Sequence[Group], stage: Stage, metric: str | None = None, width: float = COLUMN, titles: bool = False
 ) -> tuple[list[Path], list[str]]:
-    """Write all pictures that can be, in each of FORMATS, with their numbers as CSV, and figures.tex with their captions.
+    """Write each picture that the runs allow, in each of FORMATS, with its numbers as CSV; and figures.tex with all captions.
 
-    `width` in inches; `titles`: the caption stands in the picture too. Return the files, and which are missing and why.
+    `width`: in inches. `titles`: write the caption into the picture too. Return the files, and notes on missing pictures.
     """
     files: list[Path] = []
     notes: list[str] = []
@@ -139,11 +139,11 @@ def draw(
             with rc_context(STYLE):
                 plot = make(scores_of(group, stage, metric or group.first.metric), width)
                 if isinstance(plot, str):
-                    notes.append(group.titled(f"no {name}{end}: {plot}"))
+                    notes.append(group.with_group_name(f"no {name}{end}: {plot}"))
                     continue
-                caption = group.titled(plot.caption)
+                caption = group.with_group_name(plot.caption)
                 if titles:
-                    plot.figure.suptitle(plain(caption, int(15 * plot.figure.get_figwidth())))
+                    plot.figure.suptitle(wrap_name(caption, int(15 * plot.figure.get_figwidth())))
                 paths = [folder / f"{name}{end}.{ending}" for ending in (*FORMATS, "csv")]
                 for path, metadata in zip(paths, FORMATS.values(), strict=False):
                     write_figure(path, plot.figure, dpi=DPI, mode=PUBLIC, metadata=metadata)
@@ -154,7 +154,7 @@ def draw(
             page += [rf"\caption{{{tex(caption)}}}", rf"\end{{{place}}}"]
         examples, undrawn = draw_examples(folder, group, stage, end)
         files += examples
-        notes += map(group.titled, undrawn)
+        notes += map(group.with_group_name, undrawn)
     if len(page) > 1:
         files.append(folder / "figures.tex")
         write_atomic(files[-1], "\n".join([*page, ""]).encode(), PUBLIC)
@@ -162,7 +162,7 @@ def draw(
 
 
 def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Return validation scores by round: means over sites and seeds, single seeds thin; methods in panels of CURVES."""
+    """Draw validation scores by round, CURVES methods per panel: means over sites and seeds, and single seeds as thin lines."""
     found = {method: _curve(scores, method) for method in scores.group.methods}
     drawn = [method for method, seeds in found.items() if seeds and len(next(iter(seeds.values()))) > 1]
     if not drawn:
@@ -172,18 +172,18 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     panels = [drawn[i : i + CURVES] for i in range(0, len(drawn), CURVES)]
     columns = min(1 if width <= COLUMN else 3, len(panels))
     down = -(-len(panels) // columns)
-    figure = Figure(figsize=(width, down * (2.3 + _rows_of_legend(panels[0], width / columns))), layout="constrained")
+    figure = Figure(figsize=(width, down * (2.3 + _legend_height(panels[0], width / columns))), layout="constrained")
     axes = figure.subplots(down, columns, squeeze=False, sharex=True, sharey=True).ravel()
     for axis, inside in zip(axes, panels, strict=False):
         for method in drawn if len(panels) > 1 else ():
             axis.plot(rounds[method], means[method], color="0.88", linewidth=0.8, zorder=1)
         for place, method in enumerate(inside):
             look, every = style(place), max(1, len(rounds[method]) // 10)
-            axis.plot(rounds[method], means[method], label=plain(method), linewidth=1.2, markevery=every, zorder=3, **look)
+            axis.plot(rounds[method], means[method], label=wrap_name(method), linewidth=1.2, markevery=every, zorder=3, **look)
             for one in found[method].values() if len(found[method]) > 1 else ():
                 axis.plot(list(one), list(one.values()), color=look["color"], linewidth=0.4, alpha=0.45, zorder=2)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _finish(axis, scores, ROUNDS, width / columns)
+        _label_axes(axis, scores, ROUNDS, width / columns)
     for axis in axes[len(panels) :]:
         axis.axis("off")
     rows = [
@@ -197,9 +197,10 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
 
 
 def _curve(scores: GroupScores, method: str) -> dict[str, Curve]:
-    """Return the mean over sites by round of every seed; a round in which a site is missing is not a point of its seed.
+    """Return a method's mean validation score over sites, by seed and round.
 
-    Sites are those that any run of the group validated; rounds those that all seeds have.
+    The sites are those that any run of the group validated. A seed is left out if it lacks a site, and a round is left out
+    unless all seeds have it at all sites.
     """
     curves = {key: run.validation(scores.stage, scores.metric) for key, run in scores.group.runs.items()}
     sites = {site for curve in curves.values() for site in curve}
@@ -216,20 +217,23 @@ def _is_number(text: str) -> bool:
 
 
 def axis_of(scores: GroupScores) -> str:
-    """Return the first axis whose values are numbers, one at most excepted (`all`); "" where there is none."""
+    """Return the study's first axis whose values are numbers, except at most one value such as `all`; "" without any."""
     labels = [run.labels for run in scores.group.runs.values()]
     values = {axis: {one.get(axis, "") for one in labels} for axis in dict.fromkeys(axis for one in labels for axis in one)}
     numbers = {axis: sum(map(_is_number, found)) for axis, found in values.items()}
     return next((axis for axis, count in numbers.items() if count >= FEWEST and len(values[axis]) - count <= 1), "")
 
 
-def ticks(values: set[str]) -> list[str]:
-    """Return the values in the order of their numbers, a word last."""
+def sort_axis_values(values: set[str]) -> list[str]:
+    """Return an axis's values, sorted as numbers, with a word at the end."""
     return sorted(values, key=lambda value: (not _is_number(value), float(value) if _is_number(value) else 0.0))
 
 
 def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[float]]]:
-    """Return the means over sites by a method's other labels, and by value on the axis, each by seed."""
+    """Return the lines of a figure along an axis: for each combination of other labels, the means over sites.
+
+    The means are lists over seeds, by value on the axis.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for method in scores.methods:
         labels = next((run.labels for run in scores.group.of(method)), {})
@@ -240,43 +244,43 @@ def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[floa
 
 
 def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw means over sites and seeds along the study's axis of numbers, bars from lowest to highest seed, at equal steps."""
+    """Draw means over sites and seeds along the study's axis of numbers, with bars from the lowest to the highest seed."""
     axis, labels = axis_of(scores), scores.group.first.labels
     found = lines_along(scores, axis) if axis else {}
     if not found:
         chooses = (axis for axis in labels if axis in scores.group.data_axes and _is_number(labels[axis]))
         data = next((f"the values of {axis} are other data, which do not share a picture" for axis in chooses), "")
         return data or "no axis of a study has numbers"
-    figure = Figure(figsize=(width, 2.3 + _rows_of_legend(found, width)), layout="constrained")
+    figure = Figure(figsize=(width, 2.3 + _legend_height(found, width)), layout="constrained")
     plot = figure.subplots()
     draw_lines(plot, found)
-    _finish(plot, scores, plain(axis), width)
+    _label_axes(plot, scores, wrap_name(axis), width)
     rows = [
         {"method": method, axis: scores.group.of(method)[0].labels[axis], "seed": seed, "value": value}
         for method in scores.methods
         if scores.group.of(method)
-        for seed, value in zip(scores.whole_seeds(method), scores.means(method), strict=True)
+        for seed, value in zip(scores.complete_seeds(method), scores.means(method), strict=True)
     ]
     what = f"The mean over sites along {axis}, at equal steps"
     return Plot(figure, _caption(scores, what, "Bars reach from the lowest to the highest seed."), rows)
 
 
 def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw each line of `lines_along`: means, bars from the lowest to the highest seed, places in equal steps.
+    """Draw each line of `lines_along` as means, with bars from the lowest to the highest seed. Values are at equal distances.
 
-    A line with a word alone, as a method without privacy on an axis of epsilon, has no place: it goes across, dashed.
+    A method without any number on the axis, such as one without privacy on an axis of epsilon, is a dashed horizontal line.
     """
     across = {name for name, line in found.items() if not any(map(_is_number, line))}
-    order = ticks({value for name, line in found.items() if name not in across for value in line})
+    order = sort_axis_values({value for name, line in found.items() if name not in across for value in line})
     for index, (name, line) in enumerate(found.items()):
         look = style(index)
         if name in across:
             (values,) = line.values()
-            plot.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1.2, label=plain(name))
+            plot.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1.2, label=wrap_name(name))
             continue
         points = {order.index(value): line[value] for value in order if value in line}
-        _errorbar(plot, list(points), list(points.values()), label=plain(name), linewidth=1.2, **look)
-    plot.set_xticks(range(len(order)), [plain(value) for value in order])
+        _errorbar(plot, list(points), list(points.values()), label=wrap_name(name), linewidth=1.2, **look)
+    plot.set_xticks(range(len(order)), [wrap_name(value) for value in order])
 
 
 def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[float]], **look: Any) -> None:
@@ -288,9 +292,9 @@ def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[floa
 
 
 def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Return a row a method, a column a site; a missing score is hatched, and MARK says that seeds are missing.
+    """Draw scores with a row per method and a column per site. Missing scores are hatched. MARK: seeds are missing.
 
-    It takes the page's width where its numbers do not fit into a column.
+    The figure is as wide as a page if its numbers do not fit into a column.
     """
     if not scores.cells:
         return "nothing is scored"
@@ -299,7 +303,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     values = np.array([[mean(one) for one in at[m]] for m in methods], dtype=np.float64)
     marks = [[MARK if 0 < len(one) < len(scores.group.expected(m)) else "" for one in at[m]] for m in methods]
     texts = [[f"{value:.3f}{mark}" for value, mark in zip(*row, strict=True)] for row in zip(values, marks, strict=True)]
-    rows = [plain(m, 22) for m in methods]
+    rows = [wrap_name(m, 22) for m in methods]
     short = [shown(site if len(site) <= 24 else f"{site[:13]}…{site[-10:]}") for site in sites]
     left = max(len(part) for row in rows for part in row.split("\n")) * 0.062
     fits = left + 0.6 + len(sites) * (0.4 if len(sites) <= NUMBERED else 0.12) <= COLUMN
@@ -309,7 +313,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     )
     axis = figure.subplots()
     image = draw_matrix(axis, values, rows, short, texts, cmap="cividis_r" if scores.lower else "cividis")
-    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30, label=plain(scores.group.heading(scores.metric), 24))
+    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30, label=wrap_name(scores.group.heading(scores.metric), 24))
     missing = f" {MARK}: seeds are missing." if any(map(any, marks)) else ""
     told = [
         {"method": m, "site": site, "seeds": len(one), "value": mean(one)}
@@ -321,7 +325,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
 
 
 def against_bytes(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Return mean scores against MiB sent and received."""
+    """Draw mean scores against MiB sent and received."""
 
     def size(run: RunRecord) -> float | None:
         return None if run.bytes is None and not run.pooled else (run.bytes or 0.0) / 2**20
@@ -330,7 +334,7 @@ def against_bytes(scores: GroupScores, width: float = COLUMN) -> Drawn:
 
 
 def against_epsilon(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Return mean scores against epsilon; units of privacy are never mixed."""
+    """Draw mean scores against epsilon. Runs with different units of privacy are never in one figure."""
     units = {run.settings["privacy.unit"] for run in scores.group.runs.values() if run.epsilon is not None}
     if len(units) > 1:
         return "epsilon of sites and of records are no one scale"
@@ -339,48 +343,49 @@ def against_epsilon(scores: GroupScores, width: float = COLUMN) -> Drawn:
 
 
 def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], float | None], label: str, why: str) -> Drawn:
-    """Return a picture of means against a positive measure, on a logarithmic scale; methods of which it is 0 as lines.
+    """Draw means against a measure on a logarithmic scale. A method whose measure is 0 is a horizontal line.
 
-    A method without a whole seed, or with an unknown measure, is named in the legend and not drawn.
+    A method without a complete seed, or with an unknown measure, is named in the legend only. `why`: returned if no measure is
+    positive.
     """
     points: dict[str, tuple[float, list[float]]] = {}
     for method in scores.methods:
-        sizes = [measure(scores.group.runs[method, seed]) for seed in scores.whole_seeds(method)]
+        sizes = [measure(scores.group.runs[method, seed]) for seed in scores.complete_seeds(method)]
         there = [size for size in sizes if size is not None]
         if there and len(there) == len(sizes):
             points[method] = fmean(there), scores.means(method)
     if not any(x > 0 for x, _ in points.values()):
         return why
-    figure = Figure(figsize=(width, 2.3 + _rows_of_legend(scores.methods, width)), layout="constrained")
+    figure = Figure(figsize=(width, 2.3 + _legend_height(scores.methods, width)), layout="constrained")
     axis = figure.subplots()
     for index, (method, (x, values)) in enumerate(points.items()):
         look = style(index) | {"linestyle": ""}
         if x > 0:
-            _errorbar(axis, [x], [values], **look, markersize=4.5, linewidth=0.8, label=plain(method))
+            _errorbar(axis, [x], [values], **look, markersize=4.5, linewidth=0.8, label=wrap_name(method))
         else:
-            text = plain(f"{method} (no place on this scale)")
+            text = wrap_name(f"{method} (no place on this scale)")
             axis.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1, label=text)
     for method in (method for method in scores.methods if method not in points):
         reason = "not known" if scores.means(method) else "see what is missing"
-        axis.plot([], [], linestyle="", label=plain(f"{method} (not drawn: {reason})"))
+        axis.plot([], [], linestyle="", label=wrap_name(f"{method} (not drawn: {reason})"))
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    _finish(axis, scores, label, width)
+    _label_axes(axis, scores, label, width)
     rows = [
         {"method": method, label: x, "seed": seed, "value": value}
         for method, (x, values) in points.items()
-        for seed, value in zip(scores.whole_seeds(method), values, strict=True)
+        for seed, value in zip(scores.complete_seeds(method), values, strict=True)
     ]
     caption = _caption(scores, f"The mean over sites against {label}", "Bars reach from the lowest to the highest seed.")
     return Plot(figure, caption, rows)
 
 
-def _finish(axis: Any, scores: GroupScores, label: str, width: float) -> None:
-    """Name the axes, and put the legend below them, in as many columns as its names allow in `width` inches."""
+def _label_axes(axis: Any, scores: GroupScores, label: str, width: float) -> None:
+    """Label the axes, and put the legend below, in as many columns as fit into `width` inches."""
     axis.set_xlabel(label)
-    axis.set_ylabel(plain(scores.group.heading(scores.metric), 28))
+    axis.set_ylabel(wrap_name(scores.group.heading(scores.metric), 28))
     axis.grid(color="0.92", linewidth=0.5)
     axis.set_axisbelow(True)
     below = axis.transAxes + ScaledTranslation(0, -0.052 * rcParams["font.size"], axis.figure.dpi_scale_trans)
@@ -392,18 +397,19 @@ def _finish(axis: Any, scores: GroupScores, label: str, width: float) -> None:
 
 
 def _legend_columns(names: Iterable[str], width: float) -> int:
-    longest = max(len(part) for name in names for part in plain(name).split("\n"))
+    """Return how many columns of a legend fit into `width` inches."""
+    longest = max(len(part) for name in names for part in wrap_name(name).split("\n"))
     return max(1, int((width - 0.5) / (0.45 + 0.058 * longest)))
 
 
-def _rows_of_legend(names: Iterable[str], width: float) -> float:
-    """Return the inches that a legend of these names takes."""
-    written = list(map(plain, names))
+def _legend_height(names: Iterable[str], width: float) -> float:
+    """Return a legend's height in inches."""
+    written = list(map(wrap_name, names))
     return 0.14 * sum(name.count("\n") + 1 for name in written) / _legend_columns(written, width)
 
 
 def _caption(scores: GroupScores, text: str, of_seeds: str) -> str:
-    """Return a picture's caption: whole sentences that name metric, grid, model and seeds."""
+    """Return a picture's caption in whole sentences, with metric, grid, model and seeds."""
     count, planned = len({seed for _, seed in scores.group.runs}), len(scores.group.seeds)
     seeds = (f"{count} of {planned} seeds" if count < planned else f"{count} seeds") if planned > 1 else "one seed"
     score = f"The score is {scores.group.heading(scores.metric)}, of the {scores.stage} model, over {seeds}."
@@ -411,4 +417,4 @@ def _caption(scores: GroupScores, text: str, of_seeds: str) -> str:
 
 
 PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}
-"""Pictures by file name; each is a text with a reason where it cannot be."""
+"""Functions that draw a picture or return the reason why they cannot, by file name."""

@@ -1,22 +1,23 @@
-"""Numbers that a paper printed, or a study holds its own against. They stand beside measured ones, in no mean or test."""
+"""Numbers that a paper printed, and floors of a study. Tables have them beside measured numbers. No mean or test has them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.scores import GroupScores, mean, scores_of, series
+from consilium.report.compare.score_statistics import GroupScores, diagnostic_series, mean, scores_of
 from consilium.report.tables import Column, Table, difference, number
 
 SITE = "site"
-"""The label of a number that was printed for one site."""
+"""Name in a row of `published` that says for which site its numbers were printed."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One printed number: of the cells that have these labels, and of one site where there is one; else the mean.
+    """One number that a paper printed for the cells with these labels: of one `site`, or "" for the mean over sites.
 
-    `floor`: how it is reached without learning what the study is about, in words; it is of no method then.
+    `floor`: if not "", the number belongs to no method. It is the score that is reached without learning the task, and this
+    text says how.
     """
 
     labels: Mapping[str, str]
@@ -29,7 +30,7 @@ class Published:
 def read_published(
     rows: Sequence[Mapping[str, str | float]], axes: Sequence[str], floor: Mapping[str, str | float] | None = None
 ) -> list[Published]:
-    """Return the numbers of a study's rows of labels and metrics, and of its floor, if there is one."""
+    """Return the published numbers of a study. `rows`: each has labels and metrics. `floor`: the study's floor, if any."""
     found = []
     for row in rows:
         labels = {axis: str(row[axis]) for axis in axes if axis in row}
@@ -40,20 +41,20 @@ def read_published(
 
 
 def method_of(number: Published, group: Group) -> str | None:
-    """Return the method of a group that a number is about: the only one whose cells have its labels; None where none is."""
+    """Return the only method of a group whose cells have a number's labels; None if there is none or several."""
     wanted = number.labels.items()
     methods = {method for (method, _), run in group.runs.items() if not number.floor and wanted <= dict(run.labels).items()}
     return methods.pop() if len(methods) == 1 else None
 
 
 def published_for(numbers: Sequence[Published], group: Group, method: str, metric: str) -> float | None:
-    """Return the number printed as a method's mean over sites; None for none."""
+    """Return the published mean over sites of a method; None without one."""
     fitting = [one for one in numbers if one.metric == metric and not one.site and method_of(one, group) == method]
     return fitting[-1].value if fitting else None
 
 
 def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[Table]:
-    """Return a row per printed number that is not a method's mean by this table's metric; none where there is none."""
+    """Return a table of the published numbers that the table of scores lacks: of one site or of another metric. [] for none."""
     rows = []
     for one in numbers:
         method = method_of(one, scores.group)
@@ -61,7 +62,7 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
             continue
         runs = scores.group.of(method)
         if one.metric in DIAGNOSED:
-            values = [] if one.site else [values[-1] for values in series(runs, DIAGNOSED[one.metric])]
+            values = [] if one.site else [values[-1] for values in diagnostic_series(runs, DIAGNOSED[one.metric])]
         elif one.metric.startswith(HELD_OUT):
             held_out = (run.held_out(one.metric.removeprefix(HELD_OUT)) for run in runs)
             values = [value for value in held_out if value is not None]
@@ -80,5 +81,5 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
     notes += [f"{HELD_OUT}: sites not asked to train, before the last round"] if outside else []
     grid = scores.group.first.scores.grid
     notes += [f"measured here on the {grid}"] if grid else []
-    title = scores.group.titled(f"Other published numbers beside ours, {scores.stage} model")
+    title = scores.group.with_group_name(f"Other published numbers beside ours, {scores.stage} model")
     return [Table(title, columns, rows, notes)] if rows else []

@@ -1,4 +1,4 @@
-"""A comparison as tables: scores, costs, ranks, paired tests, missing runs; and all its numbers as records, CSV and JSON."""
+"""Tables of a comparison: scores, costs, ranks, paired tests, missing runs; and all numbers as records, CSV and JSON."""
 
 import json
 import math
@@ -11,18 +11,18 @@ from consilium.core.sanitize import number_of
 from consilium.report.compare import Test
 from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.published import Published, published_for, published_table
-from consilium.report.compare.scores import (
+from consilium.report.compare.score_statistics import (
     FEWEST,
     FEWEST_SEEDS,
     GroupScores,
     Interval,
     comparisons,
+    diagnostic_series,
     interval,
     mean,
     patients_interval,
     ranks,
     scores_of,
-    series,
 )
 from consilium.report.live_view import ending
 from consilium.report.run_record import RunRecord, known
@@ -30,42 +30,42 @@ from consilium.report.tables import Column, Table, csv_text, difference, few, nu
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
-# diagnostics -----------------------------------------------------------------------------------------------------------
-# Numbers that runs measured of themselves, beside their scores: drift and the like, and whether scores follow them.
+# diagnostics ----------------------------------------------------------------------------------------------------------- Tables
+# of diagnostics, which are numbers other than scores that runs measure, such as drift; and their correlation with scores.
 
 FEWEST_PAIRS = 4
-"""Pairs without which a rank correlation says nothing: of three, one in three orders is perfect."""
+"""Fewest pairs for a rank correlation. With three pairs, one in three orders correlates perfectly by chance."""
 MOST = 8
-"""Numbers of one group, such as a layer's each, beyond which they are left to a run's own picture."""
+"""Diagnostics of one group in the table, at most. Larger groups, such as one per layer, are only in a run's own picture."""
 
 
 def diagnostics_table(scores: GroupScores) -> list[Table]:
-    """Return a row per method and diagnostic: first, last and mean value over the rounds; [] for none."""
+    """Return a table with a row per method and diagnostic: first, last and mean value over the rounds. [] for none."""
     rows = []
     for method in scores.methods:
         runs = scores.group.of(method)
-        for what in _names(runs):
-            values = series(runs, what)
+        for what in _diagnostic_names(runs):
+            values = diagnostic_series(runs, what)
             cells = [mean([one[place] for one in values]) for place in (0, -1)]
             cells.append(mean([math.fsum(one) / len(one) for one in values]))
             rows.append([method, what, *map(number, cells)])
     columns = [Column("method", right=False), Column("diagnostic", right=False), Column("first", 1), Column("last", 1)]
     columns.append(Column("mean"))
-    title = scores.group.titled("Measured by the runs themselves")
+    title = scores.group.with_group_name("Measured by the runs themselves")
     notes = ["means over seeds; rho: Spearman's", *correlations_over_runs(scores)]
     return [Table(title, columns, rows, notes)] if rows else []
 
 
 def correlations_over_runs(scores: GroupScores) -> list[str]:
-    """Return a line per diagnostic: Spearman's rho of its mean with the closing score, over methods and seeds.
+    """Return a line per diagnostic with Spearman's rho between its mean and the closing score, over methods and seeds.
 
-    None for fewer than FEWEST_PAIRS runs, or where one side does not vary.
+    There is no line for fewer than FEWEST_PAIRS runs, or if the diagnostic or the score does not vary.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for (method, seed), run in scores.group.runs.items():
         found = [scores.cells[method, seed, site] for site in scores.inside if (method, seed, site) in scores.cells]
-        for what in _names([run]) if len(found) == len(scores.inside) > 0 else []:
-            (values,) = series([run], what)
+        for what in _diagnostic_names([run]) if len(found) == len(scores.inside) > 0 else []:
+            (values,) = diagnostic_series([run], what)
             pairs.setdefault(what, []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
     lines = []
     for what, one in sorted(pairs.items()):
@@ -79,8 +79,8 @@ def correlations_over_runs(scores: GroupScores) -> list[str]:
     return lines
 
 
-def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the diagnostics that some run has, without those that have a number per layer."""
+def _diagnostic_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the names of the runs' diagnostics, without groups of more than MOST."""
     names = {name for run in runs for values in run.diagnostics.values() for name in values}
     groups = Counter(name.rpartition("/")[0] for name in names)
     return sorted(name for name in names if groups[name.rpartition("/")[0]] <= MOST)
@@ -89,15 +89,15 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 # tables ----------------------------------------------------------------------------------------------------------------
 
 MOST_TESTS, MOST_LISTED = 30, 20
-"""Lines of a table of tests and of missing runs; the others are counted in a note, and JSON has all."""
+"""Rows of a table of tests, and of a table of missing runs, at most. A note counts the others."""
 MARK = "*"
-"""Stands behind a mean from which seeds are missing."""
+"""Suffix of a mean from which seeds are missing."""
 MEANT = {
     Stage.PRETRAINED: "the frozen model, not adapted",
     Stage.GLOBAL: "what the server sends in the end, with what a site keeps of its own",
     Stage.PERSONALIZED: "each site's model as its last training left it",
 }
-"""What each model is, in words."""
+"""An explanation of each model."""
 ROW = ("group", "method", "seed", "site", "model", "split", "metric", "value", "low", "high", "n",
        "bytes", "seconds", "epsilon", "run")  # fmt: skip
 METHOD = Column("method", right=False)
@@ -111,7 +111,7 @@ def comparison_tables(
     against: str | None = None,
     published: Sequence[Published] = (),
 ) -> list[Table]:
-    """Return all tables of a comparison, group by group. `stage`: the model that ranks and tests are about."""
+    """Return all tables of a comparison, group by group. `stage`: the model for which ranks and tests are made."""
     found: list[Table] = []
     ranked = [scores_of(group, stage, metric or group.first.metric) for group in groups]
     for scores in ranked:
@@ -128,7 +128,7 @@ def comparison_tables(
 
 
 def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequence[Published] = ()) -> Table:
-    """Return a row per method: seeds, sites, means, intervals, rank, and published numbers."""
+    """Return the table of scores, with a row per method: seeds, sites, means, intervals, rank, and published numbers."""
     group, (placed, blocks), sites = scores.group, ranks(scores), scores.columns
     against = {method: published_for(published, group, method, scores.metric) for method in group.methods}
     printed = any(value is not None for value in against.values())
@@ -143,13 +143,13 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     ]
 
     def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
-        means, whole, expected = of.means(method), of.whole_seeds(method), of.group.expected(method)
+        means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected(method)
         mark = MARK if means and not of.complete(method) else ""
         found = [name, f"{len(whole)}/{len(expected)}"]
         for values in (of.under(method, site) for site in sites):
             found.append(_plus_minus(values) + (MARK if values and len(values) < len(expected) else ""))
-        found += [_plus_minus(means) + mark, _between(interval(means))]
-        found.append(_between(patients_interval(of, method) if means else None))
+        found += [_plus_minus(means) + mark, _interval_text(interval(means))]
+        found.append(_interval_text(patients_interval(of, method) if means else None))
         by_n = of.means(method, weighted=True)
         found += [_plus_minus(by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
         ours = mean(means)
@@ -160,7 +160,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     for (method, _), run in pretrained.group.runs.items():
         if method in pretrained.scored:
             models.setdefault(frozen_model(run), []).append(method)
-    frozen = {max(m, key=lambda one: len(pretrained.whole_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
+    frozen = {max(m, key=lambda one: len(pretrained.complete_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
     several = len(frozen) > 1
     rows = [row(pretrained, m, f"pretrained: {few(of)}" if several else "pretrained (not adapted)") for m, of in frozen.items()]
     for floor in (one for one in published if one.floor and one.metric == scores.metric):
@@ -177,7 +177,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
         if len(there) > 1:
             top = number((min if scores.lower else max)(there))
             best |= {(above + i, index) for i, m in enumerate(group.methods) if number(whole.get(m)) == top}
-    title = group.titled(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
+    title = group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
     valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
     captions = [_caption(scores, blocks, valued, of_sites) for of_sites in (False, True)]
     return Table(
@@ -186,7 +186,10 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
 
 
 def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) -> str:
-    """Return a printed table's caption: whole sentences that name metric, grid, model, seeds and the intervals `there`."""
+    """Return a table's caption for a paper, in whole sentences.
+
+    `there`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
+    """
     group, count, sites = scores.group, len(scores.group.seeds), number_of(len(scores.inside), "site")
     title = f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
     each = "site" if scores.columns == scores.sites else f"at the worst, the median and the best of {sites}"
@@ -213,18 +216,20 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
 
 
 def _plus_minus(values: Sequence[float]) -> str:
-    """Return a mean over seeds and its standard deviation (n - 1 in the denominator), where there is one."""
+    """Return a mean over seeds as a text, with the standard deviation (n - 1 in the denominator) for two seeds or more."""
     middle = mean(values)
     if middle is None or len(values) < 2:
         return number(middle)
     return f"{number(middle)} ± {number(math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1)))}"
 
 
-def _between(ends: Interval | None) -> str:
+def _interval_text(ends: Interval | None) -> str:
+    """Return an interval as tables show it; "-" for None."""
     return "-" if ends is None else f"{number(ends[0])}–{number(ends[1])}"
 
 
 def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
+    """Return the notes of a table of scores. `blocks`: sites in the mean rank; `printed`: the table has published numbers."""
     seeds, apart = len(scores.group.seeds), "sites on one test split as one, others independent"
     if len(scores.splits) == len(scores.inside):
         apart = "sites independent (too narrow where they share patients)"
@@ -252,7 +257,10 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
 
 
 def cost_table(group: Group) -> Table:
-    """Return a row per method: what trains, rounds, bytes, seconds and epsilon, as means over seeds."""
+    """Return the table of costs, with a row per method: trained set, rounds, bytes, seconds and epsilon.
+
+    Bytes and seconds are means over seeds, the epsilon is the largest.
+    """
     columns = [METHOD, Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
     columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
     rows, sets = [], set()
@@ -282,11 +290,11 @@ def cost_table(group: Group) -> Table:
     early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
     notes += early[:MOST_LISTED]
     notes += [f"and {len(early) - MOST_LISTED} more that ended early"] if len(early) > MOST_LISTED else []
-    return Table(group.titled("Costs"), columns, rows, notes)
+    return Table(group.with_group_name("Costs"), columns, rows, notes)
 
 
 def _fewer_steps(group: Group) -> list[str]:
-    """Return a line per method on pooled data that sees fewer samples a round than all sites of another method together."""
+    """Return a line per method on pooled data that sees fewer samples per round than all sites of another method together."""
 
     def work(run: RunRecord, times: float) -> tuple[float, str]:
         steps, batch = run.config.training.local_steps, run.config.training.batch_size
@@ -302,13 +310,13 @@ def _fewer_steps(group: Group) -> list[str]:
 
 
 def _mean_of_known(values: Sequence[float | None], digits: int) -> str:
-    """Return the mean of the values on record, with MARK where some are not."""
+    """Return the mean of the known values as a text, with MARK if some are unknown; "-" if all are."""
     there = [value for value in values if value is not None]
     return f"{mean(there):,.{digits}f}{MARK if len(there) < len(values) else ''}" if there else "-"
 
 
 def trained_set(run: RunRecord) -> str:
-    """Return the kind of adapter, where it sits, and a decoder that trains; a frozen one does not train."""
+    """Return the kind and settings of the adapter, and of the decoder if it trains."""
     found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
     parts = [str(found["kind"])]
     parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
@@ -319,7 +327,7 @@ def trained_set(run: RunRecord) -> str:
 
 
 def _significance_table(scores: GroupScores, test: Test, against: str | None) -> Table:
-    """Return a row per pair of methods, also where pairs of scores are too few for a test."""
+    """Return the table of paired tests. Pairs of methods with too few scores for a test have a row too."""
     found = comparisons(scores, test, against)
     columns = [METHOD, Column("against", 0, False), Column("pairs", 1), Column("difference")]
     columns += [Column("better/worse", 2), Column("p", 1), Column("p Holm")]
@@ -339,36 +347,42 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None) ->
     if tested < len(found):
         notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
     notes += [f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else []
-    return Table(
-        scores.group.titled(f"Paired tests, {scores.group.heading(scores.metric)} ({scores.stage})"), columns, rows, notes
-    )
+    title = scores.group.with_group_name(f"Paired tests, {scores.group.heading(scores.metric)} ({scores.stage})")
+    return Table(title, columns, rows, notes)
 
 
 def p_text(value: float | None) -> str:
-    """Return a p as tables show it."""
+    """Return a p-value as tables show it."""
     if value is None:
         return "too few"
     return "-" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else "<0.001"
 
 
 def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
-    """Return the missing scores, a row per method, seed and reason; [] where nothing is missing."""
+    """Return the table of missing scores, with a row per method, seed and reason. [] if nothing is missing."""
     lines: dict[tuple[str, str, str], dict[str, None]] = {}
     for (method, seed, site), why in (one for scores in tables for one in scores.missing.items()):
         lines.setdefault((method, seed, why), {})[site] = None
     rows = [[method, seed, few(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
     columns = [METHOD, Column("seed"), Column("sites", 1, False), Column("why", 0, False)]
     rest = [f"{len(rows) - MOST_LISTED} more lines are left out here"] if len(rows) > MOST_LISTED else []
-    return [Table(tables[0].group.titled("Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)] if rows else []
+    if not rows:
+        return []
+    return [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)]
 
 
 def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
-    """Return each method's rank by data set, and the mean of methods that all rank; [] where no method is in two."""
+    """Return the table of each method's rank per group. The mean rank is there only if all groups rank all methods.
+
+    [] if no method is in two groups.
+    """
     placed = [ranks(scores)[0] for scores in tables]
     methods = list(dict.fromkeys(method for one in placed for method in one))
     if not any(sum(method in one for one in placed) > 1 for method in methods):
         return []
-    complete = all(len(one) == len(methods) for one in placed)  # ranks among fewer are not ranks among all
+    complete = all(
+        len(one) == len(methods) for one in placed
+    )  # a rank among fewer methods cannot be averaged with one among all
     rows = []
     for method in methods:
         cells = [one.get(method) for one in placed]
@@ -380,22 +394,22 @@ def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
 
 
 def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a row per run, site, model and score: the numbers of all tables and tests. A missing value is None."""
+    """Return a row per run, site, model and metric, with all numbers that tables and tests use. A missing value is None."""
     found = []
     for group, (method, seed), run in ((one, key, run) for one in groups for key, run in one.runs.items()):
-        whole = {"bytes": _whole(run.bytes), "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
+        whole = {"bytes": _as_int(run.bytes), "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
         metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])
         for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
             if (value := run.score(site, stage, metric)) is not None:
                 ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
                 one: dict[str, Any] = {"group": group.name, "method": method, "seed": seed, "site": site, "model": str(stage)}
                 one |= {"split": run.split, "metric": metric, "value": known(value)}
-                found.append(one | {"n": _whole(run.score(site, stage, COUNT))} | ends | whole)
+                found.append(one | {"n": _as_int(run.score(site, stage, COUNT))} | ends | whole)
     return found
 
 
-def _whole(value: float | None) -> float | None:
-    """Return a number of things as a whole one."""
+def _as_int(value: float | None) -> float | None:
+    """Return a value as an int if it is a whole number."""
     return value if known(value) is None or not float(value or 0).is_integer() else int(value or 0)
 
 
@@ -405,7 +419,7 @@ def as_csv(groups: Sequence[Group]) -> str:
 
 
 def as_json(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str]) -> str:
-    """Return records, tables and notes."""
+    """Return records, tables and notes as JSON."""
     told: list[Mapping[str, Any]] = [
         {"title": one.title, "columns": [c.heading for c in one.columns], "rows": one.rows, "notes": one.notes}
         | {"best": sorted(one.best)}

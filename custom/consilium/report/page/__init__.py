@@ -1,5 +1,5 @@
-"""`consilium report`: a run, a site's part of it or a study as one HTML page that needs nothing from elsewhere.
+"""Pages of runs, sites and studies, for `consilium report`, `compare` and `data check`: one HTML file each, complete in itself.
 
-All that it reads may have been written by others. So files are read up to a bound and never by way of a link, numbers are
-checked, names go through clean.shown and the template's escaping, and pictures are decoded and written anew.
+Others may have written the files of a run. So files are read up to a size limit and never through a link, and numbers are
+checked. Names go through `sanitize.shown` and the templates' escaping. Pictures are decoded and encoded again.
 """

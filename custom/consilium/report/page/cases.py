@@ -1,4 +1,7 @@
-"""A site's cases.json and cases/ for a page: checked, pictures decoded and encoded anew, never read through a link."""
+"""The part of a page on one site: its figures, and the cases in its cases.json and cases/.
+
+Both are read never through a link and checked, and pictures are decoded and encoded again.
+"""
 
 import base64
 import io
@@ -19,7 +22,7 @@ from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
 from consilium.report.figures import ROUNDS
-from consilium.report.page.html import INK, PAPER, SERIES, SOFT, drawing, inline
+from consilium.report.page.html import INK, PAPER, SERIES, SOFT, inline_svg, page_figure_style
 from consilium.report.plain_files import Number, is_folder, read_plain
 from consilium.report.predictions import colours
 from consilium.report.run_record import Curve, Results, known, split_of
@@ -27,28 +30,31 @@ from consilium.report.tables import Table, columns, number, shortened
 from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
 
 # figures ---------------------------------------------------------------------------------------------------------------
-# The figures of a run's page: learning curves, the three models beside each other, and the scores of each unit.
+# The figures of a run's page: learning curves, the scores of the three models, and the scores of single units.
 
 WIDTH = 4.4
-"""Inches of a figure; pages show it at 96 pixels an inch or narrower."""
+"""Width of a figure in inches. A page shows it at 96 pixels per inch or fewer."""
 COLOURED = 8
-"""Sites that get a colour of their own; of more, each is a thin line and their mean a thick one."""
+"""Sites with a colour of their own, at most. More sites are thin lines, and their mean is a thick line."""
 MARKERS, LINES = "osD^vPX*", ("-", "--", "-.", ":")
 LOOKS = {
     Stage.PRETRAINED: (SERIES[7], "D", -0.18), Stage.GLOBAL: (SERIES[0], "o", 0.0), Stage.PERSONALIZED: (SERIES[1], "s", 0.18)
 }  # fmt: skip
-"""Each model's colour, marker and place in a row, in all figures."""
+"""The colour, the marker and the vertical shift of each model, in all figures."""
 POINTS = 300
-"""Units of a distribution that are drawn one by one; of more, so many are, evenly spread over their order."""
+"""Points of a distribution, at most. For more units, this many quantiles are drawn."""
 MOST_ROWS = 60
 
 
-def curves(name: str, found: Mapping[str, Curve], label: str, what: str) -> Markup | None:
-    """Return one measure by round, a line per site; None where no site has it in two rounds. `what` begins the alt text."""
+def curve_figure(name: str, found: Mapping[str, Curve], label: str, what: str) -> Markup | None:
+    """Draw one measure by round, with a line per site. None if no site has it in two rounds.
+
+    `name`: a prefix of the figure's ids. `label`: of the y axis. `what`: the beginning of the alt text.
+    """
     lines = {site: curve for site, curve in sorted(found.items()) if curve}
     if max(map(len, lines.values()), default=0) < 2:
         return None
-    with drawing():
+    with page_figure_style():
         figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
         axis, crowd = figure.subplots(), len(lines) > COLOURED
         named = shortened([shown(site) for site in lines], 24)
@@ -73,23 +79,23 @@ def curves(name: str, found: Mapping[str, Curve], label: str, what: str) -> Mark
         longest = max(len(text.get_text()) for text in axis.legend().get_texts())
         axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3 if longest < 12 else 2)
         ends = {site: f"from {curve[min(curve)]:.3g} to {curve[max(curve)]:.3g}" for site, curve in lines.items()}
-        return inline(figure, name, f"{what}. By site, first to last round: {_in_words(ends)}")
+        return inline_svg(figure, name, f"{what}. By site, first to last round: {_in_words(ends)}")
 
 
 def _in_words(told: Mapping[str, str]) -> str:
-    """Return a text per site, of the first sites; for the alt text of a figure."""
+    """Join the texts of the first sites, for the alt text of a figure."""
     texts = [f"{shown(site, 40)} {text}" for site, text in told.items()]
     return "; ".join(texts[:COLOURED]) + (f"; and {len(texts) - COLOURED} more sites." if len(texts) > COLOURED else ".")
 
 
-def models(name: str, results: Results, metric: str, label: str) -> Markup | None:
-    """Return the three models' scores beside each other, a row per site, with their 95 % intervals."""
+def model_figure(name: str, results: Results, metric: str, label: str) -> Markup | None:
+    """Draw the scores of the three models with their 95 % intervals, in a row per site. None without scores."""
     keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
     found = {site: {s: one[key] for s, key in keys.items() if known(one.get(key)) is not None} for site, one in results.items()}
     rows = dict([(site, found[site]) for site in sorted(found) if found[site]][:MOST_ROWS])
     if not rows:
         return None
-    with drawing():
+    with page_figure_style():
         figure = Figure(figsize=(WIDTH, 1.0 + 0.36 * len(rows)), layout="constrained")
         axis = figure.subplots()
         for stage, (colour, marker, shift) in LOOKS.items():
@@ -113,15 +119,15 @@ def models(name: str, results: Results, metric: str, label: str) -> Markup | Non
         axis.grid(False, axis="y")
         axis.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.3)
         told = {site: ", ".join(f"{stage} {value:.3g}" for stage, value in values.items()) for site, values in rows.items()}
-        return inline(figure, name, f"{label} of the three models at each site. {_in_words(told)}")
+        return inline_svg(figure, name, f"{label} of the three models at each site. {_in_words(told)}")
 
 
-def distribution(name: str, values: Mapping[Stage, Sequence[float]], label: str, units: str, site: str) -> Markup | None:
-    """Return the scores of each unit, a row per model: points, and their median and quartiles as a box."""
+def distribution_figure(name: str, values: Mapping[Stage, Sequence[float]], label: str, units: str, site: str) -> Markup | None:
+    """Draw the scores of single units in a row per model: points, and a box of median and quartiles. None without scores."""
     rows = {stage: sorted(values[stage]) for stage in Stage if values.get(stage)}
     if not rows:
         return None
-    with drawing():
+    with page_figure_style():
         figure = Figure(figsize=(WIDTH, 0.75 + 0.55 * len(rows)), layout="constrained")
         axis, told = figure.subplots(), []
         for place, (stage, found) in enumerate(rows.items()):
@@ -130,27 +136,32 @@ def distribution(name: str, values: Mapping[Stage, Sequence[float]], label: str,
             axis.fill_between([low, high], place - 0.28, place + 0.28, color=colour, alpha=0.18, linewidth=0)
             axis.plot([middle, middle], [place - 0.28, place + 0.28], color=INK, linewidth=2)
             points = found if len(found) <= POINTS else np.quantile(found, np.linspace(0, 1, POINTS))
-            heights = [place + 0.22 * math.sin(2.4 * index) for index in range(len(points))]  # the same page every time
+            heights = [
+                place + 0.22 * math.sin(2.4 * index) for index in range(len(points))
+            ]  # not random, so that the page is the same each time
             look: dict[str, Any] = {"marker": marker, "color": colour, "markersize": 3.5, "alpha": 0.8, "markeredgewidth": 0}
             axis.plot(points, heights, linestyle="", **look)
             told.append(f"{stage}: median {middle:.3g}, from {found[0]:.3g} to {found[-1]:.3g}")
         axis.set_yticks(range(len(rows)), list(map(str, rows)))
         axis.set(ylim=(len(rows) - 0.5, -0.5), xlabel=shown(label, 60))
         axis.grid(False, axis="y")
-        return inline(figure, name, f"{label} of each {units} at {shown(site, 60)}, by model. {'; '.join(told)}.")
+        return inline_svg(figure, name, f"{label} of each {units} at {shown(site, 60)}, by model. {'; '.join(told)}.")
 
 
 # cases -----------------------------------------------------------------------------------------------------------------
 
 MOST_PICTURE, MOST_SIDE = 4 * 1024**2, 2048
-"""Bytes and pixels a side of a picture; one of ours has a fraction of it."""
+"""Bytes, and pixels per side, of a picture at most. A run's pictures are much smaller."""
 MOST_CLASSES = 24
 MEANT = {PICTURE: "the picture", REFERENCE: "the picture with the reference's masks"}
 MEANT |= {s: f"the picture with the {s} model's masks, the reference's outlines in white" for s in Stage}
 
 
 class Case(BaseModel):
-    """The best, the median or the worst unit; `said`: an answer, or classes with probabilities, by model."""
+    """The best, the median or the worst unit of a site.
+
+    `unit`: its index in `Cases.units`. `said`: each model's written answer, or its classes with probabilities.
+    """
 
     which: Literal["best", "median", "worst"]
     unit: Annotated[int, Field(ge=0)]
@@ -160,7 +171,11 @@ class Case(BaseModel):
 
 
 class Cases(BaseModel):
-    """A site's cases.json. `units`: names of units; `values`: their scores by model; `by`: the model that chose the cases."""
+    """The contents of a site's cases.json.
+
+    `units`: names of the units. `values`: the units' scores, by model. `by`: the model whose scores selected the best, the
+    median and the worst unit, which is the first model that the closing evaluation scored.
+    """
 
     form: Literal[1]
     site: str = ""
@@ -177,31 +192,31 @@ class Cases(BaseModel):
 
     @property
     def unit(self) -> str:
-        """What a unit is, in a word."""
+        """The word for a unit: image, volume, patient or record."""
         if (per := dict(self.task.get("scores") or {}).get("per")) in ("image", "volume", "patient"):
             return str(per)
         return "record" if self.task.get("name") in ("language", "report") else "image"
 
     @property
     def scores(self) -> Scores | None:
-        """How the task's scores are shown; None for a task that is not known here."""
+        """The names of the task's scores; None for a task that is not installed here."""
         return task_scores(self.task)
 
     @property
     def score_heading(self) -> str:
-        """The heading of a case's values: the score's name, with the grid of its masks."""
+        """The heading of the values: the score's name, with the grid of the masks if there is one."""
         grid = self.scores.grid if self.scores else ""
         return f"{self.score}, {grid}" if grid else self.score
 
     @property
     def known_values(self) -> dict[Stage, list[float]]:
-        """The scores of units that have one, by model."""
+        """The finite scores of the units, by model."""
         found = {stage: [v for v in values if v is not None and known(v) is not None] for stage, values in self.values.items()}
         return {stage: values for stage, values in found.items() if values}
 
 
 def read_cases(folder: Path) -> Cases | None:
-    """Return the cases in a site's folder; None where there are none, or they are not as we write them."""
+    """Return the cases in a site's folder; None if there is no cases.json or it is not as a site writes it."""
     try:
         found = Cases.model_validate_json(read_plain(folder / CASES) or b"")
         _ = found.unit
@@ -212,7 +227,7 @@ def read_cases(folder: Path) -> Cases | None:
 
 
 def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, Any]:
-    """Return one site's own scores and cases as the template shows them. `name` tells its figures from others'."""
+    """Return a site's scores and cases as values for the template. `name`: a prefix of its figures' ids."""
     rows = []
     for stage, values in cases.known_values.items():
         ends = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
@@ -230,13 +245,13 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
         "found": cases,
         "cases": shown,
         "key": [(one, "#{:02x}{:02x}{:02x}".format(*colour)) for one, colour in key],
-        "distribution": distribution(name, cases.known_values, cases.score_heading, cases.unit, site),
+        "distribution": distribution_figure(name, cases.known_values, cases.score_heading, cases.unit, site),
         "spread": Table(f"{cases.score_heading}, of each {cases.unit}, {site}", heads, rows) if rows else None,
     }
 
 
 def pictures(folder: Path, which: str) -> list[tuple[str, str, str]]:
-    """Return (heading, source, meaning) of the pictures of one case; the plain picture only where there are no masks."""
+    """Return (heading, data URL, alt text) of each picture of one case. The plain picture is left out if there are masks."""
     if not is_folder(folder / FOLDER):
         return []
     sources: Mapping[str, str | None] = {what: _picture(folder / FOLDER / name_of(which, what)) for what in MEANT}
@@ -245,7 +260,7 @@ def pictures(folder: Path, which: str) -> list[tuple[str, str, str]]:
 
 
 def _picture(path: Path) -> str | None:
-    """Return a picture as a source for a page, decoded and encoded anew; None for any other file."""
+    """Return a JPEG as a data URL, decoded and encoded again; None for any other file."""
     if (data := read_plain(path, MOST_PICTURE)) is None:
         return None
     try:

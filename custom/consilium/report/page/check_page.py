@@ -1,6 +1,6 @@
-"""check.html and check.json of `consilium data check --report`: every bad sample by name, the first of a kind as pictures.
+"""check.html and check.json of `consilium data check --report`: all bad samples by name, and pictures of the first ones.
 
-They name files and show patients: they are the user's alone.
+They name files and show patients, so only this user can read them.
 """
 
 import base64
@@ -25,11 +25,11 @@ from consilium.report.tables import Table, columns
 SIDE = 112
 """Pixels of a thumbnail's longer side."""
 SHOWN = 2000
-"""Lines of a kind on the page; check.json has all."""
+"""Lines on the page per kind of problem, at most. check.json has all."""
 
 
 def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[str, list[str]], settings: Any = None) -> None:
-    """Write check.json and check.html into `folder`; `shared`: lines by kind, of samples that sites have in common."""
+    """Write check.json and check.html into `folder`. `shared`: by kind, lines on samples that several sites have."""
     whole = {"sites": {name: one.to_dict(None) for name, one in found.items()}, "between_sites": dict(shared)}
     settings = settings if isinstance(settings, PictureSettings) else DEFAULTS
     sites = []
@@ -51,9 +51,9 @@ def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[st
 
 
 def _thumbnail(item: Item, settings: PictureSettings) -> str:
-    """Return a small picture as text for a page, beside its mask, every label white; "" where it cannot be read.
+    """Return a small picture with its mask at the right as a data URL; "" if the picture cannot be read.
 
-    Where there is no mask to show, there is a cross.
+    All labels of the mask are white. Without a readable mask there is a diagonal line in its place.
     """
     try:
         if item.slice is None and is_volume(item.image):

@@ -1,4 +1,4 @@
-"""HTML of a page: templates that escape all texts, figures as SVG whose colours follow the page's scheme, privacy in words."""
+"""HTML of pages: templates with escaped texts, figures as SVG in the page's colours, and privacy statements in words."""
 
 import io
 import re
@@ -19,17 +19,17 @@ from consilium.report.plain_files import finite
 from consilium.report.run_record import RunRecord
 
 LIMIT = 1000
-"""Characters of one text on a page."""
+"""Characters of one text on a page, at most."""
 HEADINGS = {
     "result": "Result", "crossed": "Across sites", "confusion": "Confusion", "curves": "Learning curves",
     "sites": "Site by site", "training": "Training and communication", "cases": "Best, median and worst",
     "left": "Messages sent", "privacy": "Privacy", "versions": "Versions and hashes", "tables": "Tables",
     "figures": "Figures", "notes": "Missing",
 }  # fmt: skip
-"""Titles of sections in the contents, by id, in their order."""
+"""Titles of the sections by id, in the order of the contents."""
 INK, SOFT, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
 SERIES = tuple(f"#0500{number:02d}" for number in range(1, 9))
-"""Colours that stand for variables of page.css."""
+"""Placeholder colours. In a figure's SVG they are replaced by variables of page.css."""
 VARIABLES = {INK: "--text", SOFT: "--soft", RULE: "--rule", PAPER: "--back"}
 VARIABLES |= {colour: f"--c{number}" for number, colour in enumerate(SERIES, start=1)}
 STYLE = {
@@ -43,7 +43,7 @@ STYLE = {
 
 
 def render(template: str, title: str, lead: str, source: str, sections: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a page. `sections`: ids of its sections; `values`: what the template needs. All texts in them are escaped."""
+    """Return a page. `sections`: ids of its sections. `values`: the template's variables, whose texts are escaped."""
     environment = Environment(
         loader=PackageLoader("consilium.report.page"),
         autoescape=True,
@@ -60,17 +60,17 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
     return environment.get_template(template).render(frame | dict(values))
 
 
-def drawing(grid: bool = True) -> AbstractContextManager[None]:
-    """Return the block in which figures are made and written; `grid`: every figure has one."""
+def page_figure_style(grid: bool = True) -> AbstractContextManager[None]:
+    """Return a context manager in which figures get the style of pages. `grid`: whether they have grid lines."""
     from matplotlib import rc_context
 
     return rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
 
 
-def inline(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
-    """Return a figure as an element of the page. `name` tells its ids from other figures'; `alt` says what it shows.
+def inline_svg(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
+    """Return a figure as an SVG element. `name`: a prefix for its ids. `alt`: a text that says what it shows.
 
-    `more`: page variables for other colours that are in it.
+    `more`: page variables for further colours of the figure.
     """
     file, variables = io.StringIO(), VARIABLES | dict(more or {})
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -79,11 +79,11 @@ def inline(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = No
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
 
     def styled(found: re.Match[str]) -> str:
-        """Return a style attribute with the page's colours, and without a font family, which is the page's."""
+        """Return a style attribute with the page's colours and without a font family, so that the page's font is used."""
         style = re.sub(r"font-family: [^;\"]*;? ?", "", found[0])
         return re.sub(r"#[0-9a-f]{6}\b", lambda one: f"var({variables[one[0]]})" if one[0] in variables else one[0], style)
 
-    body = re.sub(r'style="[^"<>]*"', styled, body)  # in no text: there < and > are escaped
+    body = re.sub(r'style="[^"<>]*"', styled, body)  # matches no text, because < and > in texts are escaped
     sizes = dict(re.findall(r'(width|height|viewBox)="([\d. -]+)', head))
     width, height = float(sizes["width"]), float(sizes["height"])
     frame = f'viewBox="{sizes["viewBox"]}" style="--w: {width / 0.75:.0f}px; aspect-ratio: {width / height:.4f}"'
@@ -91,7 +91,7 @@ def inline(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = No
 
 
 # words -----------------------------------------------------------------------------------------------------------------
-# Sizes, times and privacy statements of a page, in words.
+# The privacy statement of a page, in words.
 
 NONE = (
     "This job has no differential privacy. Updates left the sites as trained. The guard let only shared tensors and declared "
@@ -107,24 +107,24 @@ SCORES = (
 )
 FACTS = {name: name for name in ("unit", "adjacency", "trust", "accountant", "calibration")}
 FACTS |= {"clip": "clip (C)", "noise_multiplier": "noise multiplier (sigma)", "releases": "releases"}
-"""Headings of a plan's fields, in their order."""
+"""Headings of a privacy plan's fields, in the order of the page."""
 Statement = tuple[list[str], list[tuple[str, str]]]
-"""Sentences, and facts as pairs of texts."""
+"""Sentences, and facts as pairs (name, value)."""
 
 
-def statement(record: RunRecord) -> Statement:
-    """Return a run's privacy: the promise, to whom, and the noise that it took."""
+def privacy_statement(record: RunRecord) -> Statement:
+    """Return the privacy statement of a run: what is promised, from whom it protects, and the noise."""
     if (private := record.config.privacy) is None:
         return [NONE], []
     if record.privacy is not None:
-        sentences, facts = of_plan(record.privacy)
+        sentences, facts = plan_statement(record.privacy)
         return [*sentences, SCORES], facts
-    sentences, facts = _unfinished(record, private)
+    sentences, facts = _unfinished_statement(record, private)
     return [*([shown(not_private(record.seeded), 600)] if record.seeded else []), *sentences], facts
 
 
-def _unfinished(record: RunRecord, private: PrivacyConfig) -> Statement:
-    """Return what is known of the privacy of a run that has no privacy.json."""
+def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statement:
+    """Return the privacy statement of a run without privacy.json, as far as its job and events tell."""
     facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
     if private.unit != "site" and private.trust == "local":
         return [BY_UNIT.format(unit=private.unit.capitalize()), SCORES], facts
@@ -133,8 +133,8 @@ def _unfinished(record: RunRecord, private: PrivacyConfig) -> Statement:
     return ["The run has not ended: what it promises is known at its end.", SCORES], facts
 
 
-def of_plan(found: Mapping[str, Any]) -> Statement:
-    """Return the claim of a privacy.json, or of a site's own plan, in a sentence, and its numbers."""
+def plan_statement(found: Mapping[str, Any]) -> Statement:
+    """Return the privacy statement of a plan, from a privacy.json or a site's cases.json."""
     facts = []
     for name, heading in FACTS.items():
         if name in found:

@@ -1,4 +1,4 @@
-"""The pages of a run, of a site's part of it, and of a study."""
+"""The HTML pages of a run, of one site in a run, and of a study."""
 
 import statistics
 from collections import Counter
@@ -19,14 +19,14 @@ from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
-from consilium.report.compare.scores import mean, scores_of
+from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
 from consilium.report.live_view import ending, when
-from consilium.report.page.cases import curves as draw_curves
-from consilium.report.page.cases import models as draw_models
+from consilium.report.page.cases import curve_figure as draw_curves
+from consilium.report.page.cases import model_figure as draw_models
 from consilium.report.page.cases import read_cases, site_section
-from consilium.report.page.html import NONE, Statement, drawing, inline, of_plan, render, statement
+from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.plain_files import (
     MOST_BYTES,
     finite,
@@ -38,22 +38,22 @@ from consilium.report.plain_files import (
     subfolders,
 )
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
-from consilium.report.run_log import versions
+from consilium.report.run_files import versions
 from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
 from consilium.report.tables import Table, columns, duration, few, size, stamp
 from consilium.strategies.strategy import Role
 
 MOST_SITES, MOST_REFUSALS = 24, 200
-"""Sites whose pictures are on one page, and refusals that are listed; the others are counted."""
+"""Sites with pictures on a page, and refusals that are listed, at most. The others are counted."""
 MOST_JOB = 256 * 1024
 HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters/global/consilium.safetensors",
           "adapters/global/adapter_model.safetensors", "server/state.safetensors")  # fmt: skip
 
 
 def run_page(record: RunRecord) -> str:
-    """Return the page of a run."""
+    """Return the HTML page of a run."""
     config, label, title = record.config, record.scores.label(record.metric), shown(record.config.title)
-    simulated = is_simulation(record.folder)  # only then are the sites' folders here, and rightly so
+    simulated = is_simulation(record.folder)  # only a simulation may have the sites' folders
     places = [place for place in subfolders(record.folder / "sites") if simulated and (place / CASES).exists()]
     read = [(place, read_cases(place)) for place in places]
     own = [(place, cases) for place, cases in read if cases is not None]
@@ -63,9 +63,9 @@ def run_page(record: RunRecord) -> str:
     }
     trained = {site: one for site, one in record.closing.items() if site not in record.test_only} or record.closing
     crossed = read_matrix(read_json(record.folder / VALUES))
-    crossed = crossed and replace(crossed, grid=record.scores.grid)  # which older files do not name
+    crossed = crossed and replace(crossed, grid=record.scores.grid)  # files of older versions have no grid
     confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
-    private, private_facts = statement(record)
+    private, private_facts = privacy_statement(record)
     refusals = [
         {"site": one["site"], "when": when(one, record.last_round), "reason": shown(one["reason"], 600)}
         for one in record.of("refused")
@@ -83,9 +83,9 @@ def run_page(record: RunRecord) -> str:
         "sites": [site_section(f"site{i}", place.name, place, one) for i, (place, one) in enumerate(own[:MOST_SITES])],
         "units": own[0][1].unit if own else "",
         "left_out": [f"{what}: {few(sites, 20)}" for what, sites in left_out.items() if sites],
-        "parameters": _parameters(record),
-        "times": _times(record),
-        "training": _training(record),
+        "parameters": _parameters_sentence(record),
+        "times": _time_facts(record),
+        "training": _training_table(record),
         "refusals": refusals[:MOST_REFUSALS],
         "more_refusals": max(len(refusals) - MOST_REFUSALS, 0),
         "privacy": private,
@@ -104,7 +104,7 @@ def run_page(record: RunRecord) -> str:
 
 
 def _warnings(record: RunRecord, pictures: bool) -> list[str]:
-    """Return what a reader must know before anything else."""
+    """Return the warnings at the top of the page."""
     found = []
     if pictures:
         found.append("This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.")
@@ -119,7 +119,7 @@ def _warnings(record: RunRecord, pictures: bool) -> list[str]:
 
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
-    """Return the run's facts as pairs of texts."""
+    """Return facts on the run as pairs (name, value)."""
     early = f": {ending(record.ended)}" if record.ended else ""
     state = f"finished{early}"
     if record.results is None:
@@ -133,7 +133,7 @@ def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
 
 
 def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any, str]]:
-    """Return the learning curves as (figure, caption), of one site where named."""
+    """Return the learning curves as (figure, caption); only of `site` if it is given."""
     label, found = record.scores.label(record.metric), []
     wanted = [(str(stage), record.validation(stage), label, f"Validation {label}, {stage} model") for stage in list(Stage)[1:]]
     for name, curves, axis, what in [*wanted, ("loss", record.curves(TRAIN_LOSS, True), "loss", "Training loss")]:
@@ -143,10 +143,10 @@ def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any,
     return found
 
 
-def _training(record: RunRecord) -> Table | None:
-    """Return each site's training: how often it was asked, answered, was counted and refused, its bytes, time and memory.
+def _training_table(record: RunRecord) -> Table | None:
+    """Return a table of each site's training: how often it was asked, answered, counted and refused; bytes, time and memory.
 
-    A column in which nothing is known is left out; None where no site was asked.
+    Columns without known values are left out. None if no site took part.
     """
     counts = {event: Counter[str]() for event in ("started", "concluded")}
     for line in record.of(*counts):
@@ -174,8 +174,8 @@ def _training(record: RunRecord) -> Table | None:
     return Table("Training at the sites", columns(*(heads[i] for i in places)), table, sums={len(rows)}) if rows else None
 
 
-def _parameters(record: RunRecord) -> str:
-    """Return in a sentence which of the adapter's parameters travel; "" where the run does not tell."""
+def _parameters_sentence(record: RunRecord) -> str:
+    """Return a sentence on how many of the adapter's parameters are communicated; "" if it is not on record."""
     if record.pooled:
         return "The sites' data were pooled: nothing travelled, and the run is a reference, no federation."
     if (found := record.trained) is None:
@@ -185,8 +185,8 @@ def _parameters(record: RunRecord) -> str:
     return f"{shared:,} of the adapter's parameters travel{''.join(rest)}."
 
 
-def _times(record: RunRecord) -> list[tuple[str, str]]:
-    """Return how long the run took as pairs of texts."""
+def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Return the run's times as pairs (name, value)."""
     began, ended = round_times(record.lines)
     took = [ended[r] - began[r] for r in sorted(ended) if r in began and ended[r] >= began[r]]
     stamps = [line["time"] for line in record.lines if line["time"] is not None]
@@ -204,14 +204,14 @@ def _times(record: RunRecord) -> list[tuple[str, str]]:
 
 
 # audit section ---------------------------------------------------------------------------------------------------------
-# What a hospital keeps of a run: the messages that left it, from its audit.jsonl, and its privacy ledger.
+# The part of a site's page on what left the site: the messages in its audit.jsonl, and its privacy ledger.
 
 LEDGER = "ledger.sqlite"
 NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
 
 
-def audits(folder: Path) -> list[dict[str, Any]]:
-    """Return, for each run that a site's folder has known, its messages as tables, and whether the record was altered."""
+def audit_sections(folder: Path) -> list[dict[str, Any]]:
+    """Return, for each audit.jsonl in a site's folder, its record and tables, or why it cannot be read."""
     found: list[dict[str, Any]] = []
     for path in [place / FILE for place in [folder, *subfolders(folder)]]:
         if not path.is_file() or path.is_symlink():
@@ -230,7 +230,10 @@ def audits(folder: Path) -> list[dict[str, Any]]:
 
 
 def ledger_of(folder: Path) -> Path | None:
-    """Return a site's ledger: in its folder in a simulation, in a kit beside the runs or where its site.yaml has it."""
+    """Return the file of a site's ledger; None if there is none.
+
+    A simulation has it in the site's folder. A kit has it beside its runs, or where site.yaml says.
+    """
     folder = folder.absolute()
     # STATE/runs/RUN and STATE/runs/RUN/sites/NAME
     kits = [runs.parent for runs in (folder.parent, folder.parent.parent.parent) if runs.name == "runs"]
@@ -244,8 +247,8 @@ def ledger_of(folder: Path) -> Path | None:
     return next((path for path in found if path.is_file() and not path.is_symlink()), None)
 
 
-def ledger(path: Path | None) -> tuple[Table | None, str]:
-    """Return what all jobs together cost each data set of this site, or None and why that is unknown."""
+def ledger_table(path: Path | None) -> tuple[Table | None, str]:
+    """Return a table of what all jobs together cost each data set of this site, or None and the reason."""
     if path is None:
         return None, "There is no ledger here: no private job has run, or it is kept elsewhere."
     try:
@@ -264,7 +267,7 @@ def ledger(path: Path | None) -> tuple[Table | None, str]:
 
 
 # site page -------------------------------------------------------------------------------------------------------------
-# A site's own page: what a hospital may keep of a run. It is made where the site's folder is, and nowhere else.
+# The page of a site, which a hospital may keep. It can only be made where the site's folder is.
 
 HASHED_AT_SITE = (
     *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),
@@ -273,7 +276,10 @@ HASHED_AT_SITE = (
 
 
 def site_folder(folder: Path, site: str) -> Path:
-    """Return the folder of a site's own files in a run's. Raises ConfigError, also where the run's is a federation's server."""
+    """Return the folder of a site's own files in the folder of a run.
+
+    Raises ConfigError if there is no such site, and for the run's folder at the server of a federation.
+    """
     if (folder / "metrics.jsonl").exists() and not is_simulation(folder):
         what = "is a server's, which has nothing of a site's own; give the run's folder at the site"
         raise ConfigError(f"--site: {folder} {what}")
@@ -288,7 +294,7 @@ def site_folder(folder: Path, site: str) -> Path:
 
 
 def site_page(folder: Path, site: str) -> str:
-    """Return the page of a site. Raises ConfigError where the folder has none of that name."""
+    """Return the HTML page of a site. Raises ConfigError if the folder has no site of that name."""
     place = site_folder(folder, site)
     cases = read_cases(place)
     if cases is not None and place == folder and cases.site not in ("", site):
@@ -298,11 +304,11 @@ def site_page(folder: Path, site: str) -> str:
     closing, job = ({site: cases.metrics}, cases.job) if cases else ({}, record.config.title if record else "a run")
     state = [("state", "not finished" if record.results is None else "finished")] if record else []
     own = "This page is the hospital's own: it shows test samples of this site, patients where the data are real."
-    table, problem = ledger(ledger_of(place))
+    table, problem = ledger_table(ledger_of(place))
     known = cases is not None or (record is not None and record.config.privacy is None)
     private: Statement = [NONE] if known else ["What the job promises is not known here before its end."], []
-    if cases and cases.privacy is not None:  # a site's own plan: at record level only the site knows it
-        private = of_plan(cases.privacy)
+    if cases and cases.privacy is not None:  # at record level only the site itself knows its plan
+        private = plan_statement(cases.privacy)
     values = {
         "warnings": [own] if cases else [],
         "facts": [("site", site), *state],
@@ -313,7 +319,7 @@ def site_page(folder: Path, site: str) -> str:
         "confused": confusion_tables(closing, cases.classes) if cases else {},
         "figures": curve_figures(record, site) if record else [],
         "site": site_section("own", site, place, cases) if cases else None,
-        "audits": audits(place),
+        "audits": audit_sections(place),
         "ledger": table,
         "no_ledger": problem,
         "privacy": private[0],
@@ -327,11 +333,11 @@ def site_page(folder: Path, site: str) -> str:
 
 
 # study page ------------------------------------------------------------------------------------------------------------
-# A study's page: its comparison, with the pictures of `compare` that show no patient.
+# The page of a study: its comparison, with those pictures of `compare` that show no patient.
 
 INKED = {colour.lower(): f"--c{number}" for number, colour in enumerate(COLOURS, start=1)}
 INKED |= {"#e0e0e0": "--rule", "#ebebeb": "--rule"}
-"""The comparison's own colours, and the page's in their place: its black line would vanish in the dark."""
+"""The page's variable for each colour of a comparison, because its black would be invisible in dark mode."""
 SHOWS = {
     "curves": "Learning curves on validation data, mean over sites",
     "along": "Scores along the study's axis",
@@ -344,21 +350,21 @@ SHOWS = {
 def study_page(
     name: str, source: str, groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], stage: Stage
 ) -> str:
-    """Return the page of a comparison. `notes`: what is missing from it and why."""
+    """Return the HTML page of a comparison. `notes`: lines on what is missing and why."""
     figures, undrawn = [], list(notes)
     for place, group in enumerate(groups):
         scores = scores_of(group, stage, group.first.metric)
         means = {method: mean(scores.means(method)) for method in scores.methods[:8]}
         told = "; ".join(f"{shown(method, 60)} {value:.3f}" for method, value in means.items() if value is not None)
         for plot, make in PLOTS.items():
-            with drawing(grid=False):
+            with page_figure_style(grid=False):
                 found = make(scores, PAGE)
                 if isinstance(found, str):
-                    undrawn.append(group.titled(f"no figure of {SHOWS[plot].lower()}: {found}"))
+                    undrawn.append(group.with_group_name(f"no figure of {SHOWS[plot].lower()}: {found}"))
                     continue
                 alt = f"{SHOWS[plot]}. {group.heading(scores.metric)}, mean over sites: {told or 'none'}."
                 more = {} if plot == "sites" else INKED  # numbers in a heat map's cells are black or white by the cell's colour
-                figures.append((inline(found.figure, f"{plot}{place}", alt, more), group.titled(found.caption)))
+                figures.append((inline_svg(found.figure, f"{plot}{place}", alt, more), group.with_group_name(found.caption)))
     sections = ["tables", *["figures"] * bool(figures), *["notes"] * bool(undrawn)]
     values = {"tables": tables, "figures": figures, "notes": undrawn}
     runs = sum(len(group.runs) for group in groups)

@@ -1,6 +1,6 @@
-"""Generated hospitals: studies of a lesion in an organ, as NIfTI, as DICOM, or as a PNG of every slice.
+"""Generated hospitals: studies of a lesion in an organ, as NIfTI, as DICOM, or as one PNG per slice.
 
-Patients have one study or two. NIfTI and PNG do not say whose they are, so their lists do; DICOM's lists leave it to the files.
+Patients have one study or two. The lists of NIfTI and PNG name the patient, because these files do not; lists of DICOM do not.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from consilium.core.seeding import seed_for
 from consilium.data.pixel_values import windowed
 from consilium.data.settings import PictureSettings
 from consilium.data.synthetic.drawing import write_list
+from consilium.data.synthetic.imaging_study import LABELS, WINDOW, Study
 from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
-from consilium.data.synthetic.study import LABELS, WINDOW, Study
 
 Files = Literal["nifti", "dicom", "png"]
 
@@ -29,8 +29,8 @@ Write = Callable[[Path, Study], Entries]
 def make_studies(folder: Path, spec: dict[str, Any], counts: dict[str, int], look: np.ndarray, hand: np.ndarray) -> Path:
     """Write images/, masks/ and datalist.json of one site into `folder`; return the data list's path.
 
-    `spec` names site, seed, size and `files`. Does nothing if the folder holds exactly this already. Raises DataError where
-    DICOM cannot be written.
+    `spec` holds the site, the seed, the size and the format, "files". Nothing is written if the folder holds data of the same
+    arguments. Raises DataError if the packages that write DICOM are missing.
     """
     write: Write
     if spec["files"] == "dicom":
@@ -50,7 +50,7 @@ def make_studies(folder: Path, spec: dict[str, Any], counts: dict[str, int], loo
 
 
 def draw(spec: dict[str, Any], split: str, number: int, look: np.ndarray, hand: np.ndarray) -> Study:
-    """Return study `number` of a split: of three in a row, the first two are one patient's."""
+    """Return study `number` of a split. Of three studies in a row, the first two are of one patient."""
     patient = 2 * (number // 3) + number % 3 // 2
     who, seed = (
         seed_for(spec["seed"], "organ", spec["site"], split, what, n) for what, n in (("patient", patient), ("study", number))
@@ -63,8 +63,8 @@ def draw(spec: dict[str, Any], split: str, number: int, look: np.ndarray, hand: 
 
 
 def write_nifti(folder: Path, study: Study) -> Entries:
-    """Write a volume and its mask; the list says whose they are."""
-    import nibabel  # a server, which makes no studies, loads this file too
+    """Write a volume and its mask; return the list's entry, which names patient and study."""
+    import nibabel  # imported here, because a server also loads this module and generates no studies
 
     image, label = f"images/{study.name}.nii.gz", f"masks/{study.name}.nii.gz"
     for name, array in ((image, study.values), (label, study.labels)):
@@ -73,7 +73,7 @@ def write_nifti(folder: Path, study: Study) -> Entries:
 
 
 def write_pictures(folder: Path, study: Study) -> Entries:
-    """Write every slice as a picture of 8 bits and its mask."""
+    """Write every slice as an 8-bit picture with its mask; return the list's entries, which name patient and study."""
     grey = windowed(study.values, PictureSettings(window=WINDOW), None, lambda: (0.0, 1.0))
     entries = []
     for k in range(grey.shape[2]):

@@ -1,4 +1,4 @@
-"""A study and its cells: each a job, told by names on the axes, with a folder of its own that follows from the job."""
+"""A study and its cells. A cell is one job of the grid. It has a value on each axis, and a folder named by its job's digest."""
 
 import difflib
 import hashlib
@@ -34,28 +34,29 @@ from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.tasks.registry import TASKS
 
 # config ----------------------------------------------------------------------------------------------------------------
-# A study's file: a base job, axes of named overrides, what is left out and why, and the published numbers.
+# A study's file: a base job, axes of named overrides, excluded cells with reasons, and published numbers.
 
 MOST_CELLS = 10_000
 MOST = 1e300
-"""Of a printed number; an integer may be too large for a float."""
+"""Largest published number, because a larger integer may not fit into a float."""
 
 
-def _labelled(raw: Any) -> Any:
-    """Return an axis with texts as names: numbers as written, and {FIELD: [values]} as a name for each value."""
+def _parse_axis(raw: Any) -> Any:
+    """Return an axis as overrides by name. Names become texts, and {FIELD: [values]} becomes a name for each value."""
     if not isinstance(raw, Mapping):
         return raw
     if len(raw) == 1 and isinstance(values := next(iter(raw.values())), list):
-        pairs = [(_label(value), {next(iter(raw)): value}) for value in values]
+        pairs = [(_parse_label(value), {next(iter(raw)): value}) for value in values]
     else:
-        pairs = [(_label(name), {} if value is None else value) for name, value in raw.items()]
-    counts = Counter(name for name, _ in pairs)  # 1 and "1" are two keys and one name
+        pairs = [(_parse_label(name), {} if value is None else value) for name, value in raw.items()]
+    counts = Counter(name for name, _ in pairs)  # 1 and "1" are different keys with the same name
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{twice[0]!r} is there twice; keep one, or give it another name")
     return dict(pairs)
 
 
-def _label(name: Any) -> str:
+def _parse_label(name: Any) -> str:
+    """Return a name as text. Raises ValueError for a value that is neither text nor a number."""
     if isinstance(name, bool) or not isinstance(name, str | int | float):
         raise ValueError(f"a name that is text or a number, not {name!r}; put it in quotes, or name the values one by one")
     return str(name)
@@ -80,13 +81,15 @@ Label = Annotated[
 ]
 AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _described(AXIS)]
 Overrides = dict[str, Any]
-Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_labelled)]
-Labels = Annotated[list[Label], BeforeValidator(lambda raw: [_label(x) for x in (raw if isinstance(raw, list) else [raw])])]
+Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_parse_axis)]
+Labels = Annotated[
+    list[Label], BeforeValidator(lambda raw: [_parse_label(x) for x in (raw if isinstance(raw, list) else [raw])])
+]
 Choice = dict[AxisName, Labels]
 
 
-def _row(raw: Any) -> Any:
-    """Return a row as it is. Raises ValueError for a value that is neither text nor a finite number: true would count as 1."""
+def _check_row(raw: Any) -> Any:
+    """Return a row unchanged. Raises ValueError for a value that is neither text nor a finite number, such as true."""
     for name, value in raw.items() if isinstance(raw, Mapping) else ():
         if not isinstance(name, str) or not (
             isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
@@ -97,11 +100,11 @@ def _row(raw: Any) -> Any:
     return raw
 
 
-Row = Annotated[dict[str, str | int | float], BeforeValidator(_row)]
+Row = Annotated[dict[str, str | int | float], BeforeValidator(_check_row)]
 
 
-def _floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
-    """Return a floor as it is. Raises ValueError unless it has words and numbers."""
+def _check_floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
+    """Return a floor unchanged. Raises ValueError unless it has a text `about` and numbers."""
     metrics = [value for name, value in raw.items() if name != "about"]
     if raw and (not isinstance(raw.get("about"), str) or not metrics or any(isinstance(one, str) for one in metrics)):
         raise ValueError("metrics with numbers and `about` with words, as in {accuracy: 0.31, about: the background}")
@@ -109,21 +112,21 @@ def _floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
 
 
 class Exclusion(Section):
-    """Cells that are left out, by their values on some axes."""
+    """Cells that are excluded, by their values on some axes, and the reason."""
 
     when: Annotated[Choice, Field(min_length=1)]
     reason: str
 
 
 class SizeConfig(Section):
-    """A smaller version: `set` comes after the axes' overrides, `only` some values stay on an axis."""
+    """A smaller size of a study. `set`: overrides after those of the axes. `only`: the values that stay on an axis."""
 
     set: Overrides = Field(default_factory=dict)
     only: Choice = Field(default_factory=dict)
 
 
 class CountsConfig(Section):
-    """How large the data are that a study needs: how many sites, and samples of all sites together."""
+    """The size of a study's data: the number of sites, and the samples of all sites together."""
 
     sites: Annotated[int, Field(ge=1, le=10_000)]
     training: Annotated[int, Field(ge=1)]
@@ -132,10 +135,10 @@ class CountsConfig(Section):
 
 
 class StudyConfig(Section):
-    """A whole study. Overrides are job fields with dots, as `--set` takes them, and three names more.
+    """A whole study. Overrides are dotted fields of a job, as `--set` takes them, and these three names.
 
-    `sites`: who takes part, as `simulate --sites` takes it; `folder`: a folder in `--data` instead of all of it.
-    `counts`: for an estimate of what it takes; in an override where the data differ by cell.
+    `sites`: the sites that take part, as in `simulate --sites`. `folder`: a folder in `--data` to use instead of `--data`.
+    `counts`: the size of the data, for the estimate of FLOPs. It is needed in overrides only if the size differs by cell.
     """
 
     about: str
@@ -147,13 +150,13 @@ class StudyConfig(Section):
     axes: Annotated[dict[AxisName, Axis], Field(min_length=1, max_length=8)]
     exclude: list[Exclusion] = Field(default_factory=list)
     published: list[Row] = Field(default_factory=list)
-    floor: Annotated[Row, AfterValidator(_floor)] = Field(default_factory=dict)
+    floor: Annotated[Row, AfterValidator(_check_floor)] = Field(default_factory=dict)
     smoke: SizeConfig | None = None
     small: SizeConfig | None = None
 
     @property
     def named_axes(self) -> list[str]:
-        """Axes that name what is compared: not those of seeds alone, over which scores are means."""
+        """The axes that are compared. An axis that only sets `training.seed` is not, because scores are means over it."""
         return [axis for axis, values in self.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
 
     @model_validator(mode="after")
@@ -169,7 +172,7 @@ class StudyConfig(Section):
         return self
 
     def _check_names(self) -> None:
-        """Raise ValueError for a name that means two things in `published`, a site or a score of one seed, or nothing."""
+        """Raise ValueError if a name in `published` is ambiguous, is an axis of seeds, or means nothing."""
         if "site" in self.axes:
             raise ValueError("axes: 'site' says in `published` which hospital's score it is; give the axis another name")
         seeds = self.axes.keys() - self.named_axes
@@ -185,7 +188,7 @@ class StudyConfig(Section):
                 raise ValueError(f"{what}; write one such as 0.5, without quotes")
 
     def check_choice(self, where: str, chosen: Mapping[str, list[str]]) -> None:
-        """Raise ValueError unless all axes and values are the study's."""
+        """Raise ValueError if the study lacks one of the axes or values in `chosen`. `where`: the beginning of the message."""
         for axis, values in chosen.items():
             if axis not in self.axes:
                 raise ValueError(f"{where}: no axis {axis!r}; there are {', '.join(self.axes)}{nearest(axis, self.axes)}")
@@ -197,12 +200,12 @@ class StudyConfig(Section):
 # study -----------------------------------------------------------------------------------------------------------------
 
 STUDIES = Path("jobs/studies")
-"""In Consilium's repository."""
+"""The folder of Consilium's own studies, relative to its repository."""
 Size = Literal["", "smoke", "small"]
 
 
 class GridErrors:
-    """Errors of some cells of a grid `labels`."""
+    """Collects the errors of a study's cells, so that each error is reported once, with the cells that have it."""
 
     def __init__(self, labels: list[dict[str, str]]) -> None:
         self._all = labels
@@ -210,7 +213,7 @@ class GridErrors:
 
     @contextmanager
     def of(self, labels: Mapping[str, str]) -> Iterator[None]:
-        """Keep the ConsiliumError of the block as errors of the cell with these labels, a line each."""
+        """Collect a ConsiliumError of the block, line by line, as errors of the cell with these labels."""
         try:
             yield
         except ConsiliumError as error:
@@ -218,13 +221,16 @@ class GridErrors:
                 self._found.setdefault(line, []).append(labels)
 
     def raise_if_any(self) -> None:
-        """Raise ConfigError with a line per error, if there is any."""
+        """Raise ConfigError with a line per collected error, if there is any."""
         if self._found:
             raise ConfigError("\n".join(f"{describe(having, self._all)}: {line}" for line, having in self._found.items()))
 
 
 def describe(having: list[Mapping[str, str]], everyone: list[dict[str, str]]) -> str:
-    """Return which cells of `everyone` are meant: by the values that they alone share, else the first and how many more."""
+    """Return a short description of the cells `having`, among `everyone`.
+
+    It is the values that only these cells share, if there are such; else the first cell and the number of the others.
+    """
     if len(having) == len(everyone) > 1:
         return "all cells"
     shared = {a: v for a, v in having[0].items() if all(one[a] == v for one in having)}
@@ -237,10 +243,12 @@ def describe(having: list[Mapping[str, str]], everyone: list[dict[str, str]]) ->
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study. `overrides`: texts for `--set`; `sites` and `data`: for `--sites`, and the folder in `--data`.
+    """One run of a study.
 
-    `counts`: how large its data are, if the study says so. `folder` is an ordinary run's folder, see RunLog; `cell.json` in it
-    says how far it is. `place`: its number in the study's order, from 0. `metrics`: what it can report.
+    `id`: the digest of the job. `labels`: its value on each axis. `overrides`: texts as for `--set`. `sites`: as for `--sites`.
+    `data`: its folder in `--data`. `counts`: the size of its data, if the study says so. `folder`: an ordinary run's folder,
+    see RunLog, with the cell's state in `cell.json`. `place`: its number in the study's order, from 0. `metrics`: names of the
+    metrics that its task can report.
     """
 
     id: str
@@ -256,25 +264,25 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its values on all axes."""
-        return named(self.labels)
+        """The cell's value on each axis, as a text."""
+        return labels_text(self.labels)
 
     def load(self) -> JobConfig:
-        """Return its job. Raises ConfigError, also where its base is not what it was when the study was read."""
+        """Return the cell's job. Raises ConfigError, also if the base job has changed since the study was read."""
         config = load_job(self.base, dict(map(parse_override, self.overrides)), plugins=None, author=True)
         if identity(config, self.sites, self.data) != self.id:
             raise ConfigError(f"{self.base}: has changed since the study was read; run its command again")
         return config
 
 
-def named(labels: Mapping[str, Any]) -> str:
+def labels_text(labels: Mapping[str, Any]) -> str:
     """Return labels as a text, such as "method=FedIT rank=8"."""
     return " ".join(f"{axis}={value}" for axis, value in labels.items())
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study's file, in full or in a smaller size, and the folder for its runs."""
+    """A study: its file, its size ("" for the full one), and the folder of its runs, `workspace`."""
 
     path: Path
     config: StudyConfig
@@ -283,12 +291,12 @@ class Study:
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """The file's name without its ending."""
         return self.path.stem
 
     @property
     def title(self) -> str:
-        """Its name, with its size where it is a smaller one."""
+        """The study's name, with its size unless it is the full one."""
         return f"{self.name}-{self.size}" if self.size else self.name
 
     @property
@@ -298,25 +306,25 @@ class Study:
 
     @property
     def shrunk(self) -> SizeConfig:
-        """What makes it smaller."""
+        """The study's changes for its size; empty for the full one."""
         return getattr(self.config, self.size) if self.size else SizeConfig()
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """The values of every axis at this size."""
+        """The values of each axis at this size."""
         return {axis: self.shrunk.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
 
     def grid(self) -> list[dict[str, str]]:
-        """Return the labels of every cell of this size, the excluded ones too."""
+        """Return the labels of all cells at this size, including excluded cells."""
         return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
 
     def excluded(self) -> list[tuple[dict[str, str], str]]:
-        """Return (labels, reason) of the cells that are left out, with the first reason of each."""
+        """Return (labels, reason) for each excluded cell, with its first reason."""
         reasons = ((labels, (one.reason for one in self.config.exclude if chosen(labels, one.when))) for labels in self.grid())
         return [(labels, why) for labels, found in reasons if (why := next(found, ""))]
 
     def cells(self) -> list[Cell]:
-        """Return all cells. Raises ConfigError with every error of every cell's job, by axis value."""
+        """Return all cells that are not excluded. Raises ConfigError with the errors of all cells' jobs."""
         return self._cells
 
     @cached_property
@@ -332,22 +340,25 @@ class Study:
         errors.raise_if_any()
         seen: dict[str, Cell] = {}
         for cell in found:
-            if (other := seen.setdefault(cell.id, cell)) is not cell:  # one run would stand for two results
+            if (other := seen.setdefault(cell.id, cell)) is not cell:  # one run cannot be two results
                 raise ConfigError(f"{self.path}: {other.name} and {cell.name} are the same job; take one of them out")
-        if not self.size:  # the smaller ones may be another task
+        if not self.size:  # a smaller size may have another task
             _check_published(self, found)
         return found
 
     @cached_property
     def _base(self) -> tuple[Path, Any]:
-        """The base job's file and what it holds."""
+        """The base job's file and its contents."""
         base = job_file(self.path.parent / self.config.base)
         return base, read_yaml(base)
 
     def _cell(self, labels: dict[str, str], place: int) -> Cell:
+        """Return the cell with these labels. Raises ConfigError if its job is invalid."""
         values = dict(self.config.set)
         for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
-            values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
+            values = {
+                field: value for field, value in values.items() if field not in more
+            } | more  # a later override replaces an earlier one and moves to the end
         given = {name: values.pop(name, "") for name in ("sites", "folder")}
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, str | int):
@@ -376,15 +387,15 @@ def _json(field: str, value: Any) -> str:
 
 
 def identity(config: JobConfig, sites: str, data: str) -> str:
-    """Return what tells a cell from every other: all its settings, who takes part, and which folder the data are in."""
+    """Return a digest of all that distinguishes cells: the settings, the sites, and the folder of the data."""
     parts = [config.digest, config.training.rounds, sites, data]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _check_published(study: Study, cells: list[Cell]) -> None:
-    """Raise ConfigError for a published number without a place of its own: beside no cell, beside several, or taken.
+    """Raise ConfigError for a published number that fits several cells, is given twice, or is no score of its cells.
 
-    And for a floor of a score that no cell has.
+    Also for a floor of a score that no cell has.
     """
     seen: set[tuple[str, str, str]] = set()
 
@@ -395,7 +406,7 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
 
     check(f"{study.path}: floor", study.config.floor.keys() - {"about"}, set[str]().union(*(one.metrics for one in cells)))
     for row in study.config.published:
-        where, labels = f"{study.path}: published: {named(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
+        where, labels = f"{study.path}: published: {labels_text(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
         fitting = [one for one in cells if labels.items() <= one.labels.items()]
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
         if fitting:
@@ -403,27 +414,27 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         places = [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels]
         if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
             raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
-        numbers = {(named(places[0]), str(row.get("site", "")), name) for name in names}
+        numbers = {(labels_text(places[0]), str(row.get("site", "")), name) for name in names}
         if twice := sorted(name for *_, name in numbers & seen):
             raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
         seen |= numbers
 
 
 def chosen(labels: Mapping[str, str], when: Choice) -> bool:
-    """Tell whether labels have one of the values named on every axis named."""
+    """Tell whether labels fit a choice: on each axis in `when`, one of the values listed there."""
     return all(labels.get(axis) in values for axis, values in when.items())
 
 
 def studies_folder() -> Path:
-    """Return the folder of Consilium's own studies: here, above this folder, or the package's own."""
+    """Return the folder of Consilium's own studies: in this folder, in one above it, or in the package."""
     places = [Path(), *Path.cwd().parents, Path(str(files("consilium") / "examples"))]
     return next((one / STUDIES for one in places if (one / STUDIES).is_dir()), STUDIES)
 
 
 def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> Study:
-    """Return the study of a file, or of that name in jobs/studies. Raises ConfigError.
+    """Return the study in a file, or the study of that name in jobs/studies. Raises ConfigError.
 
-    `workspace`: where its runs are; by default runs/studies/NAME, or NAME-SIZE.
+    `workspace`: the folder of its runs; by default runs/studies/NAME, or runs/studies/NAME-SIZE.
     """
     studies = studies_folder()
     candidates = [Path(path), studies / f"{path}.yaml"]
@@ -438,13 +449,13 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
     if size and getattr(config, size) is None:
         raise ConfigError(f"{file}: {size}: the study has no such section; add it, or run the study without --{size}")
     study = Study(file, config, workspace or Path(), size)
-    if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # counted before anything is that large
+    if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # checked before so many cells are made
         raise ConfigError(f"{file}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
     return study if workspace else replace(study, workspace=Path("runs/studies") / study.title)
 
 
 def pick(study: Study, only: list[str]) -> list[Cell]:
-    """Return the cells that `--only AXIS=VALUE` leaves; an axis named twice has both values. Raises ConfigError."""
+    """Return the cells that fit all `--only AXIS=VALUE`. For an axis given twice, both values fit. Raises ConfigError."""
     wanted: dict[str, list[str]] = {}
     for text in only:
         axis, separator, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""A generated study: an organ with a lesion, its labels, its made-up patient."""
+"""A generated imaging study: a volume of an organ with a lesion, its labels, and its made-up patient."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,15 @@ from consilium.data.settings import WindowConfig
 
 LABELS = ("background", "organ", "lesion")
 WINDOW = WindowConfig(center=60, width=400)
-"""The window of the scanner's files and of the PNGs."""
+"""The window in the DICOM files, and of the PNGs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """Values (i, j, k) int16, labels uint8, affine (4, 4). `patient` and `study` are made up; `name` is the files'."""
+    """`values` (i, j, k) int16, `labels` of that shape uint8, `affine` (4, 4) to mm.
+
+    `patient` and `study` are made-up identifiers. `name` is the name of the files.
+    """
 
     values: np.ndarray
     labels: np.ndarray

@@ -1,4 +1,4 @@
-"""Where a run begins: from nothing, from an adapter, or from its last checkpoint."""
+"""The start of a run (a fresh adapter, a given adapter, or the last checkpoint), and the server's checkpoint file."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -16,15 +16,16 @@ from consilium.core.storage import checkpoint_hash, file_hash, load_state, save_
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
-from consilium.report.run_log import other_version
+from consilium.report.run_files import other_version
 from consilium.server.early_stopping import Validations
 from consilium.strategies.strategy import ServerState
 
 
 class Start(NamedTuple):
-    """What all sites start from, and the SHA-256 of the base checkpoint ("" for the package's) it was made of, if any.
+    """The tensors from which all sites start.
 
-    `adapter`: the SHA-256 of the adapter that a job goes on from, "" for none.
+    `checkpoint`: the SHA-256 of the base checkpoint from which they were computed ("" for the package's weights), None if they
+    do not depend on it; `adapter`: the SHA-256 of the adapter from which the job starts, "" for none.
     """
 
     tensors: Tensors
@@ -33,10 +34,10 @@ class Start(NamedTuple):
 
 
 def keep_inside(config: JobConfig, own: SiteConfig) -> None:
-    """Raise ConfigError for an adapter outside the server's checkpoint folder.
+    """Raise ConfigError for an `adapter.start` outside the server's checkpoint folder.
 
-    In a federation whoever submits a job names the folder, and all sites get what is in it: without this a submitter could have
-    the server hand out adapters of other people's runs.
+    In a federation the submitter of a job names that folder, and all sites receive its content. Without this check a submitter
+    could make the server send out adapters of other runs.
     """
     if config.adapter.start is None:
         return
@@ -47,39 +48,39 @@ def keep_inside(config: JobConfig, own: SiteConfig) -> None:
 
 
 def server_start(job: Job, own: SiteConfig) -> Start:
-    """Return what all sites start from. `own`: where the server finds files. Raises CheckpointError, ConfigError."""
+    """Return the start of a run. `own`: the server's settings, with its folders. Raises CheckpointError or ConfigError."""
     if not job.config.trains:
         return Start(job.initial)
     if job.config.adapter.start is not None:
-        return _from_adapter(job, in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's"))
-    return _from_base(job, own) if job.strategy.traits.needs_base_weights else Start(job.initial)
+        return _start_from_adapter(job, in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's"))
+    return _start_from_base(job, own) if job.strategy.traits.needs_base_weights else Start(job.initial)
 
 
-def _from_base(job: Job, own: SiteConfig) -> Start:
-    """Return the start of a strategy that makes it of the base's weights."""
+def _start_from_base(job: Job, own: SiteConfig) -> Start:
+    """Return the start for a strategy that computes it from the base's weights."""
     config = job.config
     base, _, adapter = kinds_of(config)
     path = checkpoint_of(config.model, own, "the server's")
     model = bare_model(config, path, weights=True)
-    adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
+    adapter.shapes(model, config.adapter, base)  # creates the layers that a target set needs
     names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
     weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
     start = job.strategy.start(job.initial, weights, config.adapter.product_scaling)
     return Start(start, checkpoint_hash(path) if path else "")
 
 
-def _from_adapter(job: Job, folder: Path) -> Start:
-    """Return the tensors of an adapter folder; parts that only this job's strategy has start as usual."""
+def _start_from_adapter(job: Job, folder: Path) -> Start:
+    """Return the start with the tensors of an adapter folder. Parts that only this job's strategy has start as usual."""
     kept, card = read_kept(folder)
-    _check_alike(job.config, kept, card, folder)
+    _check_comparable(job.config, kept, card, folder)
     if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_part(name)):
         raise ConfigError(f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section")
-    found = {name: _first_value(name, fresh, kept, folder) for name, fresh in job.initial.items()}
+    found = {name: _initial_value(name, fresh, kept, folder) for name, fresh in job.initial.items()}
     return Start(found, card.base_sha256, file_hash(folder / TENSORS))
 
 
-def _first_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
-    """Return a tensor's first value. Raises ConfigError for one that is not there, or of another shape."""
+def _initial_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
+    """Return a tensor's initial value from the adapter. Raises ConfigError if it is missing or has another shape."""
     if name not in kept.values:
         if is_part(name):
             return fresh
@@ -90,8 +91,8 @@ def _first_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Te
     return kept.values[name].to(fresh.dtype)
 
 
-def _check_alike(config: JobConfig, kept: SavedModel, card: Card, folder: Path) -> None:
-    """Raise ConfigError where the numbers would mean something else in this job."""
+def _check_comparable(config: JobConfig, kept: SavedModel, card: Card, folder: Path) -> None:
+    """Raise ConfigError if the adapter's kind, base or scaling differs, so that its numbers would mean something else here."""
     base = f"{config.model.name}-{config.model.variant}"
     for what, theirs, ours in (("kind", card.adapter, config.adapter.kind), ("base", card.model, base)):
         if theirs != ours:
@@ -104,16 +105,16 @@ def _check_alike(config: JobConfig, kept: SavedModel, card: Card, folder: Path) 
 
 
 # checkpoint ------------------------------------------------------------------------------------------------------------
-# The server's checkpoint of a run: one atomic file, which only the job that wrote it goes on from.
+# The server's checkpoint of a run: one atomic file. Only the job that wrote it can resume from it.
 
 FILE = Path("server", "state.safetensors")
-"""Where a run's folder has it."""
+"""The path of the checkpoint in a run's folder."""
 
 
 class Saved(NamedTuple):
-    """`run`: its name; `checkpoint`: the sha256 of the sites' base, None before the first site; `state`: the algorithm's.
+    """The content of a checkpoint. `run`: the run's name; `state`: the algorithm's state at the server.
 
-    `validations`: what may end the run early.
+    `checkpoint`: the SHA-256 of the sites' base, None before the first site; `validations`: the record for early stopping.
     """
 
     run: str
@@ -136,7 +137,7 @@ def write(folder: Path, job: Job, saved: Saved) -> None:
 
 
 def read(folder: Path, job: Job) -> Saved:
-    """Return the checkpoint of the run in a folder. Raises CheckpointError for a damaged one, or one of another job."""
+    """Return the checkpoint of the run in `folder`. Raises CheckpointError if it is damaged or of another job."""
     path = folder / FILE
     tensors, meta = load_state(path)
     if meta["job"] != _fingerprint(job):
@@ -144,25 +145,25 @@ def read(folder: Path, job: Job) -> Saved:
             what = f"{folder}: is a run of consilium {other}, which {__version__} does not resume"
             raise CheckpointError(f"{what}; resume it with that version, or begin a new run in another --workspace")
         raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
-    groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
-    sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
+    groups = {group: _tensors_of_group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
+    sites = {name: _tensors_of_group(tensors, f"sites/{name}") for name in meta["reported"]}
     known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
     state = ServerState(meta["round"], meta["phase"], **known)
     return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
 
 
 def load_for_resume(folder: Path, job: Job) -> Saved:
-    """Return the checkpoint that a job resumes from. Raises CheckpointError as `read`, and if it has more rounds."""
+    """Return the checkpoint from which a job resumes. Raises CheckpointError as `read` does, and if it has more rounds."""
     saved, wanted = read(folder, job), job.config.training.rounds
     if (done := saved.state.round) > wanted:
         raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")
     return saved
 
 
-def _group(tensors: Tensors, group: str) -> Tensors:
+def _tensors_of_group(tensors: Tensors, group: str) -> Tensors:
     return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
 
 
 def _fingerprint(job: Job) -> str:
-    """Return the digest that a checkpoint must share with the job that resumes it: of all settings but the number of rounds."""
+    """Return the digest that a checkpoint and the resuming job must share: of all settings except the number of rounds."""
     return job.config.digest

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from consilium.core.errors import DataError
-from consilium.data.clusters import clusters
+from consilium.data.text_clusters import cluster_points
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.causal_lm.text_embeddings import embeddings
 
@@ -13,15 +13,15 @@ from consilium.models.causal_lm.text_embeddings import embeddings
 def test_three_far_clouds_are_three_clusters_whatever_their_order() -> None:
     rng, true = np.random.default_rng(0), np.arange(60) % 3
     points = np.array([[0, 0], [50, 0], [0, 50]])[true] + rng.normal(size=(60, 2))
-    found = clusters(points, 3, seed=1)
+    found = cluster_points(points, 3, seed=1)
     assert len(set(found)) == 3
     assert len({(a, b) for a, b in zip(found, true.tolist(), strict=True)}) == 3
-    assert found == clusters(points, 3, seed=1)
+    assert found == cluster_points(points, 3, seed=1)
 
 
 def test_more_clusters_than_points_are_refused() -> None:
     with pytest.raises(DataError, match="--clusters: 3 are more"):
-        clusters(np.array([[0.0], [0.0], [1.0]]), 3, 0)
+        cluster_points(np.array([[0.0], [0.0], [1.0]]), 3, 0)
 
 
 def test_a_text_is_the_mean_of_its_last_hidden_states() -> None:

@@ -1,11 +1,11 @@
-"""The forms in which a record of text may be written, as the Hub and TRL have them, turned into one; `data/text.py` uses it.
+"""The forms of text records on the Hugging Face Hub and in TRL, and their conversion into one, `Chat`; text.py uses it.
 
 Alpaca:      {"instruction": ..., "input": ..., "output": ..., "system": ...}
 messages:    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, or "conversations"
 completion:  {"prompt": ..., "completion": ...}, both texts or both lists of messages
 question:    {"question": ..., "answer": ...}
 chosen:      {"prompt": ..., "chosen": ..., "rejected": ...}, all texts or all lists of messages, which may hold the prompt
-text:        {"text": ..., "label": ...}, the label a name or a number; where a record is in another form these two are not read
+text:        {"text": ..., "label": ...}, the label a name or a number; in a record of another form, these two keys are ignored
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen", "rejected"),
     "text": ("text", "label"),
 }
-"""Keys of each form, by its first."""
+"""The keys of each form, by the form's name."""
 MEANINGS = frozenset(
     {
         "answers", "audio", "audios", "chat_template", "chat_template_kwargs", "choices", "context", "contexts",
@@ -32,21 +32,22 @@ MEANINGS = frozenset(
         "tool_calls", "tools", "video", "videos", "weight",
     }
 )  # fmt: skip
-"""Keys that would change what a record asks or which words are learned, and that no form here has."""
+"""Keys of no form here that would change the question of a record or the words that are learned. They are refused."""
 KEYS = MEANINGS | {"system", *(key for name, keys in FORMS.items() for key in keys if name != "text")}
-"""All keys that say something, in the case in which they are read."""
+"""All keys with a meaning, in the spelling that is read."""
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "developer": "system"}
-"""Other names of roles, ShareGPT's and OpenAI's."""
+"""ShareGPT's and OpenAI's names of roles."""
 MOST_TURNS = 256
 EXAMPLE = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A record in the one form: a question and its context, earlier (question, answer) pairs, and the answer.
+    """A record of any form: a question and its context, the earlier (question, answer) pairs, and the answer.
 
-    `learns_history`: whether answers of earlier pairs are learned. `answer` is None where the record has none, and not read
-    of an Alpaca record, which may have several. `rejected`: the worse answer of a preference, None of other records.
+    `form`: a key of FORMS. `learns_history`: whether answers of earlier pairs are learned. `answer`: None if the record has no
+    answer, and for an Alpaca record, whose answers text.py reads. `rejected`: the worse answer of a preference record, else
+    None.
     """
 
     form: str
@@ -60,7 +61,7 @@ class Chat:
 
 
 def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
-    """Return a record in the one form, None where it has no key of any. Raises DataError, naming `where` and the key."""
+    """Return a record as a Chat, None if it has no key of any form. Raises DataError with `where` and the key."""
     present = {key for key, value in raw.items() if value not in ("", [], {}, None)}
     own = present - {"prompt"} if present.intersection(FORMS["chosen"]) else present
     forms = [name for name, keys in FORMS.items() if own.intersection(keys)]
@@ -80,11 +81,11 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     if form in ("messages", "conversations"):
         if "system" in present:
             raise DataError(f"{where}: system: beside {form!r}; write it there as the first message, of role system")
-        return _of_messages(where, form, _messages(where, form, raw[form]))
+        return _chat_from_messages(where, form, _read_messages(where, form, raw[form]))
     if form == "chosen":
-        return _of_preference(where, raw, system)
+        return _chat_from_preference(where, raw, system)
     if form == "prompt":
-        return _of_completion(where, raw, system, "completion")
+        return _chat_from_completion(where, raw, system, "completion")
     if form == "question":
         return Chat(form, raw.get("question", ""), answer=raw.get("answer"), system=system)
     if form == "text":
@@ -93,14 +94,14 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     return Chat(form, raw.get("instruction", ""), raw.get("input", ""), system=system)
 
 
-def _of_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
-    """Return a prompt with its better answer and its worse one. Raises DataError where these answer different prompts."""
+def _chat_from_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
+    """Return a prompt with its better and its worse answer. Raises DataError if these answer different prompts."""
     both = list[Chat]()
     for key in FORMS["chosen"]:
         if "prompt" in raw or not isinstance(raw.get(key), list):
-            found = _of_completion(where, {"prompt": "", **raw}, system, key)
+            found = _chat_from_completion(where, {"prompt": "", **raw}, system, key)
         else:
-            found = replace(_of_messages(where, key, _messages(where, key, raw[key])), form="prompt")
+            found = replace(_chat_from_messages(where, key, _read_messages(where, key, raw[key])), form="prompt")
         if not isinstance(found.answer, str) or not found.answer.strip():
             what = "is missing" if raw.get(key) is None else f"{repr(raw[key])[:80]} holds no answer"
             raise DataError(f"{where}: {key}: {what}; write the better answer as chosen, the worse one as rejected")
@@ -113,8 +114,8 @@ def _of_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
     return replace(better, form="chosen", learns_history=False, rejected=worse.answer)
 
 
-def _of_completion(where: str, raw: Mapping[str, Any], system: Any, key: str) -> Chat:
-    """Return a record of a prompt and, in `key`, its answer."""
+def _chat_from_completion(where: str, raw: Mapping[str, Any], system: Any, key: str) -> Chat:
+    """Return a record whose prompt is in "prompt" and whose answer is in `key`. Raises DataError."""
     prompt, completion = raw.get("prompt", ""), raw.get(key)
     if not isinstance(prompt, list) and not isinstance(completion, list):
         return Chat("prompt", prompt, answer=completion, system=system)
@@ -122,26 +123,26 @@ def _of_completion(where: str, raw: Mapping[str, Any], system: Any, key: str) ->
         raise DataError(f"{where}: prompt and {key}: one is a text and one a list of messages; write both alike")
     if system:
         raise DataError(f"{where}: system: beside a list of messages; write it as the first message of prompt, of role system")
-    asked = _messages(where, "prompt", prompt)
+    asked = _read_messages(where, "prompt", prompt)
     if not asked or asked[-1][0] != "user":
         raise DataError(f"{where}: prompt: ends with a turn of {asked[-1][0] if asked else 'nobody'}; end it with the user's")
-    answer = [] if completion is None else _messages(where, key, completion)
+    answer = [] if completion is None else _read_messages(where, key, completion)
     if completion is not None and [role for role, _ in answer] != ["assistant"]:
         what = f"has the roles {[role for role, _ in answer]}"
         raise DataError(f"{where}: {key}: {what}; write one assistant message, and earlier ones into prompt")
-    return replace(_of_messages(where, "prompt", [*asked, *answer]), learns_history=False)
+    return replace(_chat_from_messages(where, "prompt", [*asked, *answer]), learns_history=False)
 
 
-def _messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
-    """Return role and text of each message. Raises DataError."""
+def _read_messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
+    """Return the (role, text) of each message in a list. Raises DataError."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {key}: {repr(value)[:80]} is not a list of messages; write {EXAMPLE}")
     if len(value) > MOST_TURNS:
         raise DataError(f"{where}: {key}: {len(value):,} messages, at most {MOST_TURNS} are possible; split the conversation")
-    return [_message(f"{where}: {key}[{number}]", one) for number, one in enumerate(value)]
+    return [_read_message(f"{where}: {key}[{number}]", one) for number, one in enumerate(value)]
 
 
-def _message(where: str, value: Any) -> tuple[str, str]:
+def _read_message(where: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, dict):
         raise DataError(f'{where}: {repr(value)[:80]} is not a message; write {{"role": "user", "content": ...}}')
     sharegpt = "from" in value and "role" not in value
@@ -154,7 +155,7 @@ def _message(where: str, value: Any) -> tuple[str, str]:
     role = ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ("system", "user", "assistant"):
         raise DataError(f"{where}: {names[0]}: {repr(role)[:40]} is none of system, user, assistant; write one of them")
-    content = value.get(names[1])  # a list of parts, as of models that read pictures too, may hold texts alone
+    content = value.get(names[1])  # vision-language records have a list of parts; it may hold texts only
     if isinstance(content, list) and content and all(isinstance(one, dict) and one.get("type") == "text" for one in content):
         content = "".join(one["text"] if isinstance(one.get("text"), str) else "" for one in content)
     if not isinstance(content, str):
@@ -164,8 +165,11 @@ def _message(where: str, value: Any) -> tuple[str, str]:
     return role, content
 
 
-def _of_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -> Chat:
-    """Return a conversation: a system prompt if it has one, then user and assistant in turn; the last answer may be missing."""
+def _chat_from_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -> Chat:
+    """Return a conversation as a Chat. After an optional system message, user and assistant take turns.
+
+    The last answer may be missing. Raises DataError for another order.
+    """
     system = messages[0][1] if messages[0][0] == "system" else ""
     turns = messages[1:] if messages[0][0] == "system" else messages
     for number, (role, _) in enumerate(turns):

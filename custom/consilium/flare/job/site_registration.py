@@ -1,4 +1,7 @@
-"""Which sites take part in a job: the server sends each a hello at the job's start, after each round, and when it connects."""
+"""Registration of the sites that take part in a job, by a task `hello` and the site's reply.
+
+The server sends the hello at the start of the job, after each round, and when a site connects.
+"""
 
 import threading
 from dataclasses import replace
@@ -15,7 +18,7 @@ from consilium.flare.job.tasks import TaskSender
 
 
 class Registration:
-    """Sends hellos, and registers the sites that reply. `sent`: the last hello's task, by site."""
+    """Sends hellos and registers the sites that reply. `sent`: the FLARE task of the last hello per site."""
 
     def __init__(self, tasks: TaskSender) -> None:
         self.sent: dict[str, Task] = {}
@@ -28,7 +31,10 @@ class Registration:
             self._arrivals.stop()
 
     def send(self, tasks: TaskSender | None = None) -> dict[str, Task]:
-        """Send a hello to each unregistered client that has none pending; return all pending. A reply registers its site."""
+        """Send a hello to each unregistered client without a pending hello. Return the tasks of all pending hellos.
+
+        A site's reply registers the site with the coordinator.
+        """
         tasks = tasks or self.tasks
         coordinator = tasks.coordinator
 
@@ -49,18 +55,18 @@ class Registration:
             return self.sent
 
     def _arrived(self, names: set[str]) -> None:
-        """Send a hello to sites that connected, or did so again: by now such a site may have another version or other data."""
+        """Send a hello to sites that connected or reconnected. A reconnected site may have another version or other data."""
         coordinator = self.tasks.coordinator
-        coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # read by other threads
+        coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # other threads read it
         with self.tasks.fl_ctx.get_engine().new_context() as fl_ctx:
             self.send(replace(self.tasks, fl_ctx=fl_ctx))
 
 
 def read_hello(name: str, result: Shareable) -> Hello:
-    """Return a site's hello. Raises RefusedError unless it has the name of the site's certificate."""
+    """Return the hello in a site's reply. Raises RefusedError unless its name is the one in the site's certificate."""
     try:
         raw = result[wire.HELLO]
-        if type(raw) is dict and raw.get("protocol", 1) != PROTOCOL:  # another protocol's other fields are not known
+        if type(raw) is dict and raw.get("protocol", 1) != PROTOCOL:  # fields of other protocols are unknown
             check_versions(Hello(name, 0, False, raw.get("version", ""), protocol=raw.get("protocol", 1)))
         found = Hello(**raw)
     except (TypeError, KeyError):

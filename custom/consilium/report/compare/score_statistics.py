@@ -1,9 +1,9 @@
-"""Means over sites and seeds, how sure they are, and ranks. Nothing that is missing is averaged away.
+"""Means of scores over sites and seeds, their intervals, ranks and paired tests. Missing scores are never ignored.
 
-A cell is one method, seed and site. A seed counts in a method's mean only if no site is missing; missing cells are listed.
-Intervals over seeds: the percentile bootstrap (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", Chapman & Hall
-1993, chapter 13), over all resamples where these are few.
-Intervals over patients: MOVER (G. Zou, A. Donner, "Construction of confidence limits about effect measures: a general
+A cell is one method, seed and site. A seed counts in a method's mean only if no site is missing. Missing cells are listed.
+Intervals over seeds are percentile bootstraps (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", Chapman & Hall
+1993, chapter 13). For few seeds, all resamples are enumerated.
+Intervals over patients are by MOVER (G. Zou, A. Donner, "Construction of confidence limits about effect measures: a general
 approach", Statistics in Medicine 27 (2008) 1693-1702).
 """
 
@@ -22,21 +22,22 @@ from consilium.report.run_record import RunRecord, known
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER
 
 FEWEST_SEEDS = 3
-"""An interval over fewer seeds would be their lowest and highest score."""
+"""Fewer seeds have no interval, because it would be their lowest and highest score."""
 WHOLE, RESAMPLES = 6, 10_000
-"""Up to WHOLE seeds every resample is counted; above, RESAMPLES are drawn."""
+"""Up to WHOLE seeds, all resamples are enumerated. For more seeds, RESAMPLES are drawn."""
 MOST_SITES = 20
-"""Over so many sites a page is too narrow for a column each."""
+"""Sites that have a column each, at most. For more sites a page is too narrow."""
 SPREAD = {"worst site": 0.0, "median site": 0.5, "best site": 1.0}
-"""Columns where sites are many, and their quantiles of the sites' scores, from the worst to the best."""
+"""Columns in place of more than MOST_SITES sites, each with its quantile of the sites' scores, from worst to best."""
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """The scores of one group by one metric of one model. `cells` by method, seed and site, without missing ones.
+    """The scores of a group's runs for one model (`stage`) and one metric.
 
-    `missing`: the cells that others of the group have, and why each is not there. `without`: methods that have no such model.
+    `cells`: scores by method, seed and site, without missing ones. `missing`: why a cell is missing, of those that other
+    methods or seeds have. `without`: methods that have no such model.
     """
 
     group: Group
@@ -48,82 +49,85 @@ class GroupScores:
 
     @cached_property
     def sites(self) -> list[str]:
-        """All sites that any method was scored at: those that train, then those that only test."""
+        """All sites with a score of any method, and those that only test last."""
         found = {site for *_, site in [*self.cells, *self.missing]}
         return sorted(found, key=lambda site: (site in self.test_only, site))
 
     @cached_property
     def test_only(self) -> frozenset[str]:
-        """Sites that only test, as far as others train: they are in no mean, rank or test."""
+        """Sites that only test. They are in no mean, rank or test, unless all scored sites only test."""
         found = frozenset[str]().union(*(run.test_only for run in self.group.runs.values()))
         return found if {site for *_, site in self.cells} - found else frozenset()
 
     @property
     def unscored(self) -> list[str]:
-        """Sites without a score of this metric in any run: no such split or class, or no training for a model of their own."""
+        """Sites without a score of this metric in any run, because they lack the split or the class."""
         personal = self.stage is Stage.PERSONALIZED
         of_all = [run.sites - (run.test_only if personal else frozenset()) for run in self.group.runs.values()]
         return sorted(frozenset[str]().union(*of_all) - set(self.sites))
 
     @property
     def inside(self) -> list[str]:
-        """The sites that means, ranks and tests are over."""
+        """The sites that count in means, ranks and tests."""
         return [site for site in self.sites if site not in self.test_only]
 
     @cached_property
     def methods(self) -> list[str]:
-        """Those that have such a model."""
+        """Methods that have this model."""
         return [method for method in self.group.methods if method not in self.without]
 
     @cached_property
     def scored(self) -> list[str]:
-        """Methods with any score."""
+        """Methods that have a score."""
         return [method for method in self.methods if any(key[0] == method for key in self.cells)]
 
     @property
     def lower(self) -> bool:
-        """Whether less is better."""
+        """Whether a lower score is better."""
         return self.metric.partition("/")[0] in LOWER
 
     @cached_property
     def splits(self) -> list[list[str]]:
-        """The sites that means are over, together where they were scored on the same test split."""
+        """The sites that count in means, as lists. Sites that were scored on the same test split are in one list."""
         found = [{site} for site in self.inside]
         for run in self.group.runs.values():
-            for together in _on_one_split(run, self.inside):
+            for together in _sites_on_one_split(run, self.inside):
                 apart = [one for one in found if not one & together]
                 found = [*apart, together.union(*(one for one in found if one & together))]
         return sorted(sorted(one) for one in found)
 
     @property
     def columns(self) -> list[str]:
-        """The columns of scores: each site, or of many sites worst, median and best; sites that only test have one each."""
+        """The columns of scores: each site, or, for many sites, worst, median and best and each site that only tests."""
         return self.sites if len(self.inside) <= MOST_SITES else [*SPREAD, *sorted(self.test_only)]
 
-    def whole_seeds(self, method: str) -> list[str]:
-        """Return a method's seeds of which no site is missing."""
+    def complete_seeds(self, method: str) -> list[str]:
+        """Return the seeds of a method in which no site is missing."""
         return [s for s in self.group.seeds if self.inside and all((method, s, site) in self.cells for site in self.inside)]
 
     def complete(self, method: str) -> bool:
-        """Tell whether no seed of a method lacks a site."""
-        return self.whole_seeds(method) == self.group.expected(method)
+        """Tell whether no site is missing in any seed of a method."""
+        return self.complete_seeds(method) == self.group.expected(method)
 
     def at(self, method: str, site: str) -> list[float]:
-        """Return a method's scores at a site, by seed."""
+        """Return a method's scores at a site, in the order of seeds, without missing ones."""
         return [self.cells[method, s, site] for s in self.group.seeds if (method, s, site) in self.cells]
 
     def under(self, method: str, column: str) -> list[float]:
-        """Return a method's scores in a column, by seed: at a site, or a quantile over all sites of whole seeds."""
+        """Return a method's scores in a column, in the order of seeds: at a site, or a quantile over the sites."""
         if column not in SPREAD or len(self.inside) <= MOST_SITES:
             return self.at(method, column)
         share = 1 - SPREAD[column] if self.lower else SPREAD[column]
-        seeds = [[self.cells[method, seed, site] for site in self.inside] for seed in self.whole_seeds(method)]
+        seeds = [[self.cells[method, seed, site] for site in self.inside] for seed in self.complete_seeds(method)]
         return [float(np.quantile(scores, share)) for scores in seeds]
 
     def means(self, method: str, weighted: bool = False) -> list[float]:
-        """Return the mean over sites of each whole seed; `weighted` by the samples a site scored, [] where one is unknown."""
+        """Return the mean over sites for each complete seed.
+
+        `weighted`: by the number of samples that each site scored; then [] if a number is unknown.
+        """
         found = []
-        for seed in self.whole_seeds(method):
+        for seed in self.complete_seeds(method):
             run = self.group.runs[method, seed]
             weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
             if not all(weights):
@@ -134,7 +138,10 @@ class GroupScores:
 
 
 def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
-    """Return the scores of a group, and which are missing: of every method, in every seed and site that any has."""
+    """Return the scores of a group for one model and metric, and the missing ones.
+
+    A score is expected for each method, each of its expected seeds, and each site that has a score in any run.
+    """
     values = {
         (method, seed, site): run.score(site, stage, metric) for (method, seed), run in group.runs.items() for site in run.sites
     }
@@ -150,10 +157,10 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     return GroupScores(group, stage, metric, cells, missing, without)
 
 
-def _on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
-    """Return sites that a run scored on the same samples: there one trained model has the same loss to the last digit.
+def _sites_on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
+    """Return sets of sites that a run scored on the same samples, found by equal losses of the global model.
 
-    The frozen model's does not tell: with a head that starts at zero it is the same on all pictures.
+    A loss that equals the frozen model's proves nothing, because a head that starts at zero has the same loss on all pictures.
     """
     found: dict[tuple[float | None, ...], set[str]] = {}
     for site in sites:
@@ -177,14 +184,15 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def patients_interval(scores: GroupScores, method: str) -> Interval | None:
-    """Return the 95 % interval of a method's mean over sites as far as other patients would change it.
+    """Return the 95 % interval of a method's mean over sites that comes from the choice of patients.
 
-    From each site's own bootstrap, which its run reports, by MOVER: the distances of the ends from the score add up over sites
-    as standard errors do, lower and upper ones apart, so no end lies where no score can be. Sites are independent, except
-    those on one test split, whose errors are the same patients' and add up. The same patients are scored with every seed, so
-    seeds do not narrow it. None where a site of a seed has no interval.
+    Each run reports a bootstrap interval per site. MOVER adds the squares of the distances between a site's score and the ends
+    of its interval, as one adds variances. It does so separately for lower and upper ends, so that no end leaves the range of
+    the score. Sites count as independent. Sites on one test split have the same patients, so their distances themselves are
+    added. All seeds are scored on the same patients, so more seeds do not make the interval narrower. None if any site has no
+    interval in any seed.
     """
-    seeds, means = scores.whole_seeds(method), scores.means(method)
+    seeds, means = scores.complete_seeds(method), scores.means(method)
     reaches: list[Interval] = []
     for sites in scores.splits:
         found = []
@@ -203,14 +211,15 @@ def patients_interval(scores: GroupScores, method: str) -> Interval | None:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the mean, None of nothing."""
+    """Return the mean; None for no values."""
     return math.fsum(values) / len(values) if values else None
 
 
 def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
-    """Return each method's rank, 1 the best, averaged over the sites at which all have one, and the number of these sites.
+    """Return each method's rank, averaged over the sites where all methods have scores, and the number of these sites.
 
-    At a site methods are ranked by their mean over the seeds that all of them have there; equal ones share their mean rank.
+    Rank 1 is the best. At each site, methods are ranked by their mean over the seeds that all methods have there. Methods with
+    equal means share their mean rank.
     """
     methods, blocks = scores.scored, []
     for site in scores.inside:
@@ -221,15 +230,15 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
         return {}, 0
     from scipy.stats import rankdata
 
-    rounded = np.round(blocks, 12)  # a difference of rounding alone is none, as in `_compare`
+    rounded = np.round(blocks, 12)  # ignores differences due to rounding, as `_compare` does
     placed = rankdata(rounded * (1 if scores.lower else -1), axis=1).mean(0)
     return dict(zip(methods, map(float, placed), strict=True)), len(blocks)
 
 
 # significance ----------------------------------------------------------------------------------------------------------
-# Paired tests between methods over the seeds and sites that both have, corrected for how many there are.
+# Paired tests between methods over the seeds and sites that both methods have, corrected for the number of tests.
 #
-# Sites that were scored on one test split are one pair a seed, their mean.
+# Sites that were scored on one test split make one pair per seed, by their mean.
 #
 # Wilcoxon's signed-rank test (F. Wilcoxon, "Individual Comparisons by Ranking Methods", Biometrics Bulletin 1945), or the
 # paired permutation test (R. Fisher, "The Design of Experiments", 1935: signs of differences are exchanged); two-sided, by
@@ -237,14 +246,15 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
 # Statistics 1979).
 
 FEWEST = 6
-"""Of fewer pairs no two-sided sign-based p is under 0.05: the smallest is 2 / 2^n."""
+"""Fewest pairs for a test. With n pairs the smallest two-sided p of a sign-based test is 2 / 2^n, under 0.05 from 6 on."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two methods over `pairs` of scores. `difference`: mean over seeds and sites of one - other.
+    """The comparison of two methods over pairs of scores.
 
-    `wins`: pairs in which `one` is better. `p` and `holm` (corrected) are None for fewer than FEWEST pairs.
+    `difference`: mean over seeds and sites of `one` minus `other`. `wins`, `losses`: number of pairs in which `one` is better
+    or worse. `p`, and `holm`, the corrected p, are None for fewer than FEWEST pairs.
     """
 
     one: str
@@ -258,7 +268,10 @@ class Comparison:
 
 
 def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> list[Comparison]:
-    """Return all pairs of methods, or those with `against`, the smallest p first; Holm's family is the tests made here."""
+    """Compare all pairs of methods, or `against` with all others. Return the smallest p first.
+
+    Holm's correction counts the tests made here.
+    """
     methods = scores.scored
     couples = list(itertools.combinations(methods, 2)) if against is None else [(m, against) for m in methods if m != against]
     found = [one for a, b in couples if (one := _compare(scores, a, b, test)) is not None]
@@ -268,13 +281,14 @@ def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> 
 
 
 def _compare(scores: GroupScores, one: str, other: str, test: Test) -> Comparison | None:
+    """Compare two methods; None if they have no pair of scores. The p is not yet corrected."""
     cells, found = scores.cells, list[list[float]]()
     for seed, sites in itertools.product(scores.group.seeds, scores.splits):
         both = [site for site in sites if (one, seed, site) in cells and (other, seed, site) in cells]
         found += [[cells[one, seed, site] - cells[other, seed, site] for site in both]] if both else []
     if not found:
         return None
-    differences = np.round([math.fsum(some) / len(some) for some in found], 12)  # a difference of rounding alone is none
+    differences = np.round([math.fsum(some) / len(some) for some in found], 12)  # ignores differences due to rounding
     better = -differences if scores.lower else differences
     p = p_value(differences, test) if len(found) >= FEWEST else None
     middle = float(np.mean([value for some in found for value in some]))
@@ -282,19 +296,24 @@ def _compare(scores: GroupScores, one: str, other: str, test: Test) -> Compariso
 
 
 def p_value(differences: np.ndarray, test: Test) -> float:
-    """Return the two-sided p of paired differences (N,): 1 where all are zero. Wilcoxon's test leaves zeros out, as he did."""
+    """Return the two-sided p of paired differences (N,), 1 if all are zero. Wilcoxon's test leaves zeros out, as he did."""
     from scipy import stats
 
     if not differences.any():
         return 1.0
     if test == "wilcoxon":
-        return float(stats.wilcoxon(differences[differences != 0]).pvalue)  # with a zero in it scipy's p is the normal's
+        return float(
+            stats.wilcoxon(differences[differences != 0]).pvalue
+        )  # with zeros scipy would use the normal approximation
     draws = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=9999, rng=0)
     return float(draws.pvalue)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return Holm's corrected p: the i-th smallest of m times m - i + 1, never under a smaller one's, at most 1."""
+    """Return Holm's corrected p for each of m p-values.
+
+    The i-th smallest is multiplied by m - i + 1. A corrected p is at most 1 and never under that of a smaller p.
+    """
     found, highest = [math.nan] * len(ps), 0.0
     for place, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         highest = max(highest, min(1.0, ps[index] * (len(ps) - place)))
@@ -302,7 +321,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     return found
 
 
-def series(runs: Sequence[RunRecord], what: str) -> list[list[float]]:
-    """Return a diagnostic's values in the order of rounds, of each run that has any."""
+def diagnostic_series(runs: Sequence[RunRecord], what: str) -> list[list[float]]:
+    """Return, for each run that has a diagnostic, its values in the order of rounds."""
     found = [[values[what] for _, values in sorted(run.diagnostics.items()) if what in values] for run in runs]
     return [one for one in found if one]

@@ -1,4 +1,4 @@
-"""stats.json and stats.png of `consilium data stats`, and its table of 80 columns: sites beside each other."""
+"""The results of `consilium data stats`: stats.json, stats.png and tables of 80 columns, which compare the sites."""
 
 import json
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ from consilium.data.volumes import header, is_volume
 from consilium.report.tables import Table, columns
 
 EXAMPLES = 3
-"""Pictures of a site that are drawn, evenly spread over its list."""
+"""Pictures that are drawn per site, evenly spread over its data list."""
 MOST_SITES = 24
-"""Sites that are drawn; the table and stats.json have all."""
+"""Sites in stats.png at most. The tables and stats.json have all sites."""
 
 
 def tables(stats: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    """Return a table of the images and one of the classes, a row a site."""
+    """Return a table of the images and tables of the classes, four classes per table. Each has a row per site."""
     rows = []
     for name, one in stats.items():
         bad = f" ({one['unreadable']} bad)" if one["unreadable"] else ""
@@ -49,7 +49,7 @@ def tables(stats: Mapping[str, Mapping[str, Any]]) -> list[Table]:
 def write_stats(
     folder: Path, stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings
 ) -> None:
-    """Write stats.json and stats.png, which shows patients: both are the user's alone."""
+    """Write stats.json and stats.png, readable by this user only, because stats.png shows patients."""
     private_folder(folder)
     with open_private(folder / "stats.json", "w") as file:
         json.dump(stats, file, indent=1)
@@ -57,7 +57,7 @@ def write_stats(
 
 
 def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings) -> Figure:
-    """Return a row a site: a few pictures, the histogram of their values, and the classes' shares of all pixels."""
+    """Return a figure with a row per site: a few pictures, the histogram of their values, each class's share of all pixels."""
     names = list(stats)[:MOST_SITES]
     figure = Figure(figsize=(11, 1.7 * len(names) + 0.8), layout="constrained")
     axes = figure.subplots(len(names), EXAMPLES + 2, squeeze=False, width_ratios=[1] * EXAMPLES + [1.6, 1.6])
@@ -92,7 +92,7 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
 
 
 def _picture(item: Item, settings: PictureSettings) -> np.ndarray | None:
-    """Return an item's picture, of a volume its middle plane, thinned out; None where it cannot be read."""
+    """Return an item's picture, or a volume's middle plane, of fewer rows and columns; None if it cannot be read."""
     try:
         if item.slice is None and is_volume(item.image):
             axis = settings.slices.axis

@@ -1,4 +1,7 @@
-"""What a run leaves in its workspace: job.yaml, versions.json, metrics.jsonl, TensorBoard events, results.json."""
+"""The files that the server writes of a run: job.yaml, versions.json, metrics.jsonl, TensorBoard events, results.json.
+
+The coordinator writes them through `RunLog`. They are in the run's folder.
+"""
 
 import json
 import platform
@@ -32,16 +35,16 @@ from consilium.strategies.strategy import Role, RoundResults, ServerState, Strat
 
 LOCK = ".run.lock"
 MEANS = "(mean of sites)"
-"""The folder of means over sites in TensorBoard; no site can have this name."""
+"""TensorBoard's folder for means over sites. No site can have this name."""
 VERSIONS, THEN = "versions.json", ", then "
-"""The file of versions, and what stands between two versions of a package in a run that was resumed with another."""
+"""The file of versions. If a run was resumed with another version of a package, both are there, with THEN between them."""
 
 
 class RunLog:
-    """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal.
+    """Writes the server's record of one run: metrics.jsonl, an event per line, and the files made of it.
 
-    `track` begins to hand the same numbers to MLflow.
-    Raises ConfigError if `folder` holds a run already and this is not to resume it, or if another process is at it.
+    `track`: if given, it is called and returns a tracker, which gets the same numbers for MLflow.
+    Raises ConfigError if `folder` holds a run already and `resume` is false, or if another process writes to the run.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class RunLog:
         self._figures: dict[str, list[dict[str, Any]]] = {}
         self._curves: list[dict[str, float]] = []
         self._phase: list[dict[str, float]] = []
-        seen = config.privacy is None or config.privacy.trust != "central"  # which trusts this server, not its readers
+        # central trust hides each site's update from the readers of these files, not from this server
+        seen = config.privacy is None or config.privacy.trust != "central"
         self._sizes = seen and config.secure_aggregation is None
         self._rounds = config.training.rounds
         self._classes = list(getattr(config.task, "classes", ()))
@@ -67,9 +71,9 @@ class RunLog:
         self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> list[str]:
-        """Record the phase at which a run resumes. Earlier lines of this or a later phase are written again below.
+        """Record the phase at which a run resumes. The events of this phase and of later ones are then written again.
 
-        Return a line for each package, and for the strategy's code, that is another than before.
+        Return a line for each package whose version has changed, and for the strategy's code if it has changed.
         """
         for event in read_lines(self.folder / "metrics.jsonl")[0]:
             if event["event"] == "joined":
@@ -82,13 +86,14 @@ class RunLog:
         return self._describe()
 
     def started(self, state: ServerState, sites: list[str]) -> None:
-        """Record that a phase begins, and who is asked."""
+        """Record that a phase begins, and the sites that are asked for a result."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
     def _describe(self) -> list[str]:
-        """Write job.yaml and versions.json: not before the run goes on, so that one refused leaves another's as they are.
+        """Write job.yaml and versions.json. Return a line for each version that has changed since the run began.
 
-        A version that has changed since the run began stays beside the new one: both made its numbers. Return those changes.
+        Called only when the run goes on, so that a refused job leaves the files of another run as they are. A former version
+        stays in versions.json beside the new one, because both produced the run's numbers.
         """
         write_atomic(self.folder / "job.yaml", yaml.safe_dump(self._config.model_dump(), sort_keys=False).encode())
         found = versions() | self._config.packages | {"code": code_of(self._config)}
@@ -98,20 +103,20 @@ class RunLog:
         return [f"{name} {told}" for name, told in changed.items() if name != "platform"]
 
     def trains(self, strategy: Strategy, initial: Tensors) -> None:
-        """Record how many parameters travel, stay at a site and do not train: a new run begins."""
+        """Record the start of a new run: how many parameters are shared, are local to a site, and are frozen."""
         self._describe()
         roles = roles_of(strategy, initial)
         counts = {role.value: sum(initial[name].numel() for name, one in roles.items() if one is role) for role in Role}
         self._line({"event": "parameters", "round": 0, "phase": 0, **counts})
 
     def began_from(self, sha256: str) -> None:
-        """Record the adapter that all sites go on from."""
+        """Record the SHA-256 of the adapter with which all sites begin."""
         self._line({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
 
     def joined(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
-        """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one.
+        """Record that a site takes part, and the last seal of its privacy ledger. Each later result brings a newer seal.
 
-        `seeded`: its noise comes from a seed.
+        `seeded`: the site's noise comes from a seed.
         """
         marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
         line = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
@@ -119,13 +124,13 @@ class RunLog:
         self._line(line)
 
     def _marked(self, joined: dict[str, Any]) -> None:
-        """Note a site that only tests, or whose noise comes from a seed."""
+        """Note whether a site only tests, and whether its noise comes from a seed."""
         for mark, sites in (("test_only", self._test_only), ("seeded", self.seeded)):
             if joined.get(mark) is True:
                 sites.add(joined["site"])
 
     def sent(self, site: str, payload: Payload) -> None:
-        """Note the size of what a site receives."""
+        """Note the bytes of the payload that a site receives."""
         self._down[site] = payload_bytes(payload.tensors)
 
     def received(self, site: str, result: Payload, weight: int = 1) -> None:
@@ -138,17 +143,20 @@ class RunLog:
         self._phase.append(values)
 
     def refused(self, refusal: dict[str, Any]) -> None:
-        """Record why a site's message was not used; see Coordinator.refuse."""
+        """Record why a site's message was refused; see Coordinator.refuse."""
         self._line(refusal)
 
     def stopped(self, reason: str) -> None:
-        """Record why the run ends before its end; the time of the line says when."""
+        """Record why the run stopped before it was finished."""
         self._line({"event": "stopped", "reason": reason})
 
     def concluded(
         self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: RoundResults | None = None
     ) -> None:
-        """Record that a phase ended, whose results are in its `mean`, and the epsilon of the plan so far."""
+        """Record that a phase ended, and the plan's epsilon so far.
+
+        `sites`: sites whose results are in the phase's `mean`. The norm of `mean` goes to TensorBoard if it is tensors by name.
+        """
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
         self._line({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
         if isinstance(mean, dict) and all(isinstance(tensor, torch.Tensor) for tensor in mean.values()):
@@ -158,14 +166,14 @@ class RunLog:
         self._phase = []
 
     def diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
-        """Record what a strategy says about a phase; the curves are drawn at the end."""
+        """Record the numbers that a strategy measured in a phase. `finish` draws them as curves."""
         if values:
             self._line({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
             self._scalars("server", values, state.round)
             self._curves.append(values)
 
     def figures(self, state: ServerState, matrices: Tensors) -> None:
-        """Keep matrices of sites against sites: values in metrics.jsonl, all rounds in a plot at the end."""
+        """Record matrices whose rows and columns are sites. `finish` draws the matrices of all rounds."""
         for title, matrix in matrices.items():
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
             line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
@@ -174,7 +182,7 @@ class RunLog:
             self._figures.setdefault(title, []).append(line)
 
     def held_out(self, site: str, result: Payload) -> None:
-        """Record the evaluation of a site that did not train in this round, before the round."""
+        """Record the scores, before the round's training, of a site that did not train in this round."""
         self._line({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
 
     def final(self, site: str, result: Payload) -> None:
@@ -185,17 +193,17 @@ class RunLog:
         self._scalars(site, result.metrics, result.round)
 
     def ended(self, ending: Mapping[str, Any]) -> None:
-        """Record that the rounds have ended early, see server/coordinator.py."""
+        """Record that the rounds ended early, see server/coordinator.py."""
         self._rounds = ending["round"]
         self._line({"event": "ended", "phase": 0, **ending})
 
     @property
     def results(self) -> dict[str, dict[str, float]]:
-        """The closing metrics by site, of those that told them."""
+        """The closing metrics of each site that reported them."""
         return self._results
 
     def finish(self, plan: Plan | None = None) -> None:
-        """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
+        """Write results.json, the pictures and, for a private run, privacy.json. Called only at the end of a finished run."""
         for site in self.seeded & self._results.keys():
             self._results[site] = self._results[site] | {NOT_PRIVATE: 1.0}
         if plan is not None:
@@ -232,7 +240,10 @@ class RunLog:
 
 
 def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
-    """Open the record for writing, for this process alone: the lock ends with the process, however that ends."""
+    """Open metrics.jsonl for writing, and lock the run. The lock ends with the process, also after a crash.
+
+    Raises ConfigError if there is a run that is not to be resumed, or if the lock cannot be taken.
+    """
     if path.exists() and not resume:
         raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name")
     try:
@@ -243,7 +254,7 @@ def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
         raise ConfigError(f"{path.parent}: cannot be locked ({error.strerror}); give a folder on another file system") from None
     file = open_private(path, "a" if resume else "x")
     if resume and not path.read_text(encoding="utf-8").endswith("\n"):
-        file.write("\n")  # the last line was torn
+        file.write("\n")  # the last line was cut off by a crash
     return file
 
 
@@ -254,12 +265,12 @@ def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:
 
 
 def payload_bytes(tensors: Tensors) -> int:
-    """Return the bytes of the tensors' own values."""
+    """Return the bytes of the tensors' values, without names or headers."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _read_versions(path: Path) -> dict[str, str]:
-    """Return what a versions.json says; {} where there is none or it cannot be read: no number depends on it."""
+    """Return the versions in a versions.json; {} if the file is missing or damaged, because no number depends on it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -268,17 +279,17 @@ def _read_versions(path: Path) -> dict[str, str]:
 
 
 def other_version(folder: Path) -> str:
-    """Return the version of consilium that a run is of, "" for this minor version or where versions.json does not tell."""
+    """Return the version of Consilium that made a run; "" if its minor version is this one's or versions.json lacks it."""
     told = _read_versions(folder / VERSIONS).get("consilium", "").split(THEN)[-1]
     return shown(told, 40) if told.split(".")[:2] != __version__.split(".")[:2] else ""
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of what decides a run's numbers."""
+    """Return the versions of Python, the platform and the packages on which a run's numbers depend."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "consilium": __version__}
     for name in (one for one in PACKAGES if one not in found):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # carried in a job's app/custom instead of installed
+        except PackageNotFoundError:  # the package may be in the job's app/custom instead
             found[name] = "not installed"
     return found

@@ -1,4 +1,4 @@
-"""What a startup kit's files say of it: the participant's role, name and certificate, a server's folders, a site's relay."""
+"""Values read from a startup kit's files: role, name, certificate and key; a server's folders; a site's relay."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,13 @@ from nvflare.lighter.utils import load_crt
 from consilium.core.errors import ConfigError
 
 LOCKED = "keys.locked"
-"""In a kit: its private keys under a passphrase, see key_lock.py."""
+"""The file in a kit with its private keys, encrypted with a passphrase; see key_lock.py."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
-"""A kit's role by the certificate it holds; a person's has client.crt too, and is neither."""
+"""A kit's role by the file of its certificate. A person's kit has client.crt too, and so counts as a site here."""
 
 
 def kit_role(kit: Path) -> str | None:
-    """Return "site" or "server" by a kit's certificate; None if it has none."""
+    """Return "site" or "server" by the file of a kit's certificate; None if the kit has no certificate."""
     return next((role for name, role in ROLES.items() if (kit / "startup" / name).is_file()), None)
 
 
@@ -28,7 +28,7 @@ def kit_name(kit: Path) -> str:
 
 
 def load_certificate(path: Path) -> x509.Certificate:
-    """Return the certificate in a kit's file. Raises ConfigError for a missing, half-copied or other file."""
+    """Return the certificate in a file of a kit. Raises ConfigError if the file is missing, incomplete or no certificate."""
     try:
         return load_crt(path)
     except OSError as error:
@@ -38,7 +38,7 @@ def load_certificate(path: Path) -> x509.Certificate:
 
 
 def certificate(kit: Path) -> Path:
-    """Return the file of the kit's own certificate. Raises ConfigError if there is none."""
+    """Return the path of the kit's own certificate. Raises ConfigError if the kit has none."""
     for name in ROLES:
         if (path := kit / "startup" / name).is_file():
             return path
@@ -46,12 +46,12 @@ def certificate(kit: Path) -> Path:
 
 
 def is_open(kit: Path) -> bool:
-    """Return whether a kit's private key can be read."""
+    """Return whether a kit's private key file is there: the kit was never locked, or is unlocked now."""
     return certificate(kit).with_suffix(".key").is_file()
 
 
 def private_key(kit: Path) -> Path:
-    """Return the file of a kit's private key. Raises ConfigError if it is not there, such as that of a locked kit."""
+    """Return the path of a kit's private key. Raises ConfigError if the kit is locked or the key is missing."""
     path = certificate(kit).with_suffix(".key")
     if not is_open(kit):
         remedy = f"is locked; run `consilium unlock {kit}`" if (kit / LOCKED).is_file() else "is not there; restore the kit"
@@ -60,7 +60,7 @@ def private_key(kit: Path) -> Path:
 
 
 def is_key_of(path: Path, own: x509.Certificate) -> bool:
-    """Return whether a file holds a certificate's private key; not if it is half a file, or under a passphrase of its own."""
+    """Return whether a file holds the private key of the certificate `own`. False for incomplete and for encrypted files."""
     try:
         return load_pem_private_key(path.read_bytes(), password=None).public_key() == own.public_key()
     except (ValueError, TypeError):
@@ -68,7 +68,7 @@ def is_key_of(path: Path, own: x509.Certificate) -> bool:
 
 
 def server_folders(kit: Path) -> list[Path]:
-    """Return a server's folder of jobs, and that of snapshots if it has one. Raises ConfigError."""
+    """Return a server's folder of jobs, followed by its folder of snapshots if it has one. Raises ConfigError."""
     path = kit / "local" / "resources.json"
     try:
         resources = json.loads(path.read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def server_folders(kit: Path) -> list[Path]:
 
 
 def relay_of(kit: Path) -> dict[str, Any]:
-    """Return FLARE's settings of the relay that a site goes through, {} if it needs none. Raises ConfigError."""
+    """Return FLARE's settings of the relay through which a site connects; {} without a relay. Raises ConfigError."""
     path = kit / "local" / "relay__resources.json"
     if not path.is_file():
         return {}

@@ -18,7 +18,7 @@ import pytest
 from nvflare.private.fed.app.simulator import simulator_runner
 
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.flare.job import simulation, simulator, simulator_process
+from consilium.flare.job import simulation, simulator, simulator_main
 
 ROOT = Path(__file__).parents[2]
 JOB = "name: x"
@@ -145,15 +145,15 @@ GIVEN += ["--decomposer_module", "d"]
 
 
 @pytest.fixture
-def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], simulator_process.SiteProcess]:
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], simulator_main.SiteProcess]:
     """Start a site's process as FLARE does, which does this in the place of FLARE's own work."""
     (tmp_path / simulation.LOG).parent.mkdir()
 
-    def start(work: Callable[..., None]) -> simulator_process.SiteProcess:
+    def start(work: Callable[..., None]) -> simulator_main.SiteProcess:
         monkeypatch.setattr("nvflare.fuel.f3.mpm.MainProcessMonitor.run", work)
-        monkeypatch.setattr(simulator_process.SiteProcess, "context", multiprocessing.get_context("fork"))
-        command = [sys.executable, "-m", simulator_process.WORKER, *GIVEN]
-        return simulator_process.SiteProcess(command, env={simulation.OUTPUT: str(tmp_path)})
+        monkeypatch.setattr(simulator_main.SiteProcess, "context", multiprocessing.get_context("fork"))
+        command = [sys.executable, "-m", simulator_main.WORKER, *GIVEN]
+        return simulator_main.SiteProcess(command, env={simulation.OUTPUT: str(tmp_path)})
 
     return start
 
@@ -170,14 +170,14 @@ def test_site_process_acts_as_popen(forked: Any) -> None:
 @pytest.mark.parametrize(("gpu", "method"), [(False, "forkserver"), (True, "spawn")])
 def test_sites_fork_without_a_gpu(gpu: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu").touch()
-    monkeypatch.setattr(simulator_process, "GPUS", (tmp_path / ("gpu" if gpu else "none"),))
-    monkeypatch.setattr(simulator_process, "_fork_server", lambda pipe: None)
-    monkeypatch.setattr(simulator_process.SiteProcess, "context", multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(simulator_main, "GPUS", (tmp_path / ("gpu" if gpu else "none"),))
+    monkeypatch.setattr(simulator_main, "_fork_server", lambda pipe: None)
+    monkeypatch.setattr(simulator_main.SiteProcess, "context", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(simulator_runner, "subprocess", subprocess)
     monkeypatch.setattr(simulator_runner, "time", time)
-    simulator_process.sites_by_fork(multiprocessing.Pipe()[0])
-    assert simulator_process.SiteProcess.context.get_start_method() == method
-    assert simulator_runner.subprocess.Popen is simulator_process.SiteProcess
+    simulator_main.sites_by_fork(multiprocessing.Pipe()[0])
+    assert simulator_main.SiteProcess.context.get_start_method() == method
+    assert simulator_runner.subprocess.Popen is simulator_main.SiteProcess
 
 
 def mistaken() -> None:

@@ -1,8 +1,8 @@
-"""The process of FLARE's simulator, which `simulator.Simulator` starts, and the processes of sites, which FLARE starts.
+"""The program of the simulator's process, which `simulator.Simulator` starts, and of the sites' processes.
 
-The simulator process loads PyTorch, PEFT and transformers, and its fork is the fork server. Processes of sites are forks of
-that, and so is the process that checks the job (patches.SITE_PROCESSES says why). The same modules of FLARE run as in its own
-processes, with the same arguments, environment and connections.
+The simulator's process imports PyTorch, PEFT and transformers. A fork of it becomes Python's fork server. The sites' processes
+are forks of this server, and so is the process that checks the job; patches.SITE_PROCESSES says why. FLARE's modules run with
+the same arguments, environment and connections as in processes that FLARE itself starts.
 """
 
 import gc
@@ -23,64 +23,67 @@ from typing import Any
 
 import numpy as np
 
-from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send
+from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare import patches
 from consilium.flare.job.simulation import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
 SERVER = ["consilium.flare.job.aggregator", "consilium.flare.job.controller"]
-"""The modules of a server's job."""
+"""Modules that the server's part of a job needs."""
 SITES = [WORKER, "consilium.flare.job.executor", "peft"]
-"""The modules of a site's process: FLARE's worker, our executor, and PEFT, the slowest to import."""
+"""Modules that a site's process needs: FLARE's worker, our executor, and PEFT, which takes longest to import."""
 SHORT = 0.1
-"""The most seconds that FLARE's simulator waits before it looks again."""
+"""Longest wait in seconds between two checks by FLARE's simulator."""
 GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 class SiteProcess:
-    """The interface of `subprocess.Popen` that FLARE's simulator uses for a site's process. `context` makes the process."""
+    """The part of `subprocess.Popen` that FLARE's simulator uses for a site's process.
+
+    `context`: the multiprocessing context that starts the process.
+    """
 
     context: Context = SPAWN
     _starting = threading.Lock()
 
     def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
-        self._process = self.context.Process(target=_work, args=(command[2:], env))  # without "python -m"
+        self._process = self.context.Process(target=_run_site, args=(command[2:], env))  # without "python -m"
         with self._starting:  # FLARE starts each site from a thread
             self._process.start()
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; None while the process lives."""
+        """The exit code; None while the process runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Return the exit code; None while the process lives."""
+        """Return the exit code; None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end. Raises subprocess.TimeoutExpired."""
+        """Wait for the end of the process. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if timeout is not None and self._process.is_alive():
             raise subprocess.TimeoutExpired(WORKER, timeout)
         return self._process.exitcode
 
     def terminate(self) -> None:
-        """Ask the process to end."""
+        """End the process by SIGTERM."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End the process."""
+        """End the process by SIGKILL."""
         self._process.kill()
 
 
-def _work(command: list[str], env: dict[str, str]) -> None:
-    """Run `python -m COMMAND` in the environment `env`, in a session of its own, as FLARE's Popen does."""
+def _run_site(command: list[str], env: dict[str, str]) -> None:
+    """Run `python -m COMMAND` with the environment `env` and in a new session, as FLARE's Popen does."""
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.private.fed.app.simulator import simulator_worker
 
     os.setsid()
-    np.random.seed()  # libraries may draw from it, and forks would all have the parent's state
+    np.random.seed()  # libraries may draw from it, and all forks would start with the parent's state
     os.environ.clear()
     os.environ.update(env)
     _write_log()
@@ -91,9 +94,9 @@ def _work(command: list[str], env: dict[str, str]) -> None:
 
 
 def sites_by_fork(pipe: connection.Connection) -> None:
-    """Let FLARE start sites as forks of this process as it is now; with a GPU, and not on Linux, as new processes.
+    """Let FLARE start sites as forks of this process. With a GPU, or on a system other than Linux, sites are new processes.
 
-    This process must have no other threads yet. `pipe`: what the forks need not hold open.
+    This process must have no other threads yet. `pipe`: a connection that the fork server closes.
     """
     if sys.platform == "linux" and not any(path.exists() for path in GPUS):  # CUDA does not survive a fork
         for name in SITES:
@@ -105,25 +108,25 @@ def sites_by_fork(pipe: connection.Connection) -> None:
 
 
 def _fork_server(pipe: connection.Connection) -> None:
-    """Make a fork of this process Python's fork server, which then has all modules. One that Python starts loads them anew."""
+    """Fork this process into Python's fork server, which so has all modules. Python's own server would import them again."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     alive, held = os.pipe()
-    gc.freeze()  # else each collection copies the pages that server and sites share
+    gc.freeze()  # a collection would copy memory pages that the processes share
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         if not (number := os.fork()):
             pipe.close()
             os.close(held)
-            forkserver.main(listener.detach(), alive, [])  # returns when no process holds the pipe's other end
+            forkserver.main(listener.detach(), alive, [])  # returns when the other end of the pipe is closed
             os._exit(0)
     os.close(alive)
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, held, number
 
 
 def main() -> int:
-    """Load the modules, answer `Simulator.ask`, then run the simulation; return its exit code."""
+    """Import the modules, process the requests of `Simulator.ask`, then run the simulation. Return its exit code."""
     pipe = connection.Connection(int(sys.argv[1]))
     try:
         patches.check("simulation")
@@ -131,44 +134,44 @@ def main() -> int:
             import_module(name)
         sites_by_fork(pipe)
     except ConfigError as error:
-        print(error)  # `Simulator` repeats it
+        print(error)  # `Simulator` reads this line
         return 2
-    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.fuel.utils.log_utils import FL_LOG_LEVEL, LogMode
     from nvflare.private.fed.app.simulator.simulator_runner import SimulatorRunner
 
     try:
         while isinstance(request := receive(pipe), tuple):
-            send(pipe, _answer(*request))
-    except (EOFError, OSError):  # the job was refused
+            send_by_value(pipe, _run_request(*request))
+    except (EOFError, OSError):  # the parent closed the pipe without a job
         return 0
     os.environ.update(request["environment"])
     _write_log()
     runner = SimulatorRunner(**request["run"], log_config=os.environ.get(FL_LOG_LEVEL, LogMode.CONCISE))
-    run_dir = request["run"]["workspace"]  # no grace time: all processes have ended when the function returns
+    run_dir = request["run"]["workspace"]  # no grace time: all processes have ended by then
     return MainProcessMonitor.run(main_func=runner.simulator_run_main, run_dir=run_dir, shutdown_grace_time=0)
 
 
 def _write_log() -> None:
-    """Send this process' further output to the log of its simulation."""
+    """Append all further output of this process to the log of its simulation."""
     with open(Path(os.environ[OUTPUT]) / LOG, "ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
 
 
-def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """Return `work(*given)` of a child process, or the error that it raises."""
+def _run_request(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """Return the result of `work(*given)` from a child process, or the ConsiliumError or OSError that it raises."""
     try:
         return run_in_subprocess(SiteProcess.context, work, *given)
     except (ConsiliumError, OSError) as error:
         return error
 
 
-def _follow(pipe: connection.Connection) -> None:
-    """End this process, and its sites with it, when its parent has closed the pipe or is gone."""
+def _exit_with_parent(pipe: connection.Connection) -> None:
+    """End this process, and its sites with it, when its parent closes the pipe or ends."""
     hung_up = select.poll()
-    hung_up.register(pipe, 0)  # messages are left for `main` to read
+    hung_up.register(pipe, 0)  # only a hang-up counts; `main` reads the messages
     hung_up.poll()
     os._exit(1)
 

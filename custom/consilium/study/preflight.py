@@ -1,4 +1,7 @@
-"""All that is checked before the first cell runs: every job, every site, its data and its checkpoint."""
+"""Checks before the first cell of a study runs: each job, each site, its data and its checkpoint.
+
+They also compute digests of the data, by which a finished cell is recognized later.
+"""
 
 import hashlib
 import json
@@ -18,60 +21,62 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import file_hash, private_folder, write_atomic
 from consilium.federation.job import assemble_job, checkpoint_of
 from consilium.federation.sites import site_names
-from consilium.study.study import Cell, GridErrors
+from consilium.study.definition import Cell, GridErrors
 
 # data digest -----------------------------------------------------------------------------------------------------------
-# Digests of the sites' data and checkpoints, wherever they lie: a cell's results depend on them beside its job.
+# Digests of the sites' data and checkpoints by content, in any folder. A cell's results depend on them and on its job.
 
 HASHES = "hashes.json"
 _PLACES = {"datalist", "datasets", "checkpoints", "state", "device", "threads", "workers", "cache"}
-"""Settings of a site that say where something is or how fast, not what comes out."""
+"""Settings of a site that never change results, such as paths and the number of threads."""
 
 _KNOWN = TypeAdapter(dict[str, str])
 
 
 class DataDigests:
-    """Digests of files by content. `workspace` keeps them, and a file that changes is read again."""
+    """Digests of sites' data by content. The `workspace` stores each file's digest, so only changed files are read again."""
 
     def __init__(self, workspace: Path) -> None:
         self._path = workspace / HASHES
         try:
             self._known = _KNOWN.validate_json(self._path.read_bytes(), strict=True)
-        except (OSError, ValueError):  # none yet, or damaged: all is read again
+        except (OSError, ValueError):  # missing or damaged, so all files are read again
             self._known = {}
 
     def digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
-        """Return a digest of these sites' settings, data and checkpoints. Raises ConsiliumError."""
+        """Return a digest of the sites' settings, data and checkpoints. Raises ConsiliumError."""
         parts = [(name, self._site(config, name, site)) for name, site in sites.items()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def save(self) -> None:
-        """Keep the digests."""
+        """Store the digests of files in the workspace."""
         write_atomic(self._path, json.dumps(self._known).encode())
 
     def _site(self, config: JobConfig, name: str, site: SiteConfig) -> list[Any]:
+        """Return the settings of one site, and the digests of its checkpoint and its data files."""
         settings = site.model_dump(mode="json", exclude=_PLACES)
         checkpoint = checkpoint_of(config.model, site)
         found = [self._content(checkpoint)] if checkpoint else []
         _, own = site.dataset(config.data.dataset, name)
-        if own is None and config.data.phantoms is not None:  # generated: the job says all of it
+        if own is None and config.data.phantoms is not None:  # generated data follow from the job
             return [settings, found]
-        with TemporaryDirectory(dir=private_folder(self._path.parent)) as folder:  # for decoded pictures of patients
+        with TemporaryDirectory(dir=private_folder(self._path.parent)) as folder:  # private, for decoded pictures of patients
             data = site_data(config, name, site, Path(folder))
         labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
-        files = {data.path: None} if data.path.exists() else {}  # each once, in their own order
+        files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
         for item in (item for split in data.splits.values() for item in split):
             files |= {path: None for part in ("image", "label") if isinstance(path := getattr(item, part, None), Path)}
         return [settings, found, labels, [self._content(path) for path in files]]
 
     def _content(self, path: Path) -> str:
-        """Return the digest of a file or a folder's files; a file's is known by its place, size and times."""
+        """Return the digest of a file, or of all files in a folder."""
         if not path.is_dir():
             return self._file(path)
         names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
         return hashlib.sha256("".join(f"{name} {self._file(path / name)}\n" for name in names).encode()).hexdigest()
 
     def _file(self, path: Path) -> str:
+        """Return the digest of a file; the stored one if path, size and times are unchanged. Raises ConfigError."""
         try:
             stat = path.stat()
         except OSError as error:
@@ -87,10 +92,11 @@ class DataDigests:
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell that can run. `data`: a digest of the samples and checkpoints that it reads; `code`: see `code_of`.
+    """A cell that passed all checks and can run.
 
-    `whole`: the same of all samples, whichever of them a seed draws with `data.most_training`.
-    `rerun`: a cell that is done runs anew where its code has changed.
+    `given`: the folders of data and checkpoints. `names`: its sites. `data`: a digest of the samples and checkpoints that it
+    reads. `whole`: the same digest over all samples, also those that a seed leaves out by `data.most_training`. `code`: a
+    digest of the strategy's code, see `code_of`. `rerun`: whether to run a finished cell again if its code has changed.
     """
 
     cell: Cell
@@ -102,12 +108,12 @@ class Planned:
     rerun: bool = False
 
     def sites(self) -> dict[str, SiteConfig]:
-        """Return the sites' configurations."""
+        """Return each site's configuration."""
         return {name: find_site(name, self.given) for name in self.names}
 
 
 class Planner:
-    """Checks cells, each job and each data set once. `workspace` keeps digests of the data; `rerun`: see Planned."""
+    """Checks cells, each job and each data set only once. `workspace`: stores digests of files. `rerun`: see Planned."""
 
     def __init__(self, given: Given, workspace: Path, rerun: bool = False) -> None:
         self.given, self.digests, self.rerun = given, DataDigests(workspace), rerun
@@ -115,14 +121,16 @@ class Planner:
         self._data: dict[str, str] = {}
 
     def plan(self, cells: list[Cell]) -> list[Planned]:
-        """Return the cells as they can run. Raises ConfigError with every error, by axis value."""
+        """Return the cells, ready to run. Raises ConfigError with the errors of all cells."""
         errors, found = GridErrors([cell.labels for cell in cells]), list[Planned]()
         for cell in cells:
             with errors.of(cell.labels):
                 config = cell.load()
                 unseeded = config.model_copy(update={"training": config.training.model_copy(update={"seed": 0})}).digest
                 if unseeded not in self._assembled:
-                    assemble_job(config, cell.base)  # raises ConfigError where parts do not fit together, whatever the seed
+                    assemble_job(
+                        config, cell.base
+                    )  # raises ConfigError if the job's parts do not fit together; the seed does not matter
                     self._assembled.add(unseeded)
                 data = self.given.data / cell.data if self.given.data and cell.data else self.given.data
                 planned = Planned(cell, Given(data, self.given.checkpoints), tuple(site_names(cell.sites, data)), "")
@@ -136,7 +144,8 @@ class Planner:
         return found
 
     def _digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
-        drawn = config.training.seed if config.data.most_training else ""  # which samples are read depends on it
+        """Return the digest of the data that a job reads at these sites, computed once per data set."""
+        drawn = config.training.seed if config.data.most_training else ""  # the seed decides which samples are read
         sections = [one.model_dump_json() for one in (config.task, config.model, config.data)]
         parts = [str(drawn), *sections, str(config.privacy), {name: site.model_dump_json() for name, site in sites.items()}]
         key = json.dumps(parts)
