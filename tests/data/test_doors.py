@@ -11,7 +11,7 @@ from consilium.data.class_names import doubtful_names
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.pairs import parse
-from consilium.federation.sites import site_names
+from consilium.federation.simulated_sites import site_names
 from tests.conftest import JOBS, run
 from tests.data.hospitals import command, drawn, hospital, photo, said
 

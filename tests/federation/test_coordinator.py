@@ -15,8 +15,8 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Kind, Payload
 from consilium.federation.job import Job, assemble_job
-from consilium.report.plain_files import read_lines
 from consilium.report.run_record import read_run
+from consilium.report.untrusted_files import read_lines
 from consilium.runtime.engine import LocalTransport
 from consilium.server.checks import check_next
 from consilium.server.coordinator import Coordinator

@@ -28,8 +28,8 @@ from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView, progress, when
 from consilium.report.page.run_page import run_page
-from consilium.report.plain_files import read_lines
 from consilium.report.run_record import read_finished, read_run
+from consilium.report.untrusted_files import read_lines
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
 from consilium.server.early_stopping import Validations

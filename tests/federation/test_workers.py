@@ -118,7 +118,7 @@ def test_sites_are_dealt_out_over_workers_and_gpus_in_turn(monkeypatch: pytest.M
     """Two GPUs, three workers, five sites, one of which wants its CPU."""
     setups = list[worker_pool.WorkerSetup]()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(worker_pool, "send", lambda pipe, setup: setups.append(setup))
+    monkeypatch.setattr(worker_pool, "send_by_value", lambda pipe, setup: setups.append(setup))
     monkeypatch.setattr(ChildProcess, "__init__", lambda self, work, threads: setattr(self, "pipe", None))
     wanted = {name: SiteConfig(device="cpu" if name == "e" else "auto") for name in "abcde"}
     worker_pool.WorkerPool(assemble_job(small_config()), wanted, tmp_path, 3, lambda event: None)

@@ -206,7 +206,7 @@ def test_the_page_knows_which_algorithms_share_a_decoder_that_trains() -> None:
         if kind().traits.one_rank or not kind().traits.ranks_differ:
             shares.setdefault(decoder_rule(kind(), ["base.mask_decoder.mask_tokens.weight"]), set()).add(name)
     text = " ".join(text_of("jobs/algorithms.md").split())
-    told = [re.search(rf"Algorithms {which}: ([^.]*)\.", text) for which in ("that keep it", "without a rule for it")]
+    told = [re.search(rf"\. ([^.]*) {rule}\.", text) for rule in ("keep it", "has no rule for it")]
     assert [set(re.findall(r"`(\w+)`", one[1])) for one in told if one] == [shares["keep"], shares[None]]
     assert shares["share"] > {"fedit", "fedprox", "fedra", "fedheal", "fedala", "feddbe", "flora", "feddpa"}
 

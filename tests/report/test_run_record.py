@@ -12,9 +12,9 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Stage
 from consilium.federation.job import assemble_job
-from consilium.report.plain_files import LINES, finite, read_events, read_lines
 from consilium.report.run_files import RunLog
 from consilium.report.run_record import read_finished, read_run
+from consilium.report.untrusted_files import LINES, finite, read_events, read_lines
 from consilium.runtime.engine import simulate
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_cells, small_config

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.base import decoder_names
+from consilium.adapters.base_parameters import decoder_names
 from consilium.adapters.kinds import BottleneckConfig
 from consilium.adapters.names import PLACES, bottleneck_count
 from consilium.adapters.registry import Decoder, Shapes

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
-from consilium.adapters.base import decoder_names, save_parameters
+from consilium.adapters.base_parameters import decoder_names, save_parameters
 from consilium.adapters.kinds import DualRankConfig, LoraConfig
 from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, linear_layers
 from consilium.adapters.registry import Decoder, Shapes

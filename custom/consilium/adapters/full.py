@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.base import save_parameters
+from consilium.adapters.base_parameters import save_parameters
 from consilium.adapters.kinds import FullConfig
 from consilium.adapters.names import WHOLE_BASE, is_head
 from consilium.adapters.registry import Shapes

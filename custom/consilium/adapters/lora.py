@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.base import DECODER, decoder_names, save_parameters
+from consilium.adapters.base_parameters import DECODER, decoder_names, save_parameters
 from consilium.adapters.kinds import LoraConfig
 from consilium.adapters.names import (
     BASE,

@@ -19,9 +19,9 @@ from consilium.report.compare import COLUMN, PAGE, Test
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
-from consilium.report.plain_files import subfolders
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished, read_run
 from consilium.report.tables import Table, latex, markdown, terminal
+from consilium.report.untrusted_files import subfolders
 from consilium.study.definition import load
 from consilium.study.records import record_of
 

@@ -13,7 +13,7 @@ from consilium.core.sanitize import shown
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import IMPORTERS, import_sets
 from consilium.data.pairs import parse
-from consilium.federation.sites import MOST_SITES
+from consilium.federation.simulated_sites import MOST_SITES
 from consilium.report.tables import Table, columns
 
 

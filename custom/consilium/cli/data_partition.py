@@ -13,7 +13,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import nothing_left_on_failure
 from consilium.data.partition import partition, partition_texts
 from consilium.data.text import has_texts
-from consilium.federation.sites import MOST_SITES
+from consilium.federation.simulated_sites import MOST_SITES
 
 
 def data_partition(

@@ -8,7 +8,7 @@ import typer
 from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import KINDS, check_own, make_phantoms
-from consilium.federation.sites import MOST_SITES
+from consilium.federation.simulated_sites import MOST_SITES
 
 
 def data_phantoms(

@@ -21,7 +21,7 @@ from consilium.config.site import Given, find_site
 from consilium.core.errors import ConfigError, ConsiliumError, JobError, UnreachableError
 from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
-from consilium.federation.sites import site_names
+from consilium.federation.simulated_sites import site_names
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission import prepare, submitting
 from consilium.flare.kit.certificates import NO_PROXIES

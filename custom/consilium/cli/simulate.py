@@ -17,7 +17,7 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.core.schema import validate
 from consilium.data.site_names import folder_of, renamed_notes
-from consilium.federation.sites import check_same, kept_in, site_names, unused_state
+from consilium.federation.simulated_sites import check_same, kept_in, site_names, unused_state
 from consilium.flare.job.simulator import Simulator
 from consilium.report.live_view import LiveView
 from consilium.report.tracking import check_installed

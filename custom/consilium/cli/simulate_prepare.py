@@ -19,11 +19,11 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.flare.kit.processes import is_word
 from consilium.report.live_view import ENDING, ending
-from consilium.report.plain_files import read_json
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.report.results_table import VALUES, frozen_level, read_matrix, results_table
 from consilium.report.run_record import read_run
 from consilium.report.tables import Table
+from consilium.report.untrusted_files import read_json
 from consilium.tasks.registry import TASKS
 
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
 from consilium.privacy.ledger.audit import FILE
-from consilium.report.plain_files import Number, finite
 from consilium.report.tables import Table, columns, size, stamp
+from consilium.report.untrusted_files import Number, finite
 
 MOST_ROWS = 500
 """Messages and tensors that are listed, at most. Further messages are counted in a note."""

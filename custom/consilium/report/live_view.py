@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, line, number_of, shown
-from consilium.report.plain_files import Line, finite, place_of, read_events, round_times
 from consilium.report.tables import Column, Table, terminal
+from consilium.report.untrusted_files import Line, finite, place_of, read_events, round_times
 from consilium.tasks.registry import Scores, task_scores
 
 # progress --------------------------------------------------------------------------------------------------------------

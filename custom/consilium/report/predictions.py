@@ -25,8 +25,8 @@ from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
-from consilium.report.plain_files import read_plain
 from consilium.report.tables import shortened
+from consilium.report.untrusted_files import read_plain
 from consilium.tasks.base import Examples, Segmented
 
 # image grid ------------------------------------------------------------------------------------------------------------

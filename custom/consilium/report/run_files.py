@@ -26,11 +26,11 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.privacy.plan import Plan
 from consilium.report import figures
-from consilium.report.plain_files import place_of, read_lines
 from consilium.report.results_table import confusions
 from consilium.report.run_record import PACKAGES, roles_of
 from consilium.report.tensorboard_file import FOLDER, EventFile
 from consilium.report.tracking import Tracker
+from consilium.report.untrusted_files import place_of, read_lines
 from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
 
 LOCK = ".run.lock"

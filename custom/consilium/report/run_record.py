@@ -24,7 +24,7 @@ from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.core.schema import dotted
 from consilium.core.storage import locked, write_atomic
-from consilium.report.plain_files import Line, Number, read_events, read_json, read_plain, strict_model, subfolders
+from consilium.report.untrusted_files import Line, Number, read_events, read_json, read_plain, strict_model, subfolders
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores
 

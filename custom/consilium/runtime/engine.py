@@ -14,7 +14,7 @@ from consilium.core.sanitize import number_of
 from consilium.core.storage import write_atomic
 from consilium.data.store import discard_cache
 from consilium.federation.job import Job
-from consilium.federation.sites import kept
+from consilium.federation.simulated_sites import kept
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take

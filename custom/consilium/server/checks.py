@@ -22,7 +22,7 @@ from consilium.privacy.guard.release_checks import NUMBERS, is_adapter_tensor, u
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import layout, size_of
 from consilium.privacy.secagg.server import MASKED
-from consilium.report.plain_files import LARGEST
+from consilium.report.untrusted_files import LARGEST
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
 SMALLEST = 1e-3

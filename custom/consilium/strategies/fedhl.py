@@ -1,4 +1,4 @@
-"""FedHL: residuals are added to the full-rank global update, with site weights by the energy that truncation lost.
+"""FedHL adds each site's residual to the full-rank global update: the more energy truncation lost, the less a site counts.
 
 W <- W + sum p_i s (B_i A_i - trunc_ri(W)): each site's product minus the truncation that it was sent. The paper derives p_i by
 minimizing the drift term of its bound. Minimizing sum p_i^2 e_i over the simplex, where e_i is the share of energy that site
@@ -19,7 +19,7 @@ from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import SiteInfo
 from consilium.core.schema import Positive
-from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra
+from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 
 

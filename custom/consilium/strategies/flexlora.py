@@ -16,7 +16,7 @@ from consilium.core.lazy import torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo
-from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra, truncated_factors
+from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra, truncated_factors
 from consilium.strategies.heterogeneous_ranks.layers import non_lora_tensors, pair
 from consilium.strategies.strategy import ServerState
 from consilium.strategies.traits import Traits

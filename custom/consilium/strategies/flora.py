@@ -20,7 +20,7 @@ from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.exact import ExactServer, global_updates
+from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, global_updates
 from consilium.strategies.heterogeneous_ranks.layers import expanded, non_lora_tensors, prefix_and_tail, whole_numbers
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult

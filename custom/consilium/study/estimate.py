@@ -7,7 +7,7 @@ from consilium.config.job import JobConfig
 from consilium.estimates.communication import moved, own_cost
 from consilium.estimates.flops import Samples, Work, own_samples, run_flops, work_of
 from consilium.federation.job import assemble_job
-from consilium.federation.sites import site_names
+from consilium.federation.simulated_sites import site_names
 from consilium.study.definition import Cell, Study
 from consilium.study.records import save_flops
 

@@ -20,7 +20,7 @@ from consilium.config.site import Given, SiteConfig, find_site
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_hash, private_folder, write_atomic
 from consilium.federation.job import assemble_job, checkpoint_of
-from consilium.federation.sites import site_names
+from consilium.federation.simulated_sites import site_names
 from consilium.study.definition import Cell, GridErrors
 
 # data digest -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter
 from consilium.config.job import job_file
 from consilium.core.schema import read_yaml
 from consilium.core.storage import file_lock, private_folder, write_atomic
-from consilium.report.plain_files import read_json
+from consilium.report.untrusted_files import read_json
 from consilium.study.definition import Study, studies_folder
 
 RECORD = "cell.json"

@@ -14,7 +14,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.federation.job import build_task
-from consilium.federation.sites import site_names
+from consilium.federation.simulated_sites import site_names
 from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
 from consilium.report.run_record import cell_folder
 from consilium.tasks.base import Task

@@ -12,7 +12,7 @@ from consilium import __version__
 from consilium.core.errors import RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Payload
 from consilium.federation.job import Job, assemble_job
-from consilium.report.plain_files import read_lines
+from consilium.report.untrusted_files import read_lines
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed

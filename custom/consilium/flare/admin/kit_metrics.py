@@ -26,7 +26,7 @@ from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.report.exposition import Sample
-from consilium.report.plain_files import read_events
+from consilium.report.untrusted_files import read_events
 
 RECENT = 30 * 86400.0
 """Seconds after a run's last event until its metrics are dropped."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
 from consilium.core.storage import write_atomic
-from consilium.federation.sites import kept
+from consilium.federation.simulated_sites import kept
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation's processes: the folder for the files of the server and the sites."""

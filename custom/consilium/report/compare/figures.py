@@ -27,10 +27,10 @@ from consilium.report.compare.comparability import Group
 from consilium.report.compare.score_statistics import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, ROUNDS, draw_matrix
-from consilium.report.plain_files import subfolders
 from consilium.report.predictions import PICTURE, PREDICTIONS, REFERENCE, read_page, write_page
 from consilium.report.run_record import Curve, RunRecord
 from consilium.report.tables import csv_text, few, tex
+from consilium.report.untrusted_files import subfolders
 
 # examples --------------------------------------------------------------------------------------------------------------
 # The same test pictures with the predictions of several methods, cut out of the predictions.png of each run and site.

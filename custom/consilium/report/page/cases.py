@@ -23,10 +23,10 @@ from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
 from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, inline_svg, page_figure_style
-from consilium.report.plain_files import Number, is_folder, read_plain
 from consilium.report.predictions import colours
 from consilium.report.run_record import Curve, Results, known, split_of
 from consilium.report.tables import Table, columns, number, shortened
+from consilium.report.untrusted_files import Number, is_folder, read_plain
 from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
 
 # figures ---------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from consilium import __version__
 from consilium.config.privacy import PrivacyConfig
 from consilium.core.sanitize import shown
 from consilium.privacy.plan import not_private
-from consilium.report.plain_files import finite
 from consilium.report.run_record import RunRecord
+from consilium.report.untrusted_files import finite
 
 LIMIT = 1000
 """Characters of one text on a page, at most."""

@@ -27,7 +27,11 @@ from consilium.report.page.cases import curve_figure as draw_curves
 from consilium.report.page.cases import model_figure as draw_models
 from consilium.report.page.cases import read_cases, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
-from consilium.report.plain_files import (
+from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
+from consilium.report.run_files import versions
+from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
+from consilium.report.tables import Table, columns, duration, few, size, stamp
+from consilium.report.untrusted_files import (
     MOST_BYTES,
     finite,
     is_folder,
@@ -37,10 +41,6 @@ from consilium.report.plain_files import (
     round_times,
     subfolders,
 )
-from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
-from consilium.report.run_files import versions
-from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
-from consilium.report.tables import Table, columns, duration, few, size, stamp
 from consilium.strategies.strategy import Role
 
 MOST_SITES, MOST_REFUSALS = 24, 200

@@ -12,7 +12,7 @@ from consilium.data.check_report import Findings
 from consilium.data.datalist import DataList, Lost
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts, read_texts
-from consilium.tasks import pictures
+from consilium.tasks import picture_lists
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, uncertainty_names
 
 F1Classes = Literal["all", "present"]
@@ -108,7 +108,7 @@ FORMER = {"scores": {"f1": "present"}}
 _TASK = "consilium.tasks.classification.task"
 _check_texts = lazy("consilium.data.check:check_texts")
 _class_index = lazy(f"{_TASK}:class_index")
-_pictures, _usable_pictures = pictures.strict_reader(classes=True), pictures.usable_reader(classes=True)
+_pictures, _usable_pictures = picture_lists.strict_reader(classes=True), picture_lists.usable_reader(classes=True)
 
 
 def _is_texts(path: Path) -> bool:
@@ -124,7 +124,7 @@ def _usable(path: Path, lost: list[Lost]) -> DataList:
 
 
 def _prepare(config: ClassificationConfig, data: DataList) -> DataList:
-    return data if _is_texts(data.path) else pictures.prepare(config, data)
+    return data if _is_texts(data.path) else picture_lists.prepare(config, data)
 
 
 def _check(
@@ -132,7 +132,7 @@ def _check(
 ) -> Findings:
     """Return the findings of the check of a list of pictures or a folder of texts."""
     if not _is_texts(path):
-        return pictures.check(path, config, tokenizer, max_length, change)
+        return picture_lists.check(path, config, tokenizer, max_length, change)
     length = (lambda text: len(tokenizer(text.prompt_words).input_ids)) if tokenizer is not None else None
     found: Findings = _check_texts(path, length, max_length, config and (lambda text: _class_index(text, config.classes)))
     return found

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, each_once
 from consilium.data.settings import PictureSettings
-from consilium.tasks import pictures
+from consilium.tasks import picture_lists
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 from consilium.tasks.segmentation import scores
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
@@ -78,12 +78,12 @@ SEGMENTATION = TaskKind(
     SegmentationConfig,
     _scores,
     metric_names,
-    pictures.strict_reader(classes=False),
+    picture_lists.strict_reader(classes=False),
     lazy(f"{_TASK}:build"),
-    pictures.check,
-    prepare=pictures.prepare,
+    picture_lists.check,
+    prepare=picture_lists.prepare,
     look=lazy(f"{_TASK}:check_item"),
-    usable=pictures.usable_reader(classes=False),
+    usable=picture_lists.usable_reader(classes=False),
     rehearse=lazy(f"{_TASK}:rehearse"),
     former=scores.FORMER,
 )
