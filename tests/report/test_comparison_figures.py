@@ -20,8 +20,8 @@ from consilium.report.compare.figures import (
     Plot,
     against_bytes,
     axis_figure,
-    axis_of,
     curves,
+    first_numeric_axis,
     heat_map,
     lines_along,
     sort_axis_values,
@@ -156,7 +156,7 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
     groups, why = group_comparable(runs, [MissingRun({"images": "3", "method": "A"}, 1, "not done")])
     assert (len(groups), why) == (1, [])
     table = scores_of(groups[0], Stage.GLOBAL, "accuracy")
-    assert axis_of(table) == "images"
+    assert first_numeric_axis(table) == "images"
     assert sort_axis_values({"all", "3", "10"}) == ["3", "10", "all"]
     found = lines_along(table, "images")
     assert {name: sorted(line) for name, line in found.items()} == {"A": ["10", "3", "all"], "B": ["10", "3"]}

@@ -20,7 +20,7 @@ from consilium.core.messages import SiteInfo, Stage
 from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job, build_task
 from consilium.federation.model_card import Card, page
-from consilium.federation.saved_model import CARD, SavedModel, note_best, read_best, read_kept, write_kept
+from consilium.federation.saved_model import CARD, SavedModel, read_best, read_kept, save_if_best, write_kept
 from consilium.report.run_record import cell_folder
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
@@ -100,7 +100,7 @@ def test_the_best_model_is_the_one_with_the_highest_score_or_the_lowest_loss(tmp
     for metric, scores, best in (("dice", [0.5, 0.7, 0.7, 0.6], 1), ("loss", [0.5, 0.2, 0.2, 0.6], 1)):
         path = tmp_path / metric
         for number, score in enumerate([*scores, float("nan"), None]):
-            note_best(path, SavedModel({"a": torch.ones(1)}, number), small_config(), metric, score)
+            save_if_best(path, SavedModel({"a": torch.ones(1)}, number), small_config(), metric, score)
         found = read_best(path)
         assert found is not None
         assert (found[0].rounds, found[1]) == (best, scores[best])
@@ -109,7 +109,7 @@ def test_the_best_model_is_the_one_with_the_highest_score_or_the_lowest_loss(tmp
 def test_a_private_job_keeps_no_best_model(tmp_path: Path) -> None:
     privacy = {"unit": "site", "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
     config = type(small_config()).model_validate(small_config("ffa_lora").model_dump() | {"privacy": privacy})
-    note_best(tmp_path / "best", SavedModel({"a": torch.ones(1)}, 1), config, "dice", 0.9)
+    save_if_best(tmp_path / "best", SavedModel({"a": torch.ones(1)}, 1), config, "dice", 0.9)
     assert read_best(tmp_path / "best") is None
 
 

@@ -92,7 +92,8 @@ class BottleneckConfig(AdapterConfig):
 
     kind: Literal["bottleneck"]
     width: Annotated[
-        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="hidden features; by default a quarter of the block's")
+        Annotated[int, Field(ge=1, le=4096)] | None,
+        Field(description="hidden features; by default a quarter of the block's features"),
     ] = None
     decoder: Annotated[
         Decoder,

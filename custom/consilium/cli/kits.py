@@ -149,7 +149,7 @@ def lock(
     asks = not is_locked or key_lock.in_clear(kit)
     key_lock.lock(kit, _passphrase(passphrase_file, anew=not is_locked) if asks else None)
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
-    typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them in clear")
+    typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them unencrypted")
 
 
 def unlock(

@@ -153,7 +153,7 @@ class Client:
         """Train from `start`, the received model, store the result, and return the update."""
         context, strategy = self.context, self.context.strategy
         metrics = self.evaluator.validate(Stage.GLOBAL, payload)
-        self.models.note_best(run, Stage.GLOBAL, self.models.received(start, payload), metrics)
+        self.models.save_if_best(run, Stage.GLOBAL, self.models.received(start, payload), metrics)
         began, report = time.monotonic(), FitReport()
         trainer = Trainer(context, payload, state.params, start, state.memory, state.optimizer, report)
         if summed := step_of_all(context, payload, start):
@@ -177,7 +177,7 @@ class Client:
                 note(path, f"{payload.round}-{payload.phase}", diagnostics.drift(begin, end))
         with self.evaluator.personalized(interpolation_of(strategy, closing=False), payload):
             metrics |= self.evaluator.validate(Stage.PERSONALIZED, payload)
-        self.models.note_best(run, Stage.PERSONALIZED, self.models.own_model(end, payload, closing=False), metrics)
+        self.models.save_if_best(run, Stage.PERSONALIZED, self.models.build_personalized(end, payload, closing=False), metrics)
         metrics |= {TRAIN_SECONDS: seconds} | {REPORTED[what]: value for what, value in report.numbers.items()}
         metrics |= context.skipped()
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
@@ -236,7 +236,7 @@ class Client:
         metrics |= evaluator.evaluate_final(split, Stage.GLOBAL, payload, examples)
         models[Stage.GLOBAL] = self.models.received(final, payload)
         found = evaluator.validate_final(Stage.GLOBAL, payload)
-        self.models.note_best(run, Stage.GLOBAL, models[Stage.GLOBAL], found)
+        self.models.save_if_best(run, Stage.GLOBAL, models[Stage.GLOBAL], found)
         metrics |= found
         if closes and (traits.fits_after_last_round or last is not None):
             models[Stage.PERSONALIZED] = self._close_personalized(state, final, payload)
@@ -263,7 +263,7 @@ class Client:
             if report.failure is not None:
                 raise report.failure
             final = final | trainer.values()
-        return self.models.own_model(final, payload, closing=True)
+        return self.models.build_personalized(final, payload, closing=True)
 
     def _write_pictures(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
         """Write pictures and cases of the evaluation, which stay at the site. A failed picture never loses the scores."""

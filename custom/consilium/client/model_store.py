@@ -18,9 +18,9 @@ from consilium.federation.saved_model import (
     SavedModel,
     keeps_local,
     leading,
-    note_best,
     read_best,
     read_kept,
+    save_if_best,
     with_parameters,
     write_kept,
 )
@@ -47,19 +47,21 @@ class ModelStore:
         """Return the global model that was received with `payload`."""
         return SavedModel(values, payload.round, scaling_of(self.context.strategy, payload))
 
-    def own_model(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
+    def build_personalized(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
         """Return the personalized model after a round's training or, if `closing`, after the training at the end of the run."""
         found = replace(self.received(values, payload), rounds=payload.round + (not closing))
         if (blend := interpolation_of(self.context.strategy, closing)) is not None:
             found = replace(found, share=fixed_share(blend), similar=blend.examples)
         return found
 
-    def note_best(self, run: str, stage: Stage, kept: SavedModel, metrics: Mapping[str, float]) -> None:
+    def save_if_best(self, run: str, stage: Stage, kept: SavedModel, metrics: Mapping[str, float]) -> None:
         """Store a model if its validation score is the best of its stage so far."""
         config = self.context.config
         reported = [key.metric for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
         metric = leading(config, reported)
-        note_best(self._best_path(run, stage), kept, config, metric, metrics.get(str(MetricKey("validation", stage, metric))))
+        save_if_best(
+            self._best_path(run, stage), kept, config, metric, metrics.get(str(MetricKey("validation", stage, metric)))
+        )
 
     def keep(self, run: str, models: Mapping[Stage, SavedModel], metrics: Mapping[str, float]) -> None:
         """Write a folder for every model, and one for the best model of each stage."""

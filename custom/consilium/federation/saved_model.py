@@ -111,7 +111,7 @@ def check_forward(kept: SavedModel, path: Path | str) -> None:
         raise CheckpointError(f"{path}: share {kept.share}: is not within 0 and 1; take what the run wrote")
 
 
-def note_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, score: float | None) -> None:
+def save_if_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, score: float | None) -> None:
     """Save a model if its validation score is the best so far. With `privacy:` save none: no noise covers the choice."""
     if score is None or math.isnan(score) or config.privacy is not None:
         return
@@ -123,7 +123,7 @@ def note_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, scor
 
 
 def read_best(path: Path) -> tuple[SavedModel, float] | None:
-    """Return the model and score that `note_best` saved, None if there are none."""
+    """Return the model and score that `save_if_best` saved, None if there are none."""
     if not path.exists():
         return None
     values, meta = load_state(path)

@@ -46,7 +46,7 @@ def submitting(folder: Path) -> Iterator[None]:
 
 
 def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
-    """Set the job folder of an experiment to resume from the server's checkpoint, and return the folder.
+    """Set `resume` in an experiment's job folder, so that the server continues from its checkpoint; return the folder.
 
     `job`: the submitted job, if another kit submitted it. Raises ConfigError for an unknown experiment.
     """

@@ -115,10 +115,12 @@ def _remove_key(key: Path) -> None:
 
 
 def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
-    """Decrypt the keys of a locked kit, and return the folder that holds them.
+    """Decrypt the keys of a locked kit into a temporary folder, in memory if possible, to which links in startup/ lead.
 
-    The kit stays unlocked until `lock` is called or the machine restarts. `for_good`: write the keys into startup/ and delete
-    the encrypted file. Raises ConfigError for a wrong passphrase, for a damaged file, and for other keys in startup/.
+    Returns the folder that holds the keys.
+
+    The kit stays unlocked until `lock` is called or the machine restarts. `for_good`: write the keys into startup/ itself and
+    delete the encrypted file. Raises ConfigError for a wrong passphrase, for a damaged file, and for other keys in startup/.
     """
     path, startup = kit / LOCKED, kit / "startup"
     keys = _decrypt_keys(path, passphrase)

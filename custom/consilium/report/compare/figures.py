@@ -216,7 +216,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def axis_of(scores: GroupScores) -> str:
+def first_numeric_axis(scores: GroupScores) -> str:
     """Return the study's first axis whose values are numbers, except at most one value such as `all`; "" without any."""
     labels = [run.labels for run in scores.group.runs.values()]
     values = {axis: {one.get(axis, "") for one in labels} for axis in dict.fromkeys(axis for one in labels for axis in one)}
@@ -245,7 +245,7 @@ def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[floa
 
 def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw means over sites and seeds along the study's axis of numbers, with bars from the lowest to the highest seed."""
-    axis, labels = axis_of(scores), scores.group.first.labels
+    axis, labels = first_numeric_axis(scores), scores.group.first.labels
     found = lines_along(scores, axis) if axis else {}
     if not found:
         chooses = (axis for axis in labels if axis in scores.group.data_axes and _is_number(labels[axis]))
