@@ -54,20 +54,26 @@ KitPluginsOption = Annotated[Path | None, typer.Option(help="the site's startup 
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
 
 
-def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Format) -> None:
+ELSEWHERE = "--format json has them"
+
+
+def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Format, elsewhere: str = ELSEWHERE) -> None:
     """Print `found` as JSON, or `parts` as `show` prints them. For JSON a generator of parts does not run."""
     if format == "json":
         print(json.dumps(found, indent=1))
     else:
-        show([parts] if isinstance(parts, str) else parts)
+        show([parts] if isinstance(parts, str) else parts, elsewhere=elsewhere)
 
 
-def show(parts: Iterable[Table | RenderableType], errors: bool = False) -> None:
-    """Print tables in the width of `page`, and each text as one line of any length. `errors`: texts go to standard error."""
+def show(parts: Iterable[Table | RenderableType], errors: bool = False, elsewhere: str = ELSEWHERE) -> None:
+    """Print tables in the width of `page`, and each text as one line of any length. `errors`: texts go to standard error.
+
+    `elsewhere`: where the columns are that have no room in a table.
+    """
     for part in parts:
         if isinstance(part, Table):
             console = page()
-            console.print(terminal(part, console.width, "--format json has them"))
+            console.print(terminal(part, console.width, elsewhere))
         else:
             text = Text(part) if isinstance(part, str) else part
             (Console(stderr=errors, soft_wrap=True) if isinstance(text, Text) else page()).print(text, highlight=False)

@@ -125,6 +125,6 @@ def print_results(
         yield f"Everything of this run: {folder} ({', '.join(files)})"
 
     told = {key: value for key, value in sorted(found.items()) if value or key in ("workspace", "results", "losses")}
-    emit(told, lines(), format)
+    emit(told, lines(), format, "results.json has them")
     if refused and not crossed:
         raise typer.Exit(1)
