@@ -1,7 +1,9 @@
 """What a process loads: a command line and reading a job take no torch, and a server needs nothing of what only sites do."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +199,13 @@ def test_threads_of_torch_hardly_spin_unless_someone_wishes(wish: dict[str, str]
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("torch's threads are not libgomp's here")
     assert f"GOMP_SPINCOUNT = '{read}'" in done.stderr
+
+
+def test_what_the_recipes_import_is_there() -> None:
+    text = (Path(__file__).parents[1] / "custom/recipes.md").read_text()
+    found = re.findall(r"^from (consilium[\w.]*) import ([\w, ]+)$", text, re.MULTILINE)
+    made = ("consilium.strategies.fedadam", "consilium.strategies.one_mix", "consilium.models.patches_network")  # by a recipe
+    assert len(found) > 15
+    for module, names in found:
+        if module not in made:
+            assert all(hasattr(importlib.import_module(module), name.strip()) for name in names.split(",")), (module, names)
