@@ -1,5 +1,6 @@
 """What a process loads: a command line and reading a job take no torch, and a server needs nothing of what only sites do."""
 
+import ast
 import importlib
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -209,3 +211,35 @@ def test_what_the_recipes_import_is_there() -> None:
     for module, names in found:
         if module not in made:
             assert all(hasattr(importlib.import_module(module), name.strip()) for name in names.split(",")), (module, names)
+
+
+def test_what_tests_and_benchmarks_name_is_there() -> None:
+    """Some run rarely, so a name of ours that has gone would be noticed late: an import, or what is taken of a module."""
+    missing: list[str] = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        nodes, modules = list(ast.walk(ast.parse(path.read_text()))), {}
+        for one in nodes:
+            if not isinstance(one, ast.ImportFrom) or not (one.module or "").startswith(("consilium", "tests")):
+                continue
+            for name in one.names:
+                found = _named(one.module, name.name)
+                modules[name.asname or name.name] = found
+                missing += [f"{path}: {one.module}.{name.name}"] * (found is None)
+        names = [one for one in nodes if isinstance(one, ast.Name)]
+        stored = {one.id for one in names if isinstance(one.ctx, ast.Store)}  # may not be the module in all of the file
+        missing += [
+            f"{path}: {one.value.id}.{one.attr}"
+            for one in nodes
+            if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id not in stored
+            if isinstance(module := modules.get(one.value.id), ModuleType) and not hasattr(module, one.attr)
+        ]
+    assert missing == []
+
+
+def _named(module: str, name: str) -> object | None:
+    """Return what `from module import name` gives; None if nothing, "?" if it needs a package that is not here."""
+    try:
+        parent = importlib.import_module(module)
+        return getattr(parent, name) if hasattr(parent, name) else importlib.import_module(f"{module}.{name}")
+    except ModuleNotFoundError as error:
+        return None if (error.name or "").startswith(("consilium", "tests")) else "?"

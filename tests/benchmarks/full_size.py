@@ -30,7 +30,9 @@ from consilium.strategies.fedhera import FedHera
 from consilium.strategies.fedsca import FedSCA, similarities
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.strategy import ServerState, Strategy
-from tests.benchmarks.server_round import TIERS
+
+TIERS = [(4, 32)] * 3 + [(8, 48)] * 5 + [(16, 64)] * 2
+"""Ranks that each site trains, and that it downloads."""
 
 Call = Callable[[], object]
 Case = tuple[Strategy, Tensors, list[SiteInfo]]

@@ -1,5 +1,7 @@
 """When objects are collected and frozen after exchanges."""
 
+import subprocess
+import sys
 from importlib.util import find_spec, module_from_spec
 from types import SimpleNamespace
 
@@ -22,3 +24,24 @@ def test_each_exchange_collects_and_the_first_two_freeze(frozen: int, done: list
     for _ in range(4):
         fresh.collect_garbage()
     assert seen == done
+
+
+FORKED = """
+import gc, os, weakref
+from consilium.flare.job import gc as ours
+ours.freeze_for_forks()
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+gc.disable()
+class Message: pass
+one = Message()
+one.itself, alive = one, weakref.ref(one)
+del one
+ours.collect_garbage()
+os._exit(alive() is not None)
+"""
+
+
+def test_a_fork_of_a_process_that_froze_for_it_collects_messages() -> None:
+    """FLARE's simulator forks its sites from a frozen process. Their messages, cycles that hold tensors, must not pile up."""
+    assert subprocess.run([sys.executable, "-c", FORKED], check=False, timeout=60).returncode == 0

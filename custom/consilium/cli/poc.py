@@ -104,7 +104,7 @@ def poc(
 
 
 def _stop(workspace: Path) -> None:
-    """Stop the server and the sites of a workspace. Raises ConfigError if it is none of `consilium poc`."""
+    """Stop the server and the sites of a workspace. Raises ConfigError if `consilium poc` has not made the workspace."""
     kits = workspace / "kits" / "poc" / "prod_00"
     if not kits.is_dir():
         raise ConfigError(f"--stop: {workspace}: no workspace of `consilium poc`; give the folder that it printed")

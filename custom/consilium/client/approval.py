@@ -58,7 +58,7 @@ def other_files(app: Path) -> list[str]:
 def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) -> None:
     """Raise RefusedError if the site runs only approved jobs and this job is not approved.
 
-    `config`: the job read from the app's job.yaml, which is the one that will run; `local`: the local/ folder of the kit.
+    `config`: the job of the app's job.yaml. The site will run this job. `local`: the kit's local/ folder.
     """
     if site.approve is None:
         return

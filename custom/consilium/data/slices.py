@@ -41,7 +41,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
 
 
 def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
-    """Yield a picture or its tiles, or the planes of a volume: all, or the one that its entry names. Raises DataError."""
+    """Yield a picture, or its tiles, or a volume's planes. If the entry names one plane, yield only that. Raises DataError."""
     thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
     if not volumes.is_volume(item.image):
         if wanted is None or item.tile is not None or not slides.is_cut_into_tiles(item.image, settings):

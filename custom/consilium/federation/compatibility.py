@@ -54,7 +54,7 @@ class Verdict(IntEnum):
 
 
 def judge(package: str, told: str, wanted: str) -> Verdict:
-    """Return the verdict for a site's version `told` of a package, given the server's or the pinned version `wanted`."""
+    """Return the verdict on `told`, a site's version of a package. `wanted`: the server's version, or the pinned one."""
     rule, one, other = RULES[package], _numbers(told), _numbers(wanted)
     if one[: rule.refuse] != other[: rule.refuse]:
         return Verdict.REFUSE

@@ -13,7 +13,6 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -444,8 +443,6 @@ def look(seconds: str, *files: str) -> None:
     from consilium.data import slides, volumes
     from consilium.data.check import check_datalist  # all of it loaded before anything is measured
 
-    with suppress(ImportError):
-        pass
     for file in files:
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + int(seconds) + 1, resource.RLIM_INFINITY))
         Path("/proc/self/clear_refs").write_text("5")  # the most that it had so far is what it has now
@@ -455,7 +452,7 @@ def look(seconds: str, *files: str) -> None:
         except MemoryError:
             said = "MemoryError"
         volumes.forget()
-        slides._whole.cache_clear()
+        slides._read_whole.cache_clear()
         took = {"bytes": _field("VmHWM") - before, "seconds": time.process_time() - began}
         print(json.dumps(took | {"said": said}), flush=True)
     assert check_datalist is not None

@@ -18,6 +18,15 @@ def _others_freeze() -> bool:
     return gc.get_freeze_count() > 0  # called once, before this module freezes anything: it walks all frozen objects
 
 
+def freeze_for_forks() -> None:
+    """Freeze the objects of a process that will be forked: a collection would copy memory pages that the processes share.
+
+    This process and its forks still collect after each exchange.
+    """
+    _others_freeze()
+    gc.freeze()
+
+
 def collect_garbage() -> None:
     """Free unreachable objects. Does nothing if other code in this process has frozen objects: then that code collects."""
     global _collections

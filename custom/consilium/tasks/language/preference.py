@@ -16,17 +16,12 @@ Losses = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 """A function like task.token_losses: it returns each token's cross-entropy, 0 if not learned, and a mask of learned tokens."""
 
 
-def rows_of(batch: Batch) -> Batch:
-    """Return a batch of pairs (N, 2, T), the better answer first, as rows (2N, T)."""
-    return {name: values.flatten(0, 1) for name, values in batch.items()}
-
-
 def reward_margins(model: nn.Module, batch: Batch, beta: float, losses_of: Losses) -> Tensor:
-    """Return the implicit reward of the better answer minus that of the worse one (N,), float32.
+    """Return the implicit reward of the better answer minus that of the worse one (N,), float32, for pairs (N, 2, T).
 
     An answer's reward is `beta` times the log of its probability under the model over that under the base.
     """
-    rows = rows_of(batch)
+    rows = {name: values.flatten(0, 1) for name, values in batch.items()}
     with torch.no_grad(), evaluating(model), disabled(model):
         reference = losses_of(model, rows)[0].sum(1)
     better, worse = (reference - losses_of(model, rows)[0].sum(1)).view(-1, 2).unbind(1)

@@ -55,9 +55,9 @@ class LanguageTask:
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
         self._encoder = self._encoder_of(tokenizer, max_length)
         written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
-        self.data = replace(data, splits={split: tuple(text for text, _ in rows) for split, rows in written.items()})
-        self._pairs = {split: [pair for _, pair in rows] for split, rows in written.items()}
-        self._worse = {split: [self._rejected(text) for text in self.data.splits[split]] for split in written if self._compares}
+        self.data = replace(data, splits={split: tuple(text for text, *_ in rows) for split, rows in written.items()})
+        self._pairs = {split: [pair for _, pair, *_ in rows] for split, rows in written.items()}
+        self._worse = {split: [worse for *_, worse in rows] for split, rows in written.items() if self._compares}
         self._truth = {split: [self._true(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"}
         self._told = set[str]()
         if config.labels and self.kind not in ("label", "options"):
@@ -85,33 +85,39 @@ class LanguageTask:
             self._told.add(what)
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
-    def _written(self, text: Text) -> tuple[Text, Encoded]:
-        """Return a record with its tokens. In a list that ignores unfit samples an untokenizable record becomes empty.
+    def _written(self, text: Text) -> tuple[Any, ...]:
+        """Return a record, its tokens and, for preferences, those of its rejected answer.
 
+        In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
         Otherwise a malicious tokenizer that fails for certain words would reveal, by the site's failure, who has these words.
         """
         try:
-            if bool(text.rejected) != self._compares:
-                asked = "task.learn is preference" if self._compares else f"task.learn is {self.config.learn}"
-                remedy = "give each record chosen and rejected" if self._compares else "use learn: preference"
-                what = f"a record {'without' if self._compares else 'with'} a rejected answer, where {asked}"
-                raise UnfitError(f"{text.name}: {what}; {remedy}")
-            if self._compares:
-                self._rejected(text)
-            return text, self._encoder.pair(text)
+            self._check_kind(text)
+            return text, *self._encoded(text)
         except (UnfitError, CheckpointError):
             if not self.quiet:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
-        return empty, self._encoder.pair(empty)
+        return empty, *self._encoded(empty)
+
+    def _check_kind(self, text: Text) -> None:
+        """Raise UnfitError for a preference where single answers are learned, or for the opposite."""
+        where = f"where task.learn is {self.config.learn}"
+        if self._compares and not text.rejected:
+            raise UnfitError(f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected")
+        if text.rejected and not self._compares:
+            remedy = "use learn: preference, or write one answer per record"
+            raise UnfitError(f"{text.name}: a record with a rejected answer, {where}; {remedy}")
+
+    def _encoded(self, text: Text) -> list[Encoded]:
+        """Return a record's tokens and, for preferences, those of its rejected answer."""
+        worse = [replace(text, outputs=(text.rejected,))] if self._compares else []
+        return [self._encoder.pair(one) for one in (text, *worse)]
 
     @property
     def _compares(self) -> bool:
         """Whether the task compares two answers per record (learn: preference)."""
         return self.config.learn == "preference"
-
-    def _rejected(self, text: Text) -> Encoded:
-        return self._encoder.pair(replace(text, outputs=(text.rejected,)))
 
     def has(self, split: str) -> bool:
         """Return whether the split has any sample."""
