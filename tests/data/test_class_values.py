@@ -57,12 +57,6 @@ def test_a_value_that_no_job_can_declare_is_mapped_by_the_site() -> None:
     assert yaml.safe_load(found[1]) == {-1: [], 1: ["nucleus"]}
 
 
-def test_numbered_objects_are_no_classes() -> None:
-    told = undeclared_remedy([set(range(5000))], {"nucleus": [1]})
-    assert len(told) < 200
-    assert "4,998 values are single objects or grey levels" in told
-
-
 def test_a_check_of_numbered_objects_says_what_to_save(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     entry = {"image": photo(tmp_path / "a.png").name, "label": "m.png"}
     numbered = np.kron(np.arange(36).reshape(6, 6), np.ones((10, 10))).astype(np.uint8)

@@ -70,15 +70,6 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
     assert "mask cannot be read" in told()
 
 
-def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
-    for site in ("site 1", "site-1"):
-        put(tmp_path / "raw", site, "a")
-    with pytest.raises(
-        DataError, match="'site 1' and 'site-1' would both be site 'site-1'; name one otherwise: --rename 'site-1=NAME'"
-    ):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
-
-
 def test_names_in_another_form_of_unicode_are_the_same(tmp_path: Path) -> None:
     put(tmp_path / "raw", "a", unicodedata.normalize("NFC", "Zähler 2"))
     mask = tmp_path / "raw/a/masks" / unicodedata.normalize("NFC", "Zähler 2.png")
