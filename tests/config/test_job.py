@@ -303,8 +303,11 @@ def test_a_folder_of_data_may_hold_settings_of_the_site_too(tmp_path: Path) -> N
     (tmp_path / "training.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "site.yaml").write_text("capacity: {train: 2, download: 4}\n")
     site = read_site_folder(tmp_path)
-    assert site is not None and site.datalist == tmp_path
-    assert site.capacity is not None and site.capacity.train == 2
+    assert site is not None
+    assert site.datalist == tmp_path
+    assert site.capacity is not None
+    assert site.capacity.train == 2
     (tmp_path / "site.yaml").write_text("datalist: other.json\n")
     site = read_site_folder(tmp_path)
-    assert site is not None and site.datalist == tmp_path / "other.json"
+    assert site is not None
+    assert site.datalist == tmp_path / "other.json"
