@@ -64,14 +64,6 @@ def test_every_command_reads_an_architecture_by_path(tmp_path: Path, monkeypatch
     assert "its task has no pictures" in told  # the job itself was read
 
 
-def test_buckets_of_lengths_are_in_order(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    site = texts(tmp_path / "site", 300, 3, 100, 30, 3, 700)
-    told = said(monkeypatch, capsys, "data", "check", site, "--job", JOBS / "quickstart_text")
-    buckets = [int(most) for most in re.findall(r"up to (\d+) tokens \(", told)]
-    assert len(buckets) >= 3
-    assert buckets == sorted(buckets)
-
-
 def test_the_length_that_is_proposed_keeps_all_sites_whole(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     for name, lengths in (("a", range(1, 150)), ("b", (200, 400))):
         texts(tmp_path / "sites" / name, *lengths)

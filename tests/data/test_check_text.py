@@ -5,7 +5,6 @@ from pathlib import Path
 from consilium.data.check import check_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.tasks.language import LanguageConfig
-from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.registry import TASKS
 from tests.data.writing import write
 
@@ -21,14 +20,6 @@ def test_problems_and_warnings_are_counted_and_named(tmp_path: Path) -> None:
     assert found["warnings"]["prompt more than once in a split"]["first"] == ["training: 1 of 3"]
     assert found["warnings"]["empty split"]["first"] == ["validation"]
     assert found["sizes"] == {}
-
-
-def test_lengths_in_tokens_of_a_job(tmp_path: Path) -> None:
-    write(tmp_path, "training.jsonl", {"input": "Add the numbers.", "output": "3"}, {"input": "long " * 100, "output": "3"})
-    found = check_texts(tmp_path, Encoder(load_tokenizer("tiny", None), 64).full_length, 64).to_dict()
-    assert sum(found["sizes"].values()) == 2
-    assert found["sizes"].keys() <= {"up to 32 tokens", "up to 64 tokens", "up to 256 tokens", "up to 512 tokens"}
-    assert found["warnings"]["longer than 64 tokens"]["first"][0].startswith("training.jsonl:2: ")
 
 
 def test_a_length_is_that_of_training_with_the_job_s_own_prompt(tmp_path: Path) -> None:

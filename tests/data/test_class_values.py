@@ -10,10 +10,10 @@ import yaml
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data.class_values import classes_for, undeclared_remedy
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.importers.registry import import_set
+from consilium.data.undeclared_values import classes_for, undeclared_remedy
 from tests.conftest import JOBS
 from tests.data.hospitals import drawn, hospital, photo, said
 
@@ -55,12 +55,6 @@ def test_a_value_that_no_job_can_declare_is_mapped_by_the_site() -> None:
     found = re.search(r"labels: ({.*?}) for", undeclared_remedy([{0, 1, -1}], {"nucleus": [1]}))
     assert found is not None
     assert yaml.safe_load(found[1]) == {-1: [], 1: ["nucleus"]}
-
-
-def test_numbered_objects_are_no_classes() -> None:
-    told = undeclared_remedy([set(range(5000))], {"nucleus": [1]})
-    assert len(told) < 200
-    assert "4,998 values are single objects or grey levels" in told
 
 
 def test_a_check_of_numbered_objects_says_what_to_save(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, Tally, grey_bin_names, tally
+from consilium.data.counts import OTHERS, Tally, tally
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.slices import expand
 from consilium.data.text import read_texts
@@ -26,13 +26,6 @@ def filled(cells: dict[str, list[int]]) -> dict[str, list[int]]:
 
 def counted(data: DataList, task: Any, bins: int = 4) -> Tally:
     return tally(data, task, bins)
-
-
-def test_names_of_bins() -> None:
-    assert grey_bin_names(4) == ("0 to 63", "64 to 127", "128 to 191", "192 to 255")
-    assert (SIZES[0], SIZES[1], SIZES[-1]) == ("under 64", "64 to 128", "4096 and over")
-    assert SPACING[-1] == "not known"
-    assert len(set(LENGTHS)) == len(LENGTHS)
 
 
 def test_planes_of_a_volume_are_of_one_patient(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from consilium.data.datalist import SPLITS, Crop, DataList, Item, read_datalist
 from consilium.data.images import read_masks, read_picture, read_sample
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
-from consilium.data.store import open_store
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.units import spacing_of
@@ -117,14 +116,6 @@ def test_a_job_s_crop_reaches_its_sites(tmp_path: Path) -> None:
     config = JobConfig.model_validate(raw | {"task": raw["task"] | {"crop": 32}})
     found = site_data(config, "site-1", SiteConfig(), tmp_path).splits
     assert {item.crop.side for items in found.values() for item in items} == {32}
-
-
-def test_cropped_samples_have_names_of_their_own_in_the_store(tmp_path: Path) -> None:
-    item = saved(tmp_path, np.zeros((40, 40), np.uint8))
-    store = open_store(tmp_path / "kept", 10**6)
-    assert store is not None
-    crops = (None, Crop(16, 0, 0), Crop(16, 0.5, 0), Crop(17, 0, 0))
-    assert len({store.name(replace(item, crop=crop), "s") for crop in crops}) == 4
 
 
 def scored(folder: Path, entries: list[dict], crop: Crop, side: int = 8, **settings: object) -> SegmentationTask:

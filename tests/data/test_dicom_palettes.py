@@ -52,26 +52,27 @@ def tables(kind: str, shift: int = 0, times: int = 1) -> dict[str, np.ndarray]:
     return {colour: (np.array(values, np.int64) * times << shift).astype(kind) for colour, values in TABLE.items()}
 
 
-@pytest.mark.parametrize("big", [False, True])
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize(("shift", "times"), [(0, 1), (8, 1), (0, 257)], ids=["low byte", "high byte", "both bytes"])
-def test_words_are_read_whatever_their_descriptor_says(big: bool, bits: int, shift: int, times: int, tmp_path: Path) -> None:
-    assert shown(palette(tables("u2", shift, times), (4, 0, bits), big=big), tmp_path) == SHOWN
+WORDS = [("u2", shift, times, bits) for shift, times in ((0, 1), (8, 1), (0, 257)) for bits in (8, 16)]
+"""Entries in the low byte, in the high byte and in both."""
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_bytes_are_read_whatever_their_descriptor_says(bits: int, tmp_path: Path) -> None:
-    assert shown(palette(tables("u1"), (4, 0, bits)), tmp_path) == SHOWN
+@pytest.mark.parametrize(
+    ("kind", "shift", "times", "bits", "big"),
+    [
+        *((*one, big) for one in WORDS for big in (False, True)),
+        *(("u1", 0, 1, bits, False) for bits in (8, 16)),
+        *(("u2", 4, 1, bits, False) for bits in (12, 16)),
+    ],
+)
+def test_entries_are_read_whatever_their_descriptor_says(
+    kind: str, shift: int, times: int, bits: int, big: bool, tmp_path: Path
+) -> None:
+    assert shown(palette(tables(kind, shift, times), (4, 0, bits), big=big), tmp_path) == SHOWN
 
 
 def test_bytes_of_a_big_endian_file_lie_in_words(tmp_path: Path) -> None:
     swapped = {colour: np.array(values, np.uint8)[[1, 0, 3, 2]] for colour, values in TABLE.items()}
     assert shown(palette(swapped, (4, 0, 8), big=True), tmp_path) == SHOWN
-
-
-@pytest.mark.parametrize("bits", [12, 16])
-def test_words_of_12_bits(bits: int, tmp_path: Path) -> None:
-    assert shown(palette(tables("u2", 4), (4, 0, bits)), tmp_path) == SHOWN
 
 
 def test_dark_words_of_a_palette_with_a_bright_colour_stay_dark(tmp_path: Path) -> None:

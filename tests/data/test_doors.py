@@ -67,16 +67,21 @@ def test_masks_and_classes_get_a_folder_each(tmp_path: Path, monkeypatch: Patch,
     hospital(tmp_path / "raw" / "b", "{}.png", "{}_seg.png", (255,))
     for number in range(6):
         photo(tmp_path / "raw" / "c" / ("benign", "malign")[number % 2] / f"{number}.png")
+    hospital(tmp_path / "raw" / "d", "pictures/{}.bmp", "by hand/m{}.png", count=12)
+    rows = [f"pictures/{n}.bmp,by hand/m{n}.png,P{n // 2}" for n in range(12)]
+    (tmp_path / "raw/d/list.csv").write_text("\n".join(["file,mask,patient", *rows]))
     told = said(monkeypatch, capsys, "data", "import", "own", tmp_path / "raw", tmp_path / "lists")
     assert "a job has masks or classes" in told
-    assert sorted(one.parent.name for one in (tmp_path / "lists/segmentation").glob("*/datalist.json")) == ["a", "b"]
+    assert 'task.classes: {"object": [1, 255]}' in told
+    assert 'task.classes: ["benign", "malign"]' in told
+    assert sorted(one.parent.name for one in (tmp_path / "lists/segmentation").glob("*/datalist.json")) == ["a", "b", "d"]
     assert json.loads((tmp_path / "lists/classification/c/datalist.json").read_text())["labels"] == ["benign", "malign"]
-    assert said(monkeypatch, capsys, "data", "check", tmp_path / "lists").count("no problems") == 3
+    assert said(monkeypatch, capsys, "data", "check", tmp_path / "lists").count("no problems") == 4
     one = import_set("own", tmp_path / "raw", tmp_path / "one", Options(only=("c",)))
     assert set(one["sites"]) == {"c"}
     assert (tmp_path / "one/c/datalist.json").is_file()
-    with pytest.raises(ConsiliumError, match="--only: no site 'd'"):
-        import_set("own", tmp_path / "raw", tmp_path / "two", Options(only=("c", "d")))
+    with pytest.raises(ConsiliumError, match="--only: no site 'e'"):
+        import_set("own", tmp_path / "raw", tmp_path / "two", Options(only=("c", "e")))
     assert not (tmp_path / "two").exists()
 
 

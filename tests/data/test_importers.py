@@ -18,7 +18,6 @@ from tests.conftest import run
 from tests.data.importing import (
     INNER,
     OUTER,
-    check_repeats,
     filled,
     groups_apart,
     items_of,
@@ -170,10 +169,6 @@ def test_oct_keeps_the_published_splits_and_names_what_is_missing(tmp_path: Path
     (source / "val").rename(source / "dev")
     with pytest.raises(DataError, match=r"expected train/, val/ and test/ .*; found dev/, test/, train/"):
         import_set("oct-c8", source, tmp_path / "bad")
-
-
-def test_same_seed_same_bytes_other_seed_other_split(polyps: Path, tmp_path: Path) -> None:
-    check_repeats("polyp", polyps, tmp_path)
 
 
 def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(

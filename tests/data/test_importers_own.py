@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -70,15 +71,6 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
     assert "mask cannot be read" in told()
 
 
-def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
-    for site in ("site 1", "site-1"):
-        put(tmp_path / "raw", site, "a")
-    with pytest.raises(
-        DataError, match="'site 1' and 'site-1' would both be site 'site-1'; name one otherwise: --rename 'site-1=NAME'"
-    ):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
-
-
 def test_names_in_another_form_of_unicode_are_the_same(tmp_path: Path) -> None:
     put(tmp_path / "raw", "a", unicodedata.normalize("NFC", "Zähler 2"))
     mask = tmp_path / "raw/a/masks" / unicodedata.normalize("NFC", "Zähler 2.png")
@@ -110,57 +102,38 @@ def put_class(root: Path, *names: str) -> None:
         Image.new("RGB", (8, 8), (10, 20, 30)).save(root / name)
 
 
-def test_classes_with_numbered_patients_are_no_sites(tmp_path: Path) -> None:
-    put_class(
-        tmp_path / "raw", *(f"{kind}/{first}{n}/{i}.png" for kind, first in (("a", 1), ("b", 2)) for n in "12" for i in "12")
-    )
-    with pytest.raises(DataError, match=r"no class in common .*--patient-folders reads them so"):
+def layout(*levels: tuple[str, ...]) -> list[str]:
+    """Return the paths of two pictures in every folder of these levels."""
+    return ["/".join(parts) + ".png" for parts in product(*levels, "12")]
+
+
+KINDS = ("normal", "tumour")
+UNKNOWN = [
+    ("no class in common", [*layout(("normal",), ("11", "12")), *layout(("tumour",), ("21", "22"))]),
+    ("numbers for classes", layout(KINDS, ("001", "002"))),
+    ("numbers for classes", layout(KINDS, ("0012", "10"))),
+    ("numbers for classes", layout(KINDS, ("X001", "X002"))),
+    ("numbers for classes", layout(KINDS, ("2020-01-02",))),
+    ("called after classes", layout(KINDS, ("1", "2"))),
+    ("called after classes", layout(KINDS, ("ab", "cd"))),
+    ("called after classes", [*layout(("normal",), ("10", "11")), *layout(("tumour",), ("11", "12"))]),
+]
+"""Why folders of folders may be classes with a folder for each patient, and their pictures."""
+
+
+@pytest.mark.parametrize(("why", "pictures"), UNKNOWN)
+def test_folders_that_may_be_classes_with_patients_are_asked_for(why: str, pictures: list[str], tmp_path: Path) -> None:
+    put_class(tmp_path / "raw", *pictures)
+    with pytest.raises(DataError, match=f"{why}.*--patient-folders reads them so"):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
-    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
-    assert told["classes"] == ["a", "b"]
-    assert list(told["sites"]) == ["raw"]
-    told = import_set("own", tmp_path / "raw", tmp_path / "apart", Options(patient_folders=False))
-    assert list(told["sites"]) == ["a", "b"]
-
-
-@pytest.mark.parametrize("patients", [("001", "002"), ("0012", "10")])
-def test_equal_numbers_in_every_class_are_asked_for(patients: tuple[str, str], tmp_path: Path) -> None:
-    put_class(
-        tmp_path / "raw", *(f"{kind}/{number}/{i}.png" for kind in ("BENIGN", "MALIGN") for number in patients for i in "12")
-    )
-    with pytest.raises(DataError, match=r"numbers for classes .*--patient-folders reads them so"):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
-    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
-    assert told["classes"] == ["BENIGN", "MALIGN"]
-    told = import_set("own", tmp_path / "raw", tmp_path / "apart", Options(patient_folders=False))
-    assert list(told["sites"]) == ["BENIGN", "MALIGN"]
-
-
-@pytest.mark.parametrize(
-    "patients",
-    [
-        (("1", "2"), ("1", "2")),
-        (("10", "11"), ("11", "12")),
-        (("X001", "X002"),) * 2,
-        (("ab", "cd"),) * 2,
-        (("2020-01-02",),) * 2,
-    ],
-)
-def test_folders_called_after_classes_are_asked_for(patients: tuple[tuple[str, ...], ...], tmp_path: Path) -> None:
-    named = [
-        f"{kind}/{one}/{i}.png" for kind, own in zip(("normal", "tumour"), patients, strict=True) for one in own for i in "12"
-    ]
-    put_class(tmp_path / "raw", *named)
-    with pytest.raises(DataError, match="--patient-folders reads them so"):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
-    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
-    assert (list(told["sites"]), told["classes"]) == (["raw"], ["normal", "tumour"])
+    for patients, sites in ((True, ["raw"]), (False, list(KINDS))):
+        told = import_set("own", tmp_path / "raw", tmp_path / f"{patients}", Options(patient_folders=patients))
+        assert list(told["sites"]) == sites
+        assert not patients or told["classes"] == list(KINDS)
 
 
 def test_a_class_without_folders_of_patients_is_not_left_out(tmp_path: Path) -> None:
-    put_class(
-        tmp_path / "raw", *(f"BENIGN/{n}/{i}.png" for n in ("001", "002") for i in "12"), *(f"MALIGN/{i}.png" for i in "12")
-    )
+    put_class(tmp_path / "raw", *layout(("BENIGN",), ("001", "002")), *layout(("MALIGN",)))
     with pytest.raises(DataError, match="write which: --patient-folders"):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
     with pytest.raises(DataError, match="not every folder has a folder for each patient"):
@@ -256,17 +229,13 @@ def test_pictures_beside_folders_of_classes_are_told(tmp_path: Path) -> None:
 
 
 def test_splits_beside_another_folder_are_no_sites(tmp_path: Path) -> None:
-    put_class(
-        tmp_path / "raw", *(f"{split}/{kind}/{i}.png" for split in ("train", "dev", "test") for kind in "ab" for i in "12")
-    )
+    put_class(tmp_path / "raw", *layout(("train", "dev", "test"), ("a", "b")))
     with pytest.raises(DataError, match="test is called after a split, and dev beside it is not"):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
 
 
 def test_folds_are_no_sites(tmp_path: Path) -> None:
-    put_class(
-        tmp_path / "raw", *(f"{fold}/{kind}/{i}.png" for fold in ("fold1", "fold2", "fold3") for kind in "ab" for i in "12")
-    )
+    put_class(tmp_path / "raw", *layout(("fold1", "fold2", "fold3"), ("a", "b")))
     with pytest.raises(DataError, match="fold1, fold2, fold3 are called after folds of one site's data"):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
     for fold in ("1", "2", "3"):

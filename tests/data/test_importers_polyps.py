@@ -44,13 +44,6 @@ def test_etis_as_published_and_as_passed_on(images: str, masks: str, source: str
     assert groups_apart(runs, lambda item: str((int(item.image.stem) - 1) // 2))
 
 
-def test_etis_without_a_drawing_is_named(tmp_path: Path) -> None:
-    etis(tmp_path / "ETIS-LaribPolypDB/ETIS-LaribPolypDB", tmp_path / "ETIS-LaribPolypDB/Ground Truth")
-    (tmp_path / "ETIS-LaribPolypDB/Ground Truth/p7.tif").unlink()
-    with pytest.raises(DataError, match=r"7\.tif: expected a mask named p7; found none among 19; complete the set"):
-        import_set("polyp", tmp_path, tmp_path / "out")
-
-
 def test_names_in_another_case_are_partners(tmp_path: Path) -> None:
     for number in range(4):
         picture(tmp_path / f"Kvasir-SEG/Images/CJU{number}.JPG")

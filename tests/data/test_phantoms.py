@@ -1,4 +1,4 @@
-"""Phantoms: seeded, and appearance and annotation shifts that do not touch one another."""
+"""Generated data: seeded, and appearance and annotation shifts that do not touch one another; cells and sentences."""
 
 import json
 import re
@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
-from consilium.data.synthetic.phantoms import draw_phantom, habits, make_phantoms
-from consilium.data.synthetic.sentences import make_texts
+from consilium.data.synthetic.cells import CELLS
+from consilium.data.synthetic.phantoms import class_shares, draw_phantom, few_classes, habits, make_phantoms
+from consilium.data.synthetic.sentences import FINDINGS, LABELS, make_texts, site_probabilities
+from consilium.data.text import Text, read_texts
 
 
 @pytest.mark.parametrize("kind", ["fundus", "nuclei"])
@@ -74,3 +77,49 @@ def test_codes_mean_the_same_everywhere_and_are_seen_unevenly(tmp_path: Path) ->
     often, seldom = (Counter(code for code, _ in one) for one in (here, there))
     assert sum(abs(often[code] - seldom[code]) for code, _ in tested) > 80
     assert max(often.values()) > 4 * min(often.values())
+
+
+def test_sites_see_the_classes_unevenly_but_test_them_alike(tmp_path: Path) -> None:
+    path = make_phantoms(tmp_path, "cells", "site-1", 0, 40, 4, 10, 32, 0.5, 1.0)
+    raw = json.loads(path.read_text())
+    assert Counter(e["label"] for e in raw["test"]) == dict.fromkeys(CELLS, 2)
+    training = Counter(e["label"] for e in raw["training"])
+    assert max(training.values()) > 2 * 40 / len(CELLS)
+    assert not (tmp_path / "masks").exists()
+    assert not check_datalist(path, CELLS).problems
+    assert np.allclose(class_shares(habits("site-1", 0, 1.0, 0.0)), 1 / len(CELLS))
+
+
+def test_sites_in_turn_learn_from_two_classes_and_are_tested_on_all(tmp_path: Path) -> None:
+    shares = [few_classes(f"site-{i}", 2).tolist() for i in (1, 2, 3)]
+    assert shares == [[0.5, 0.5, 0, 0, 0], [0, 0, 0.5, 0.5, 0], [0.5, 0, 0, 0, 0.5]]
+    path = make_phantoms(tmp_path, "cells", "site-2", 0, 12, 6, 5, 32, 0.3, 0.7, classes=2)
+    found = {s: {item["label"] for item in json.loads(path.read_text())[s]} for s in ("training", "validation", "test")}
+    assert found == {"training": {"target", "teardrop"}, "validation": {"target", "teardrop"}, "test": set(CELLS)}
+
+
+def label(text: Text) -> str:
+    return text.outputs[0].partition(":")[0]
+
+
+def make(folder: Path, site: str = "site-1", seed: int = 0, annotation: float = 1.0) -> dict[str, tuple[Text, ...]]:
+    return read_texts(make_phantoms(folder, "sentences", site, seed, 60, 0, 9, 0, 0.7, annotation)).splits
+
+
+def test_the_same_seed_and_site_give_the_same_records(tmp_path: Path) -> None:
+    assert make(tmp_path / "a") == make(tmp_path / "b") == make(tmp_path / "a")
+    assert make(tmp_path / "a") != make(tmp_path / "c", seed=1)
+    assert make(tmp_path / "a") != make(tmp_path / "d", site="site-2")
+
+
+def test_what_a_finding_means_is_the_same_everywhere_and_the_test_split_is_balanced(tmp_path: Path) -> None:
+    splits = make(tmp_path)
+    assert Counter(label(t) for t in splits["test"]) == dict.fromkeys(LABELS, 3)
+    assert all(any(f in t.input for f in FINDINGS[label(t)]) for t in splits["training"])
+
+
+def test_the_skew_grows_with_its_strength() -> None:
+    even, uneven = site_probabilities(0, "site-1", "label", 3, 0.0), site_probabilities(0, "site-1", "label", 3, 1.0)
+    np.testing.assert_allclose(even, 1 / 3)
+    assert abs(uneven.sum() - 1) < 1e-9
+    assert uneven.max() / uneven.min() > 2

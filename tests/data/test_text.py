@@ -99,11 +99,6 @@ def test_a_final_answer_may_be_a_number(tmp_path: Path) -> None:
     assert found == ["12", "1/2", "1/100000", "-3"]
 
 
-def test_a_folder_without_a_training_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no training"):
-        read_texts(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["datalist.json", "notes.jsonl", "test.jsonl", "missing"])
 def test_texts_beside_what_a_site_names_are_not_read(name: str, tmp_path: Path) -> None:
     write(tmp_path, "training.jsonl", {"input": "a", "output": "b"})

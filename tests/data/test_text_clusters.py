@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from consilium.core.errors import DataError
-from consilium.data.text_clusters import cluster_points
+from consilium.data.partition import cluster_points
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.causal_lm.text_embeddings import embeddings
 

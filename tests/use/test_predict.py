@@ -20,7 +20,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
-from consilium.data.synthetic.imaging_study import Study
+from consilium.data.synthetic.organs import Study
 from consilium.use.inputs import Input, find_inputs, read_prompts
 from consilium.use.model import open_model
 from consilium.use.outputs import label_legend, label_map

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data.synthetic.imaging_study import Study
+from consilium.data.synthetic.organs import Study
 from consilium.use.inputs import Input, find_inputs
 from consilium.use.model import open_model
 from consilium.use.outputs import OutputOptions, split_clashing, write_nifti, write_picture

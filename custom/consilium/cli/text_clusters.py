@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from consilium.data.text_clusters import cluster_points
+from consilium.data.partition import cluster_points
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.causal_lm.text_embeddings import embeddings
 from consilium.models.untrusted_folder import named_as

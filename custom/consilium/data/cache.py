@@ -166,7 +166,8 @@ class SampleCache:
         """Return a sample read from its files, and whether there was room to cache it, on disk or in memory."""
         item = self._data.splits[split][index]
         name = self.store.name(item, self._settings) if self.store else ""
-        raw = {key: _to_bytes(tensor) for key, tensor in self._read(item).items()}
+        read = {key: one if one.dtype == torch.uint8 else one.round().to(torch.uint8) for key, one in self._read(item).items()}
+        raw = {key: one.contiguous().numpy() for key, one in read.items()}
         if self.store and name == self.store.name(item, self._settings) and self.store.put(name, raw):  # no file has changed
             return raw, True
         size = sum(array.nbytes for array in raw.values())
@@ -176,8 +177,3 @@ class SampleCache:
                 self._room -= size
                 self._kept[split, index] = raw
         return raw, fits
-
-
-def _to_bytes(tensor: torch.Tensor) -> np.ndarray:
-    found: np.ndarray = (tensor if tensor.dtype == torch.uint8 else tensor.round().to(torch.uint8)).contiguous().numpy()
-    return found

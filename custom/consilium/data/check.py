@@ -10,13 +10,13 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.class_names import doubtful_names
-from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, undeclared, undeclared_remedy
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
 from consilium.data.identifiers import ALIKE, alike_pseudonyms
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
+from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, undeclared, undeclared_remedy
 
 NEAR = 12
 """Two pictures look alike if their 256-bit hashes differ in at most this many bits."""

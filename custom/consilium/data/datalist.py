@@ -303,7 +303,8 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
             raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
         try:
             if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
-                check_file(file, most=_max_bytes(file))
+                slide = file.name.lower().endswith((*SLIDES, ".tif", ".tiff"))
+                check_file(file, most=MOST_SLIDE if slide else MOST_VOLUME_FILE if is_volume(file) else MOST_FILE)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
     # readers would ignore a plane of a picture, or a tile of a volume
@@ -318,10 +319,3 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
 def files_of(item: Any) -> list[Path]:
     """Return the files that a sample is read from: its picture, and its mask if it has one."""
     return [file for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]
-
-
-def _max_bytes(file: Path) -> int:
-    """Return the most bytes that a file of this kind may have."""
-    if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")):
-        return MOST_SLIDE
-    return MOST_VOLUME_FILE if is_volume(file) else MOST_FILE

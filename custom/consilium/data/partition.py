@@ -19,6 +19,7 @@ becomes common_test.jsonl beside the sites.
 import json
 import os
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from numpy.random import Generator
+from scipy.cluster.vq import kmeans2
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
@@ -238,6 +240,10 @@ MOST_VALUES = 1000
 """Values of a key. A key with more values holds names rather than classes, and cannot be drawn."""
 
 
+ITERATIONS = 100
+"""Iterations of k-means."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A line of a JSONL file, its class (the value of the chosen key), and its patient, "" if unknown."""
@@ -328,3 +334,20 @@ def _read_records(
     if len(values) > MOST_VALUES:
         raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are kinds; name another key")
     return _exclude_classes(source, splits, values, exclude)
+
+
+def cluster_points(points: np.ndarray, count: int, seed: int) -> list[str]:
+    """Return the name of each point's cluster, "cluster-0" and so on, for points (N, D): embeddings of texts.
+
+    FedHera's Table 10 partitions instructions by K-means clusters of "semantic embeddings" and does not name the embedding
+    model. Here, it is the base model's mean hidden state, see models/causal_lm/text_embeddings.py; K-means starts by k-means++.
+    The same points and seed give the same clusters. Raises DataError if there are fewer different points than clusters.
+    """
+    if len(np.unique(points, axis=0)) < count:
+        raise DataError(f"--clusters: {count} are more than there are different records; ask for less")
+    draw = np.random.default_rng(seed_for(seed, "clusters"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a cluster that loses all its points stays empty, and no record has it
+        _, found = kmeans2(points.astype(np.float64), count, iter=ITERATIONS, minit="++", rng=draw)
+    width = len(str(count - 1))
+    return [f"cluster-{int(number):0{width}d}" for number in found]

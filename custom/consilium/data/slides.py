@@ -288,6 +288,4 @@ def _read_by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndar
     return np.clip(seen, 0, 255).astype(np.uint8)
 
 
-@partial(Kept, most=2)
-def _read_whole(path: Path, what: str) -> np.ndarray:
-    return pictures.read(path, what)
+_read_whole = Kept(pictures.read, most=2)

@@ -53,12 +53,13 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
     sent = [strategy.payload(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
     up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
+    uploads = {str(number): tensor for number, tensor in enumerate(up)}  # a name may be sent in several phases
     site = SiteInfo("site", 1, joined=True)
     down = sum(strategy.download_numbers(one, site) for one in sent)
     joining = strategy.payload(start, SiteInfo("site", 1, joined=False)).tensors
     kept = down - sum(_count(one.tensors.values()) for one in sent)  # numbers that later rounds add, float32
     down_bytes = sum(payload_bytes(one.tensors) for one in sent) + 4 * kept
-    sizes = [round(size / len(strategy.traits.phases)) for size in (_count(up), down, _bytes(up), down_bytes)]
+    sizes = [round(size / len(strategy.traits.phases)) for size in (_count(up), down, payload_bytes(uploads), down_bytes)]
     numbers = [_count(initial[n] for n in trained), *sizes, _count(joining.values())]
     return Cost(label, **dict(zip(_NUMBERS, numbers, strict=True)))
 
@@ -172,7 +173,3 @@ def _fits(strategy: Strategy, initial: Tensors) -> bool:
 
 def _count(tensors: Iterable[Any]) -> int:
     return sum(t.numel() for t in tensors)
-
-
-def _bytes(tensors: list[Any]) -> int:
-    return payload_bytes({str(number): tensor for number, tensor in enumerate(tensors)})

@@ -81,7 +81,8 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     fits = strategy.traits.phases_of(0) * strategy.traits.fits
     rounds = training.rounds * asked * (fits * seen + strategy.traits.probe_fraction * own) * work.training
     closing = sites * strategy.traits.fits_after_last_round * seen * work.training
-    return rounds + closing + _scored(job, samples, sites, asked) * _score(job, work)
+    writes = getattr(job.config.task, "evaluate", "") in WRITTEN
+    return rounds + closing + _scored(job, samples, sites, asked) * work.scoring * (2 if writes else 1)
 
 
 def own_samples(config: JobConfig, sites: int) -> Samples | None:
@@ -96,11 +97,6 @@ def _scored(job: Job, samples: Samples, sites: int, asked: int) -> float:
     rounds = sum(config.training.validates(r, stage) for r in range(config.training.rounds) for stage in Stage)
     held = math.ceil(config.federation.fraction_evaluate * (sites - asked)) * config.training.rounds
     return (rounds * asked + held) * validation + len(Stage) * (samples.test or samples.validation)
-
-
-def _score(job: Job, work: Work) -> int:
-    writes = getattr(job.config.task, "evaluate", "") in WRITTEN
-    return work.scoring * (2 if writes else 1)
 
 
 def _sample(config: JobConfig) -> dict[str, Tensor]:

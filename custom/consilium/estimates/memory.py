@@ -165,10 +165,13 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
         model.train()
         with Live(held.keys()) as live, numberless(), torch.autocast("cpu", torch.bfloat16, enabled=lower(config, gpu)):
             task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
-        own = sum(p.numel() for p in trained)
-        gradients = 4 * own
-    frozen = sum(held.values()) - 4 * own - (spared_bytes(model, devices) if sharded else 0)
-    return StepMemory(frozen, _training_bytes(config, own) + gradients, max(live.most - gradients, _stepping(config, own)))
+    own = 4 * sum(p.numel() for p in trained)  # float32, and so are gradients and moments
+    frozen = sum(held.values()) - own - (spared_bytes(model, devices) if sharded else 0)
+    plain = MOMENTS[config.training.optimizer]
+    moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else plain
+    per_sample = config.training.batch_size if config.dpsgd else 0  # DP-SGD keeps each sample's gradient
+    stepping = own if plain else 0  # temporary tensors of the optimizer's step
+    return StepMemory(frozen, own * (2 + moments + per_sample), max(live.most - own, stepping))
 
 
 def _materialize(model: nn.Module) -> None:
@@ -177,29 +180,16 @@ def _materialize(model: nn.Module) -> None:
     for module in model.modules():
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in held:
-            tensors |= {n: made.setdefault(id(t), _fake(t)) for n, t in tensors.items() if t is not None}
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            for name, tensor in ((n, t) for n, t in tensors.items() if t is not None):
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                fake = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+                tensors[name] = made.setdefault(id(tensor), fake)
 
 
 def lower(config: JobConfig, gpu: bool) -> bool:
     """Return whether a step computes in bf16, see training/device.py. Steps of DP-SGD never do."""
     return config.dpsgd is None and (config.training.precision == "bf16" or (config.training.precision == "auto" and gpu))
-
-
-def _training_bytes(config: JobConfig, own: int) -> int:
-    """Return the bytes of `own` trained numbers and their moments; with DP-SGD also of each sample's gradient."""
-    moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else MOMENTS[config.training.optimizer]
-    each = config.training.batch_size if config.dpsgd else 0
-    return 4 * own * (1 + moments + each)
-
-
-def _stepping(config: JobConfig, own: int) -> int:
-    """Return the bytes of the temporary tensors of an optimizer step over `own` trained numbers."""
-    return 4 * own if MOMENTS[config.training.optimizer] else 0
 
 
 def remedies(config: JobConfig, sharded: bool = False) -> Iterator[tuple[str, JobConfig]]:
@@ -214,18 +204,13 @@ def remedies(config: JobConfig, sharded: bool = False) -> Iterator[tuple[str, Jo
         if changed == raw or (_width(changed) > _width(raw)):
             continue
         with suppress(ValidationError, ConfigError):  # settings that this job refuses, such as bf16 under record-level privacy
-            found = _possible(JobConfig.model_validate(changed), raw)
+            found = JobConfig.model_validate(changed)
+            kept = raw["model"]["dtype"], raw["training"]["gradient_checkpointing"]
+            if (found.model.dtype, found.training.gradient_checkpointing) != kept:
+                assemble_job(found)  # raises ConfigError if its model cannot have them
             said |= {f"{s}.{f}": str(v).lower() for s, fields in change.items() for f, v in fields.items() if raw[s][f] != v}
             raw = changed
             yield " ".join(f"{field}={value}" for field, value in said.items()), found
-
-
-def _possible(config: JobConfig, before: dict[str, Any]) -> JobConfig:
-    """Return `config`, changed from `before`. Raises ConfigError if its model cannot have the new dtype or checkpointing."""
-    kept, checkpointed = before["model"]["dtype"], before["training"]["gradient_checkpointing"]
-    if (config.model.dtype, config.training.gradient_checkpointing) != (kept, checkpointed):
-        assemble_job(config)
-    return config
 
 
 def _width(raw: dict[str, Any]) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pydicom
 from pydicom import Dataset
@@ -94,7 +93,7 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
         return [(path, open_file(path))]
     budget = Budget(path, MOST_OF_FOLDER)
     found = [(file, elements) for file in _dicom_files(path) if is_image(elements := open_file(file, budget=budget))]
-    found = [(f, e) for f, e in found if "LOCALIZER" not in _text_values(e, "ImageType")] or found
+    found = [(f, e) for f, e in found if "LOCALIZER" not in (e.get("ImageType") or ())] or found
     count, people = (
         len({e.get("SeriesInstanceUID") for _, e in found}),
         {(patient_identifier(e), e.get("StudyInstanceUID")) for _, e in found},
@@ -139,8 +138,3 @@ def patient_identifier(elements: Dataset) -> str:
     """Return the patient's identifier: the hospital's number, else name and date of birth. It must not leave this process."""
     name, born, number = (canonical(str(elements.get(key) or "")) for key in ("PatientName", "PatientBirthDate", "PatientID"))
     return number or (f"{name}|{born}" if name else "")
-
-
-def _text_values(elements: Dataset, keyword: str) -> list[str]:
-    value: Any = elements.get(keyword) or []
-    return [value] if isinstance(value, str) else [str(part) for part in value]

@@ -75,7 +75,8 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
             why = str(error).removeprefix(f"{path}: ")
             faults[name] = DataError(f"{path}: structure {name!r} {why}", error.kind)
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
-    if (lines := sum(int(_count_crossed_lines(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
+    ends = (np.ceil(polygon[:, 1]).clip(0, image.grid.shape[1]).astype(np.int64) for polygon in polygons)
+    if (lines := sum(int(np.abs(np.roll(one, -1) - one).sum()) for one in ends)) > MOST_CROSSINGS:
         found = f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
     nothing = np.zeros(image.grid.shape[::-1], bool).T  # each slice contiguous
@@ -156,12 +157,6 @@ def inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray
 def _odd_counts(places: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Return (length,) bytes: 1 for each index that occurs in `places` an odd number of times, else 0."""
     return np.bincount(np.concatenate(places) if places else np.zeros(0, np.int64), minlength=length).astype(np.uint8) & 1
-
-
-def _count_crossed_lines(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return the number of lines of points that each edge of a polygon crosses."""
-    ends = np.ceil(polygon[:, 1]).clip(0, shape[1]).astype(np.int64)
-    return np.abs(np.roll(ends, -1) - ends)
 
 
 def _crossings(polygon: np.ndarray, bounds: np.ndarray, start: np.ndarray, tall: int) -> Iterator[np.ndarray]:

@@ -22,7 +22,7 @@ from consilium.data.importers.base import (
 )
 from consilium.data.importers.labels import named_values, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
-from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
+from consilium.data.pairs import Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
 from consilium.data.site_names import asked_sites
 
@@ -375,7 +375,10 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     ):
         if some:
             notes.append(f"{len(some)} {what}, the first {some[0].relative_to(folder)}")
-    splits = [_split_of_path(image) for image, _ in pairs.found]
+    splits: list[str | None] = []
+    for image, _ in pairs.found:  # the split that a folder above the picture is named after
+        named_words = (word for part in image.full.split("/")[:-1] for word in (part, *words(part)))
+        splits.append(next(filter(None, map(_named_split, named_words)), None))
     published = None not in splits and len(set(splits)) > 1
     whose: list[str] = []
     parts = [[part for part in image.short.split("/")[:-1] if not _named_split(part)] for image, _ in pairs.found]
@@ -401,12 +404,6 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
         )
         for number, ((image, mask), split) in enumerate(zip(pairs.found, splits, strict=True))
     ], notes
-
-
-def _split_of_path(image: Names) -> str | None:
-    """Return the split that a folder above the picture is named after, None if there is none."""
-    parts = image.full.split("/")[:-1]
-    return next((split for part in parts for word in (part, *words(part)) if (split := _named_split(word))), None)
 
 
 def _named_split(name: str) -> str | None:

@@ -10,7 +10,6 @@ import numpy as np
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
 from consilium.data.class_names import doubtful_names
-from consilium.data.class_values import ONE_CLASS, classes_for, one_class
 from consilium.data.datalist import Item, read_json
 from consilium.data.images import check_pair, read_labels
 from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png
@@ -19,6 +18,7 @@ from consilium.data.pairs import MOST_VALUES
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.sample_check import image_shape
 from consilium.data.site_names import renamed_notes, renamed_sites
+from consilium.data.undeclared_values import ONE_CLASS, classes_for, one_class
 
 EXACT = "or import with --exact-values if they are labels"
 _ONE_OBJECT = 0.5

@@ -6,7 +6,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
 
@@ -294,7 +293,7 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
     for path in files(table.path.parent, PICTURES)[:_SEARCHED]:
         for name in {path.name, without_ending(path.name)}:
             below.setdefault(compose_unicode(name).casefold(), []).append(path)
-    lost, hints = list[str](), list[str]()
+    lost = list[str]()
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
         name = compose_unicode(cell.replace("\\", "/").rpartition("/")[2]).casefold()
         # only names without a folder are searched, and a picture is not taken as its own mask
@@ -303,13 +302,10 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
         if len(alike) == 1 and alike[0] not in found.values():
             found[one, cell] = alike[0]
             continue
-        near = get_close_matches(without_ending(name), below, 1) if len(lost) < _TOLD else []
-        hints += [f"{cell!r} may be {below[near[0]][0].relative_to(table.path.parent)}"] if near else []
         lost.append(f"line {lines[one, cell]}: {one} {cell!r}")
     if lost:
         more = f" and {len(lost) - _TOLD} more of {len(lines)}" if len(lost) > _TOLD else ""
-        hint = "".join(f"; {one}" for one in hints[:_TOLD])
-        raise DataError(f"{table.path}: {', '.join(lost[:_TOLD])}{more}: no such file; paths start at the table's folder{hint}")
+        raise DataError(f"{table.path}: {', '.join(lost[:_TOLD])}{more}: no such file; paths start at the table's folder")
     moved = next(key for key in lines if not _find_picture(table.path.parent, key[1]))
     table.notes.append(f"files are found by name below {table.path.parent}, such as {moved[1]} in {found[moved].parent}")
     return found

@@ -14,12 +14,12 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.data.class_values import ONE_CLASS
 from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
 from consilium.data.safe_open import is_encodable
 from consilium.data.site_names import asked_sites
+from consilium.data.undeclared_values import ONE_CLASS
 
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""

@@ -11,7 +11,7 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
 from consilium.core.seeding import seed_for
-from consilium.data.synthetic.imaging_study import LABELS, WINDOW, Study
+from consilium.data.synthetic.organs import LABELS, WINDOW, Study
 
 DAY, TIME = "20200101", "120000"
 OFFSET = -1024

@@ -16,12 +16,9 @@ from consilium.core.seeding import seed_for
 from consilium.data.pixel_values import windowed
 from consilium.data.settings import PictureSettings
 from consilium.data.synthetic.drawing import write_list
-from consilium.data.synthetic.imaging_study import LABELS, WINDOW, Study
-from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
+from consilium.data.synthetic.organs import LABELS, WINDOW, Study, draw_anatomy, draw_study, scan
 
 Files = Literal["nifti", "dicom", "png"]
-
-
 Entries = list[dict[str, Any]]
 Write = Callable[[Path, Study], Entries]
 

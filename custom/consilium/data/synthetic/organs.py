@@ -11,8 +11,12 @@ from numpy.random import Generator
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
+from consilium.data.settings import WindowConfig
 from consilium.data.synthetic.drawing import soft_edge
 
+LABELS = ("background", "organ", "lesion")
+WINDOW = WindowConfig(center=60, width=400)
+"""The window in the DICOM files, and of the PNGs."""
 FIELD = 160.0
 """Millimetres that a slice covers in each direction."""
 AXES = {
@@ -21,6 +25,22 @@ AXES = {
     "sagittal": np.array([[0, 0, 1], [-1, 0, 0], [0, -1, 0]]),
 }
 """Right-handed matrices. Their columns are the directions (right, front, up) in which columns, rows and slices are counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """`values` (i, j, k) int16, `labels` of that shape uint8, `affine` (4, 4) to mm.
+
+    `patient` and `study` are made-up identifiers. `name` is the name of the files.
+    """
+
+    values: np.ndarray
+    labels: np.ndarray
+    affine: np.ndarray
+    patient: str
+    study: str
+    name: str
+    seed: int
 
 
 @dataclass(frozen=True)
