@@ -32,7 +32,7 @@ NOT_RUN = {
         "consilium data import medquad",
         "consilium allow WORKSPACE",
     ],
-    "jobs/models.md": ["consilium models import", "python -m tests.pretraining", "consilium data import csv-text"],
+    "jobs/models.md": ["consilium models import", "consilium data import csv-text"],
     "jobs/papers.md": ["consilium study run iat_table1"],
     "jobs/studies.md": ["consilium study run mine.yaml"],
     "custom/consilium/data/site.md": ["consilium data cache STATE"],
