@@ -101,7 +101,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_files_named_in_a_page_are_there(page: str) -> None:
     begin = re.compile(r"(custom|jobs|provisioning|tests|\.ci)/[\w./-]+")
     named = [word for word in code(page) if begin.fullmatch(word)]
-    made = {home[0] for block in blocks(page) if (home := block.home)} | {"tests/strategies/test_fedadam.py"}
+    made = {home[0] for block in blocks(page) if (home := block.home)} | {"tests/strategies/test_one_mix.py"}
     assert [word for word in named if not (ROOT / word).exists() and word not in made] == []
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert [word for word in code(page) if re.fullmatch(r"test_\w+\.py", word) and word not in tests] == []
