@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[1]
 PICTURES = {".png", ".svg"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 KINDS = {
-    "strategies": ("Algorithms", "strategy-name", ("strategy", "trainer", "traits")),
-    "tasks": ("Tasks", "task-name", ("base", "registry")),
-    "models": ("Models", "model-name", ("registry",)),
-    "adapters": ("Adapters", "adapter-kind", ("registry", "layers")),
+    "strategies": ("Algorithms", "strategy", ("strategy", "trainer", "traits")),
+    "tasks": ("Tasks", "task", ("base", "registry")),
+    "models": ("Models", "model", ("registry",)),
+    "adapters": ("Adapters", "adapter", ("registry", "layers")),
 }
-"""Pages of the reference by room: title, how headings of jobs/fields.md begin, and what an author of a new kind works with."""
+"""Pages of the reference by room: title, heading in jobs/fields.md, and what an author of a new kind works with."""
 _CODE = re.compile(r"(^```\w*\n(?s:.*?)^```$|`[^`\n]+`)", re.M)
 _LINK = re.compile(r"(\]\()([^)\s#]+)")
 
@@ -117,6 +117,6 @@ def _reference(room: str) -> str:
     about = "From the code's docstrings. [Recipes](../custom/recipes.md) say how to add one of your own."
     parts = [f"# {title}", about, *(f"::: consilium.{room}.{name}" for name in modules)]
     for name, module in kinds:
-        fields = f"Its settings: [job.yaml](../jobs/fields.md#{heading}-{name})."
+        fields = f"Its settings: [job.yaml](../jobs/fields.md#{heading})."
         parts += [f"## `{name}`", fields, f"::: {module}\n    options: {{show_root_heading: false, heading_level: 2}}"]
     return "\n\n".join(parts) + "\n"

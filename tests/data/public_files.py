@@ -32,6 +32,7 @@ NEURO_FORMATS = {
     ".hdr": "ANALYZE, NIfTI pairs",
     ".mgz": "FreeSurfer MGH", ".v": "ECAT", ".trk": "tracts", ".tck": "tracts", ".nii": "NIfTI",
 }  # fmt: skip
+ADVICE = "convert it to NIfTI"
 PYTHONS = re.compile(
     r"\w+(Error|Exception|Warning)\b|Traceback|\b(None|NoneType|dtype|object|array|tuple|self)\b|\(\d+, |<\w+|\b0x[0-9a-f]"
 )
@@ -146,12 +147,21 @@ def _neuro_format(path: Path) -> str:
 
 
 def table(found: list[Outcome]) -> str:
-    """Return the table of the page: how many files of each format are read and refused, and the first line of a refusal."""
+    """Return the table of the page: how many files of each format are read and refused, and the first line of a refusal.
+
+    Formats of one family that are all read share a row, and so do those that are refused with the advice to convert them.
+    """
     rows = ["| format | files read | refused | as |", "| --- | --- | --- | --- |"]
+    groups = dict[str, list[str]]()
     for format in sorted({one.format for one in found}):
         mine = [one for one in found if one.format == format]
         lines = [one.line.partition(": ")[2] for one in mine if one.line]
-        rows.append(f"| {format} | {len(mine) - len(lines)} | {len(lines) or ''} | {lines[0] if lines else ''} |")
+        family = format.split(",")[0] if not lines else ADVICE if all(ADVICE in line for line in lines) else format
+        groups.setdefault(family, []).append(format)
+    for formats in groups.values():
+        mine = [one for one in found if one.format in formats]
+        lines = [one.line.partition(": ")[2] for one in mine if one.line]
+        rows.append(f"| {'; '.join(formats)} | {len(mine) - len(lines)} | {len(lines) or ''} | {lines[0] if lines else ''} |")
     return "\n".join(rows) + "\n"
 
 

@@ -56,17 +56,29 @@ def of_jobs() -> dict[str, list[Mark]]:
 
 
 def table(paper: str) -> str:
-    """Return a paper's settings: a row each, with the jobs that have it where not all do."""
+    """Return a paper's settings: by the place that prints them, then ours that differ or have a reason, then the rest of ours.
+
+    A setting that not all of the paper's jobs have names those that do.
+    """
     jobs = {name: found for name, found in of_jobs().items() if found[0].paper == paper}
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    rows: dict[Mark, list[str]] = {}
     for name, found in jobs.items():
         for mark in found:
-            rows.setdefault(mark.row, []).append(name)
-    lines = ["| setting | theirs | ours | where, or why |", "|---|---|---|---|"]
-    for (field, theirs, ours, why), names in sorted(rows.items(), key=lambda one: one[0][0].partition(".")[0]):
+            rows.setdefault(mark, []).append(name)
+    printed, reasons, rest = dict[str, list[str]](), list[str](), list[str]()
+    for mark, names in sorted(rows.items(), key=lambda one: one[0].field.partition(".")[0]):
         of = "" if len(names) == len(jobs) else f" ({', '.join(f'`{name}`' for name in names)})"
-        lines.append(f"| `{field}`{of} | {theirs} | {ours} | {why} |")
-    return "\n".join(lines)
+        field, theirs, ours, why = mark.row
+        if not mark.ours:
+            printed.setdefault(why, []).append(f"`{field}: {ours}`{of}")
+        elif theirs == "not printed" and not why:
+            rest.append(f"`{field}: {ours}`{of}")
+        else:
+            reasons.append(f"| `{field}: {ours}`{of} | {theirs} | {why} |")
+    lines = ["| where the paper prints it | setting |", "|---|---|"]
+    lines += [f"| {where} | {', '.join(settings)} |" for where, settings in printed.items()]
+    lines += ["", "| ours | theirs | why |", "|---|---|---|", *reasons]
+    return "\n".join([*lines, f"| {', '.join(rest)} | not printed | |"])
 
 
 def rewritten(page: str) -> str:

@@ -5,7 +5,6 @@ the field's description.
 """
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,41 +13,37 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from consilium.adapters.registry import ADAPTERS
-from consilium.config.data import DataConfig, DatasetConfig, PhantomConfig
-from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
+from consilium.config.data import DataConfig
+from consilium.config.deployment import DeploymentConfig
 from consilium.config.job import JobConfig
 from consilium.config.privacy import (
-    BudgetConfig,
-    HospitalPrivacyPolicy,
     PatientLevelDpConfig,
     RecordLevelDpConfig,
     SecureAggregationConfig,
     SiteLevelDpConfig,
-    SitePartnersConfig,
 )
 from consilium.config.run_sections import (
     CrossSiteConfig,
     DiagnosticsConfig,
     FederationConfig,
-    OracleConfig,
     ServerConfig,
     StatisticsConfig,
     TrainingConfig,
-    ValidateConfig,
 )
-from consilium.config.site import CacheConfig, CapacityConfig, SiteConfig, TrackingConfig
+from consilium.config.site import SiteConfig
 from consilium.models.registry import MODELS
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.registry import STRATEGIES
-from consilium.tasks.classification import ClassificationScoresConfig
 from consilium.tasks.registry import TASKS
-from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
 KEYS = ("name", "kind", "unit")
 """Fields that select the kind of a section. The heading of a kind shows them, so its table does not."""
 BEGIN, END = "<!-- begin: written by python -m consilium.config.reference -->", "<!-- end -->"
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
 BOUNDS = {"minimum": "from", "exclusiveMinimum": "over", "maximum": "to", "exclusiveMaximum": "under"}
+ROUNDS = "Validation takes place in rounds `every`, 2 `every` and so on, counted from 1; the final evaluation in any case."
+ALGORITHMS = "[Algorithms](algorithms.md) describes each algorithm. One without a row here has no fields."
+UNEQUAL = "all for unequal ranks"
 POWERS = {2**exponent: f"2^{exponent}" for exponent in (16, 60, 63)}
 
 
@@ -57,12 +52,20 @@ def fields_of(section: type) -> dict[str, dict[str, Any]]:
 
     The field that selects the kind is left out. A required field has no "default".
     """
-    schema = TypeAdapter(section).json_schema()
     own = None if issubclass(section, BaseModel) else section.__annotations__
     return {
-        name: field | ({} if name in schema.get("required", []) else {"default": field.get("default")})
-        for name, field in schema.get("properties", {}).items()
+        name: field
+        for name, field in _with_defaults(TypeAdapter(section).json_schema()).items()
         if not (name in KEYS and "const" in field) and (own is None or name in own)
+    }
+
+
+def _with_defaults(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the fields of a section's schema; those that are not required have a "default"."""
+    required = schema.get("required", [])
+    return {
+        name: field | ({} if name in required else {"default": field.get("default")})
+        for name, field in schema.get("properties", {}).items()
     }
 
 
@@ -96,67 +99,95 @@ def _number(value: float) -> str:
 
 
 def _default(field: Mapping[str, Any]) -> str:
-    """Return a field's default as YAML, "-" for none or for a section, whose own table has its defaults."""
+    """Return a field's default as YAML, "" for none or for a section, whose own rows have its defaults."""
     if "default" not in field:
         return "required"
     value = field.get("default_kind", field["default"])
     if value in (None, {}, []) or "$ref" in field:
-        return "-"
+        return ""
+    if isinstance(value, float):
+        return f"`{value:.6g}`"
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 
-def table(section: type) -> str:
-    """Return a section's fields as a Markdown table."""
-    rows = [("field", "value", "default", "meaning"), ("---",) * 4]
-    for name, field in fields_of(section).items():
-        rows.append((f"`{name}`", shown_type(field), _default(field), field.get("description", "")))
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+def rows_of(section: type, nested: bool = True) -> dict[str, tuple[str, str, str]]:
+    """Return value, default and meaning of a section's fields by name; `nested`: also of sections in it, as `outer.inner`."""
+    found = dict[str, tuple[str, str, str]]()
+    sections = TypeAdapter(section).json_schema().get("$defs", {}) if nested else {}
+
+    def add(prefix: str, fields: Mapping[str, dict[str, Any]]) -> None:
+        for name, field in fields.items():
+            found[prefix + name] = (shown_type(field), _default(field), field.get("description", ""))
+            if (inner := _section_in(field)) and inner[0] != SiteConfig.__name__:  # has a page of its own
+                add(f"{prefix}{name}{inner[1]}.", _with_defaults(sections.get(inner[0], {})))
+
+    add("", fields_of(section))
+    return found
 
 
-def chapter(title: str, section: type, cited: str = "") -> str:
-    """Return a heading, `cited`, a section's docstring, and its table."""
-    intro = " ".join((section.__dict__.get("__doc__") or "").split())
-    parts = (f"## {title}", cited, intro, table(section) if fields_of(section) else "")
-    return "\n\n".join(part for part in parts if part)
+def _section_in(field: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the name of the one section that a field is or holds, and what stands for its key: a map's NAME or a list's []."""
+    parts = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
+    values = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), None)
+    for inner, key in ((parts[0] if len(parts) == 1 else {}, ""), (field.get("items"), "[]"), (values, ".NAME")):
+        if isinstance(inner, dict) and "$ref" in inner:
+            return inner["$ref"].rpartition("/")[2], key
+    return None
 
 
-def _source(kind: type) -> str:
-    """Return the first sentence of the docstring of an algorithm's module."""
-    text = " ".join((sys.modules[kind.__module__].__doc__ or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0] if ". " in text else text
+def table(kinds: Mapping[str, type], nested: bool = True, by_field: bool = True) -> str:
+    """Return the fields of a section as a Markdown table. Kinds that agree on a field share its row; column "of" names them.
+
+    Rows of one field stand together if `by_field`, else those of one kind.
+    """
+    of = dict[tuple[str, ...], list[str]]()
+    for kind, section in kinds.items():
+        for name, cells in rows_of(section, nested).items():
+            of.setdefault((name, *cells), []).append(kind)
+    order = list(dict.fromkeys(name for name, *_ in of))
+    head = ["field", "of", "value", "default", "meaning"]
+    rows = [head, ["---"] * len(head)]
+    for (field, *rest), names in sorted(of.items(), key=lambda one: order.index(one[0][0]) if by_field else 0):
+        rows.append([f"`{field}`", "all" if len(names) == len(kinds) else ", ".join(names), *rest])
+    several = len(kinds) > 1
+    shown = [row if several else [row[0], *row[2:]] for row in rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in shown)
+
+
+def _docstring(section: type) -> str:
+    return " ".join((section.__dict__.get("__doc__") or "").split())
+
+
+def chapter(title: str, kinds: type | Mapping[str, type], about: str | None = None, nested: bool = True) -> str:
+    """Return a heading, `about` (by default the docstring of the section, or of each of its kinds), and the table."""
+    if isinstance(kinds, type):
+        return "\n\n".join([f"## {title}", _docstring(kinds) if about is None else about, table({"": kinds}, nested)])
+    intro = "\n".join(f"- `{name}`: {_docstring(kind)}" for name, kind in kinds.items()) if about is None else about
+    return "\n\n".join([f"## {title}", intro, table(kinds, nested)])
 
 
 def job_reference() -> str:
     """Return the reference of job.yaml as Markdown."""
-    parts = [chapter("The whole file", JobConfig), chapter("`training:`", TrainingConfig)]
-    parts += [chapter("`training: {validate:}`", ValidateConfig)]
-    parts += [chapter("`federation:`", FederationConfig), chapter("`server:`", ServerConfig)]
-    parts += [chapter("`secure_aggregation:`", SecureAggregationConfig)]
-    for key, word, registry in (("model", "name", MODELS), ("adapter", "kind", ADAPTERS), ("task", "name", TASKS)):
-        parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
-    parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
-    parts += [chapter("`task: {scores:}` of classification", ClassificationScoresConfig)]
+    parts = [chapter("The whole file", JobConfig, "Server and sites read the same file.", nested=False)]
+    parts += [chapter("`training:`", TrainingConfig, ROUNDS), chapter("`federation:`", FederationConfig)]
+    parts += [chapter("`server:`", ServerConfig)]
+    for key, registry in (("model", MODELS), ("adapter", ADAPTERS), ("task", TASKS)):
+        parts += [chapter(f"`{key}:`", {name: kind.config for name, kind in registry.items()})]
     units = {"site": SiteLevelDpConfig, "patient": PatientLevelDpConfig, "record": RecordLevelDpConfig}
-    parts += [chapter(f"`privacy: {{unit: {unit}}}`", section) for unit, section in units.items()]
+    parts += [chapter("`privacy:`", units), chapter("`secure_aggregation:`", SecureAggregationConfig)]
     parts += [chapter("`statistics:`", StatisticsConfig), chapter("`cross_site:`", CrossSiteConfig)]
-    parts += [chapter("`diagnostics:`", DiagnosticsConfig), chapter("`diagnostics: {oracle:}`", OracleConfig)]
-    parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
-    parts += [chapter(f"`strategy: {{name: {name}}}`", kind, _source(kind)) for name, kind in STRATEGIES.items()]
-    return "\n\n".join([*parts, chapter("`strategy:` of every algorithm with unequal ranks", UnequalRanks)])
+    parts += [chapter("`diagnostics:`", DiagnosticsConfig), chapter("`data:`", DataConfig), "## `strategy:`", ALGORITHMS]
+    return "\n\n".join([*parts, table({**STRATEGIES, UNEQUAL: UnequalRanks}, by_field=False)])
 
 
 def site_reference() -> str:
     """Return the reference of site.yaml as Markdown."""
-    parts = [chapter("The whole file", SiteConfig), chapter("An entry of `datasets:`", DatasetConfig)]
-    parts += [chapter("`cache:`", CacheConfig), chapter("`tracking:`", TrackingConfig), chapter("`capacity:`", CapacityConfig)]
-    parts += [chapter("`privacy:`", HospitalPrivacyPolicy), chapter("An entry of `privacy: {budgets:}`", BudgetConfig)]
-    return "\n\n".join([*parts, chapter("`secure_aggregation:`", SitePartnersConfig)])
+    return table({"": SiteConfig})
 
 
 def deployment_reference() -> str:
     """Return the reference of sites.yml as Markdown."""
-    parts = [chapter("The whole file", DeploymentConfig), chapter("`server:`", ServerEntry)]
-    return "\n\n".join([*parts, chapter("An entry of `sites:`", SiteEntry), chapter("An entry of `admins:`", AdminEntry)])
+    return table({"": DeploymentConfig})
 
 
 PAGES: dict[str, Callable[[], str]] = {

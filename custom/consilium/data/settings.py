@@ -38,7 +38,7 @@ class TilesConfig(Section):
     """
 
     size: Annotated[int, Field(ge=16, le=8192, description="pixels per side of a tile")] = 512
-    stride: Annotated[int, Field(ge=8, le=8192, description="pixels from one tile to the next; default: the size")] | None = (
+    stride: Annotated[int | None, Field(ge=8, le=8192, description="pixels from one tile to the next; default: the size")] = (
         None
     )
     level: Annotated[int, Field(ge=0, le=20, description="level of a slide that is read; 0 is the finest")] = 0
@@ -50,8 +50,8 @@ class TilesConfig(Section):
 class WindowConfig(Section):
     """Values from `center` - `width` / 2 (black) to `center` + `width` / 2 (white), in the file's unit, such as HU."""
 
-    center: Annotated[float, Field(ge=-1e6, le=1e6)]
-    width: Annotated[float, Field(gt=0, le=1e6)]
+    center: Annotated[float, Field(ge=-1e6, le=1e6, description="the value shown as mid-grey, in the file's unit, such as HU")]
+    width: Annotated[float, Field(gt=0, le=1e6, description="the range from black to white, in the file's unit")]
 
 
 class PictureSettings(Section):

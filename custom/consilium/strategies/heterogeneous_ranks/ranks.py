@@ -83,8 +83,8 @@ TierName = Annotated[str, Field(min_length=1, max_length=64)]
 class Tier:
     """The average ranks per layer that a class of sites can train and download."""
 
-    train: Annotated[float, Field(le=1e6)]
-    download: Annotated[float, Field(le=1e6)]
+    train: Annotated[float, Field(le=1e6, description="average ranks per layer that the tier trains")]
+    download: Annotated[float, Field(le=1e6, description="average ranks per layer that the tier downloads, at least `train`")]
 
 
 PROFILES: dict[str, dict[str, float]] = {
