@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import peft
 import pytest
 import yaml
 
@@ -16,9 +15,8 @@ from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export
 from consilium.flare.kit.local_folder import apply_local
-from consilium.models.sam.network import build_sam
 from consilium.privacy.ledger.ledger import Ledger
-from tests.conftest import JOBS, small_cells, small_config, training_only
+from tests.conftest import small_cells, small_config, training_only
 from tests.deployment.federation import LEAD, Federation
 from tests.deployment.jobs import fingerprint_of, pin
 
@@ -74,39 +72,39 @@ def careless(server: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "prepare", "refusal"),
-    [
-        (altered, lambda server: None, "server: app app does not pass signature verification"),
-        (unsigned, lambda server: None, "server: unsigned job rejected"),
-        (unsigned, careless, "site-1: unsigned job rejected"),
-    ],
-)
-def test_altered_job_is_refused(
-    change: Callable[[Path], None], prepare: Callable[[Path], None], refusal: str, tmp_path: Path
-) -> None:
+def test_altered_jobs_and_other_classes_are_refused(tmp_path: Path) -> None:
+    """Jobs wait in the server's store for a second site while they are changed."""
     with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
-        prepare(federation.kit("server"))
+        server = "server: app app does not pass signature verification"
         federation.start("server", "site-1")
-        job = federation.submit(federation.export(small_config("fedit")))  # waits in the store for a second site
-        change(tmp_path / "server-state/jobs" / job / "data")
-        federation.start("site-2")
+        _check_refusals(federation, [(altered, server), (unsigned, "server: unsigned job rejected")])
+        _check_other_class(federation, tmp_path / "proof")
+        federation.kill("site-2")
+        federation.kill("server")
+        careless(federation.kit("server"))
+        federation.start("server")
+        _check_refusals(federation, [(unsigned, "site-1: unsigned job rejected")])
+
+
+def _check_refusals(federation: Federation, cases: list[tuple[Callable[[Path], None], str]]) -> None:
+    jobs = [(federation.submit(federation.export(small_config("fedit"))), *case) for case in cases]
+    for job, change, _ in jobs:
+        change(federation.folder / "server-state/jobs" / job / "data")
+    federation.start("site-2")
+    for job, _, refusal in jobs:
         assert federation.wait(job, 60) == "FINISHED:FAILED_TO_RUN"
         assert refusal in "\n".join(federation.meta(job)["job_deploy_detail"])
-        assert not federation.processes(jobs_only=True)
+    assert not federation.processes(jobs_only=True)
 
 
-@pytest.mark.slow
-def test_other_class_is_refused_by_sites(tmp_path: Path) -> None:
-    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
-        federation.start()
-        job, proof = federation.export(small_config("fedit", rounds=1)), tmp_path / "proof"
-        path = job / "app/config/config_fed_client.json"
-        command = {"id": "x", "path": "subprocess.Popen", "args": {"args": ["touch", str(proof)]}}
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"components": [command]}))
-        assert federation.wait(federation.submit(job)) == "FINISHED:ABNORMAL"
-        assert "Component 'subprocess.Popen' at config path 'components.#1' is not in allow_list" in federation.log("site-1")
-        assert not proof.exists()
+def _check_other_class(federation: Federation, proof: Path) -> None:
+    job = federation.export(small_config("fedit", rounds=1))
+    path = job / "app/config/config_fed_client.json"
+    command = {"id": "x", "path": "subprocess.Popen", "args": {"args": ["touch", str(proof)]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"components": [command]}))
+    assert federation.wait(federation.submit(job)) == "FINISHED:ABNORMAL"
+    assert "Component 'subprocess.Popen' at config path 'components.#1' is not in allow_list" in federation.log("site-1")
+    assert not proof.exists()
 
 
 def hospitals_own_keys(sites: Path, folder: Path) -> Path:
@@ -185,23 +183,3 @@ def test_kits_with_own_keys_train(tmp_path: Path) -> None:
     with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
         federation.start()
         check_pins(federation)
-
-
-@pytest.mark.long
-def test_quickstart_on_kits_with_own_keys(tmp_path: Path) -> None:
-    sites = {"site-1": {}, "site-2": {}, "site-3": {}}
-    with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
-        federation.start()
-        results = run_on(federation, JOBS / "quickstart")
-        for site in sites:
-            assert results[site]["test/personalized/dice"] > results[site]["test/pretrained/dice"] + 0.1
-            (folder,) = {path.parent for path in federation.kit(site).rglob("adapters/global/adapter_config.json")}
-            peft.PeftModel.from_pretrained(build_sam("tiny", None, 128, 2), str(folder))
-
-
-def run_on(federation: Federation, job: Path) -> dict[str, dict[str, float]]:
-    """Submit a job folder by FLARE's own command, and return the closing scores of its sites."""
-    command = ["nvflare", "--format", "json", "job", "submit", "-j", str(job), "--startup-kit", str(federation.kit(LEAD))]
-    done = subprocess.run(command, env=federation.environment(), capture_output=True, text=True, check=True, timeout=60)
-    assert federation.wait(json.loads(done.stdout)["data"]["job_id"], 400) == "FINISHED:COMPLETED"
-    return json.loads((federation.server_files() / "results.json").read_text())

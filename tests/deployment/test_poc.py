@@ -1,8 +1,6 @@
 """`consilium poc` as an operator types it: one command to a real federation on this machine, and nothing left after it."""
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from consilium.core.errors import Reason
 from consilium.flare.kit import key_lock, processes
 from consilium.flare.kit.local_federation import LEAD, LocalFederation
 from tests.conftest import run, small_config
-from tests.deployment.federation import ROOT, Federation
+from tests.deployment.federation import Federation
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-c", "from consilium.cli.main import main; main()"]
@@ -67,23 +65,17 @@ def test_a_job_runs_and_everything_is_stopped(job: Path, tmp_path: Path, environ
     assert subprocess.run(words, env=environment, capture_output=True, timeout=60).returncode == 2  # never over another's kits
 
 
-def test_a_job_that_fails_says_why(
-    tmp_path: Path, job: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_too_few_sites_are_refused_before_anything_starts(
+    tmp_path: Path, job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FLARE waits for the job's sites, so too few are refused before anything starts; the remedy ends the complaint."""
+    """FLARE would wait for the job's sites."""
     assert run(monkeypatch, *poc(tmp_path, job, "--sites", "1", "--set", "federation.min_sites=2")[len(COMMAND) :]) == 2
     told = capsys.readouterr().err
     assert "--sites: 1: federation.min_sites of the job is 2; give --sites 2" in " ".join(told.split())
     assert not (tmp_path / "federation").exists()
-    words = poc(tmp_path, job, "--sites", "2", "--set", "model.checkpoint=/nowhere")
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 1
-    assert f"2 sites refused: site-1, site-2: {Reason.CHECKPOINT.text}" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("when", "number"), [("kits of the server", signal.SIGINT), ("submitted as", signal.SIGTERM), ("round 1/", signal.SIGINT)]
-)
+@pytest.mark.parametrize(("when", "number"), [("kits of the server", signal.SIGTERM), ("round 1/", signal.SIGINT)])
 def test_ctrl_c_stops_all(when: str, number: int, job: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     words = poc(tmp_path, job, "--sites", "2", "--set", "training.rounds=50")
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -104,9 +96,12 @@ def test_ctrl_c_stops_all(when: str, number: int, job: Path, tmp_path: Path, env
 def test_what_is_kept_obeys_the_commands_of_the_page_until_it_is_stopped(
     tmp_path: Path, job: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = subprocess.run(poc(tmp_path, "--sites", "2", "--keep"), env=environment, capture_output=True, text=True, timeout=300)
+    """Its own job fails and says why; the next one runs."""
+    words = poc(tmp_path, job, "--sites", "2", "--keep", "--set", "model.checkpoint=/nowhere")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
     try:
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 1, done.stderr
+        assert f"2 sites refused: site-1, site-2: {Reason.CHECKPOINT.text}" in done.stderr
         kit = tmp_path / "federation/kits/poc/prod_00/lead@hub.example"
         assert str(kit) in done.stdout
         assert run(monkeypatch, "submit", job, "--kit", kit, "--experiment", "one", "--wait") == 0
@@ -149,15 +144,6 @@ def test_flares_own_poc_takes_our_jobs_after_one_command(
         assert run(monkeypatch, "submit", job, "--kit", lead, "--experiment", "after", "--wait") == 0
     finally:
         end()
-
-
-def test_quickstart_takes_at_most_two_minutes_on_an_idle_machine(tmp_path: Path, environment: dict[str, str]) -> None:
-    if os.getloadavg()[0] > 0.5:
-        pytest.skip("the machine is busy")
-    began = time.monotonic()
-    job = Path(shutil.copytree(ROOT / "jobs/quickstart_cells", tmp_path / "cells"))
-    subprocess.run(poc(tmp_path, job, "--sites", "3"), env=environment, check=True, capture_output=True, timeout=600)
-    assert time.monotonic() - began < 120
 
 
 def test_ctrl_c_ends_a_command_that_waits_for_the_server(tmp_path: Path, environment: dict[str, str]) -> None:

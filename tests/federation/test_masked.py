@@ -170,9 +170,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, identities: Path) -> Plain:
     return run
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FIRST)) for n in SUMS if n != "local_only"]
-)
+@pytest.mark.parametrize("strategy", FIRST)
 def test_masked_equals_plain_to_the_last_bit(strategy: str, tmp_path: Path, identities: Path) -> None:
     bare = Federation(job_of(strategy), tmp_path / "plain", identities).run()
     assert same_state(Federation(job_of(strategy, {}), tmp_path / "masked", identities).run(), bare)

@@ -81,13 +81,13 @@ def same(alone: Payload, joint: Payload) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "base"), [(2, "replicated"), (3, "replicated"), (3, "sharded")])
-def test_the_update_is_that_of_one_device_with_the_whole_batch(job: Job, tmp_path: Path, count: int, base: str) -> None:
+@pytest.mark.parametrize("base", ["replicated", "sharded"])
+def test_the_update_is_that_of_one_device_with_the_whole_batch(job: Job, tmp_path: Path, base: str) -> None:
     _, alone = trained(job, tmp_path / "1", devices=["cpu"])
-    _, joint = trained(job, tmp_path / str(count), devices=["cpu"] * count, base=base)
+    _, joint = trained(job, tmp_path / "3", devices=["cpu"] * 3, base=base)
     assert not ranks()
     same(alone, joint)
-    assert not list((tmp_path / str(count)).glob("ranks-*"))
+    assert not list((tmp_path / "3").glob("ranks-*"))
 
 
 @pytest.mark.slow

@@ -41,6 +41,8 @@ from consilium.flare.kit.revocation_check import RevocationCheck
 from tests.deployment.network import Relay
 
 DAYS = 200
+LEAD_CRT, OLD_KIT = "kits/test/prod_00/a@hub.example/startup/client.crt", "kits/test/prod_00/clinic/startup"
+KEY = "clinic/startup/client.key"
 
 
 def deployment(folder: Path, days: int = DAYS) -> Path:
@@ -259,10 +261,6 @@ def test_update_kit_keeps_local_files(kit: Path, new: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in (kit / "startup", *(kit / "startup").iterdir()))
 
 
-def of_another(new: Path, hub: Path, stranger: Path) -> None:
-    shutil.copy(hub / "kits/test/prod_00/a@hub.example/startup/client.crt", new / "startup/client.crt")
-
-
 def of_another_project(new: Path, hub: Path, stranger: Path) -> None:
     shutil.rmtree(new / "startup")
     shutil.copytree(stranger / "clinic/startup", new / "startup")
@@ -273,33 +271,21 @@ def strangers_certificate(new: Path, hub: Path, stranger: Path) -> None:
         shutil.copy(stranger / "clinic/startup" / name, new / "startup" / name)
 
 
-def old_one(new: Path, hub: Path, stranger: Path) -> None:
-    shutil.copytree(hub / "kits/test/prod_00/clinic/startup", new / "startup", dirs_exist_ok=True)
-
-
-def another_key(new: Path, hub: Path, stranger: Path) -> None:
-    shutil.copy(stranger / "clinic/startup/client.key", new / "startup/client.key")
-
-
 def altered(new: Path, hub: Path, stranger: Path) -> None:
     with (new / "startup/sub_start.sh").open("a") as file:
         file.write("true\n")
 
 
-def unsigned(new: Path, hub: Path, stranger: Path) -> None:
-    (new / "startup/signature.json").unlink()
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (of_another, "ask the hub for yours"),
+        (lambda new, hub, _: shutil.copy(hub / LEAD_CRT, new / "startup/client.crt"), "ask the hub for yours"),
         (of_another_project, "its root has another key than yours"),
         (strangers_certificate, "its certificate is not signed by its root"),
-        (old_one, "ends no later than the one that is here"),
-        (another_key, "its key is none of its certificate"),
+        (lambda new, hub, _: shutil.copytree(hub / OLD_KIT, new / "startup", dirs_exist_ok=True), "ends no later than the one"),
+        (lambda new, _, other: shutil.copy(other / KEY, new / "startup/client.key"), "its key is none of its certificate"),
         (altered, "its startup/ is not as the hub signed it"),
-        (unsigned, "its startup/ is not as the hub signed it"),
+        (lambda new, *_: (new / "startup/signature.json").unlink(), "its startup/ is not as the hub signed it"),
     ],
 )
 def test_update_kit_refuses_other_kits(

@@ -23,7 +23,7 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.federation.simulated_sites import site_names
 from consilium.flare.admin.session import connect
-from consilium.flare.admin.submission import prepare, submitting
+from consilium.flare.admin.submission_folder import prepare, submitting
 from consilium.flare.kit.certificates import NO_PROXIES
 from consilium.flare.kit.local_federation import LEAD, SERVER, LocalFederation, stop_all
 from consilium.flare.kit.processes import is_word

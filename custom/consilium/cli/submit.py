@@ -16,7 +16,7 @@ from consilium.config.overrides import parse_override
 from consilium.core.errors import JobError
 from consilium.core.sanitize import line
 from consilium.flare.admin.session import Admin, connect
-from consilium.flare.admin.submission import prepare, prepare_again, submitting
+from consilium.flare.admin.submission_folder import prepare, prepare_again, submitting
 
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch the job until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0

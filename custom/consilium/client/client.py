@@ -90,7 +90,7 @@ class Client:
     @on_all_ranks
     def _begin_ranks(self) -> None:
         if self.context.ranks:
-            self.context.ranks.begin()
+            self.context.ranks.start_ranks()
 
     def close(self) -> None:
         """End the processes of the client's other devices."""

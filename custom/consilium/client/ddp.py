@@ -104,7 +104,7 @@ class Ranks:
     def _distribute_base(self, model: nn.Module) -> nn.Module:
         model = build_model(self.config, self.site) if model is self._split else model
         try:
-            self._start_ranks(model)
+            self._launch(model)
         except ConsiliumError:
             self.end()
             raise
@@ -112,17 +112,17 @@ class Ranks:
 
     def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
-        self.begin()
+        self.start_ranks()
         with self._end_on_error():
             for child in self.children:
                 send_by_value(child.pipe, Phase(values, frozenset(trained), scaling))
         return JointTask(task, self, trained)
 
-    def begin(self) -> None:
+    def start_ranks(self) -> None:
         """Start the other ranks, unless they are running. Raises ConsiliumError if one fails, and then ends all of them."""
         with self._end_on_error():
             if not self.children:
-                self._start_ranks(None)
+                self._launch(None)
 
     @contextmanager
     def _end_on_error(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Ranks:
             self.end()
             raise
 
-    def _start_ranks(self, model: nn.Module | None) -> None:
+    def _launch(self, model: nn.Module | None) -> None:
         """Start all other ranks. `model`: a model to shard, of which this rank keeps its part; None for a replicated base."""
         size = self.site.device_count
         self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
@@ -182,16 +182,10 @@ class Ranks:
         size, ranks = len(next(iter(batch.values()))), len(self.children) + 1
         begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
         seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
-        return Share(self._samples_of(batch, begin, end), (end - begin) / size, seed)
-
-    def _samples_of(self, batch: Batch, begin: int, end: int) -> Batch:
-        """Return the samples begin to end - 1 of a batch, {} if there are none.
-
-        With a sharded base it is then one sample, which has weight 0: every rank must run every block.
-        """
-        if end > begin or self.sharded:
-            return {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
-        return {}
+        samples: Batch = {}
+        if end > begin or self.sharded:  # with a sharded base every rank must run every block: one sample of weight 0
+            samples = {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
+        return Share(samples, (end - begin) / size, seed)
 
     @property
     def group(self) -> "ProcessGroup":

@@ -243,14 +243,11 @@ def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tenso
 def _compute_share(
     model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup"
 ) -> None:
-    _write_values(trained, reduced(group, flat(trained), found=False))
+    values = reduced(group, flat(trained), found=False)
+    with torch.no_grad():
+        for one, part in zip(trained, values.split(sizes(trained)), strict=True):
+            one.copy_(part.view_as(one))
     torch.manual_seed(share.seed)
     with autocast(next(model.parameters()).device, precision):
         found = loss_and_gradients(task, model, share, trained)
     reduced(group, found, found=True)
-
-
-@torch.no_grad()
-def _write_values(trained: list[Tensor], values: Tensor) -> None:
-    for one, part in zip(trained, values.split(sizes(trained)), strict=True):
-        one.copy_(part.view_as(one))

@@ -79,20 +79,16 @@ class Evaluator:
         if payload.phase == 0:
             context.receive(own, self.choose_final(own, payload))
         else:
-            self._load_sent_model(payload)
+            if payload.scalars.keys() != {"scaling", "share"}:
+                what = "the payload is not a site's model, which has the scalars scaling and share; nothing was scored"
+                raise RefusedError(f"{context.name}: {what}", Reason.TASK)
+            kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
+            check_forward(kept, "the model that the server sent")
+            context.load(kept.values)
+            run_as_kept(context.model, context.config, kept)
         metrics = self.evaluate(split, stage, payload, full=True) if context.task.has(split) else {}
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics | context.skipped())
-
-    def _load_sent_model(self, payload: Payload) -> None:
-        """Load a site's whole model from a payload. Raises RefusedError if the payload is not such a model."""
-        if payload.scalars.keys() != {"scaling", "share"}:
-            what = "the payload is not a site's model, which has the scalars scaling and share; nothing was scored"
-            raise RefusedError(f"{self.context.name}: {what}", Reason.TASK)
-        kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
-        check_forward(kept, "the model that the server sent")
-        self.context.load(kept.values)
-        run_as_kept(self.context.model, self.context.config, kept)
 
     @torch.no_grad()
     def choose_final(self, own: Tensors, payload: Payload) -> Payload:

@@ -94,7 +94,7 @@ class Trainer:
                 task = cast(Task, WithFeatures(task, feature_penalty))
             blend = self._context.strategy.traits.interpolation
             self._context.mix(share, cut_global=blend is not None and blend.as_in_code)
-            found = self._train(task, params, trained, penalty or _no_penalty, correction, private)
+            found = self._train(task, params, trained, penalty or (lambda step: None), correction, private)
             self._context.mix(0.0)
             self._report.fitted |= trained
             self._report.numbers = found | {"steps": self._report.numbers["steps"] + found["steps"]}
@@ -230,7 +230,3 @@ def rehearse_step(context: ClientContext) -> None:
             return made(config.task, config.model, context.model, per_patient(config.dpsgd) or 1)
 
     rehearse(context.model, trained, config.dpsgd.unit, loss)
-
-
-def _no_penalty(step: object) -> Tensor | None:
-    """Add nothing to the loss."""

@@ -48,7 +48,10 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
         raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
     flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
     flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
-    return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": _describe_sent(messages)})
+    left = "nothing: no update has left in this run"
+    if sent := sum(1 for one in messages if one.get("tensors")):
+        left = f"{sent} updates that the server had, and the models that it and other sites made of them"
+    return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": left})
 
 
 def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: str) -> dict[str, Any]:
@@ -87,13 +90,6 @@ def _files(folder: Path) -> Iterator[Path]:
     """Return the files to delete in a run's folder. A symbolic link is deleted itself, not its target."""
     found = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
     return (path for path in found if path.name not in KEPT and path.suffix != ".lock")
-
-
-def _describe_sent(messages: list[dict[str, Any]]) -> str:
-    sent = [one for one in messages if one.get("tensors")]
-    if not sent:
-        return "nothing: no update has left in this run"
-    return f"{len(sent)} updates that the server had, and the models that it and other sites made of them"
 
 
 def _is_running(job: str) -> bool:

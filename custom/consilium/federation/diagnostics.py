@@ -40,7 +40,8 @@ def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, Site
     share = shares(dict(sorted(results.items())))
     apart = whole = 0.0
     layers = [name.removesuffix(".lora_A") for name in state.shared | state.initial if factor(name) == "A"]
-    travelling = [layer for layer in layers if not _keeps_a_factor(strategy, state, layer)]
+    place = state.round, state.phase
+    travelling = [one for one in layers if all(strategy.role(f"{one}.lora_{f}", *place) is not Role.LOCAL for f in "AB")]
     if not travelling:
         return {}
     for layer in travelling:
@@ -49,11 +50,6 @@ def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, Site
         apart += norm(_joined([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
         whole += norm(_joined([(p * b, a) for p, (b, a) in pairs])) ** 2
     return {"deviation/absolute": scale * apart**0.5, "deviation/relative": (apart / whole) ** 0.5 if whole > 0 else 0.0}
-
-
-def _keeps_a_factor(strategy: Strategy, state: ServerState, layer: str) -> bool:
-    roles = [strategy.role(f"{layer}.lora_{which}", state.round, state.phase) for which in "AB"]
-    return Role.LOCAL in roles
 
 
 def _factors(state: ServerState, layer: str, result: SiteResult) -> Product:

@@ -131,13 +131,10 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
     if server is not None and server.optimizer and not strategy.traits.fixed_basis:
         what = f"{who} changes what a tensor's numbers mean between rounds"
         raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
-    if server is not None and (server.optimizer or server.robust) and not _uploads_any_tensor(strategy, initial):
+    phases = strategy.traits.role_schedule()
+    uploads = any(strategy.names(initial, Role.SHARED, *place) for place in phases)
+    if server is not None and (server.optimizer or server.robust) and not uploads:
         raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
     if config.training.optimizer_state == "kept" and (strategy.traits.scales_adapter or not strategy.traits.fixed_basis):
         what = f"{who} changes between rounds what a site trains"
         raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
-
-
-def _uploads_any_tensor(strategy: Strategy, initial: Tensors) -> bool:
-    """Return whether sites upload any tensor in some phase."""
-    return any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.role_schedule())

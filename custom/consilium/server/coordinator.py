@@ -108,7 +108,13 @@ class Coordinator:
         self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        saved = run_start.load_for_resume(folder, job) if resume else self._new_run(own)
+        if resume:
+            saved = run_start.load_for_resume(folder, job)
+        else:
+            start = server_start(job, own)
+            if start.adapter:
+                self.log.began_from(start.adapter)
+            saved = Saved(secrets.token_hex(6), start.checkpoint, job.strategy.initialize(start.tensors))
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             for changed in self.log.resumed(self.state):
@@ -117,13 +123,6 @@ class Coordinator:
         else:
             self.log.trains(job.strategy, job.initial)
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
-
-    def _new_run(self, own: SiteConfig) -> Saved:
-        """Return the state of a new run."""
-        start = server_start(self.job, own)
-        if start.adapter:
-            self.log.began_from(start.adapter)
-        return Saved(secrets.token_hex(6), start.checkpoint, self.job.strategy.initialize(start.tensors))
 
     @property
     def done(self) -> bool:
@@ -186,7 +185,8 @@ class Coordinator:
             for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
                 self.observer({"event": "warning", "text": warning})
             if self.plan is not None:
-                shapes = upload_shapes(self.job.strategy, self._common_payload())
+                sent = self.job.strategy.payload(self.state, SiteInfo("", 1, joined=True))  # all sites get the same
+                shapes = upload_shapes(self.job.strategy, sent)
                 warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.asked))
                 self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
         place = {
@@ -366,10 +366,6 @@ class Coordinator:
     def close(self) -> None:
         """Close the run's files."""
         self.log.close()
-
-    def _common_payload(self) -> Payload:
-        """Return the payload that any site would get now, for strategies that send all sites the same."""
-        return self.job.strategy.payload(self.state, SiteInfo("", 1, joined=True))
 
     def _write_checkpoint(self) -> None:
         run_start.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

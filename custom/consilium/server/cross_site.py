@@ -1,6 +1,5 @@
 """A cross-site job at the server: every site scores the models of a finished run and returns only the scores."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,14 +105,11 @@ class CrossSites:
         if place[1] == 0:
             self.coordinator.log.final(name, result)
         _, stage, row = self._rows[-1]
-        row[name] = self._asked_scores(result.metrics, stage)
+        keys = {key: value for metric, value in result.metrics.items() if (key := MetricKey.parse(metric))}
+        asked = self.section.split, stage
+        row[name] = {key.metric: value for key, value in keys.items() if (key.split, key.stage) == asked}
         self.coordinator.observer({"event": "final", "site": name, "metrics": result.metrics})
         return None
-
-    def _asked_scores(self, metrics: Mapping[str, float], stage: Stage) -> dict[str, float]:
-        """Return the metrics of the job's split and this stage, by metric name."""
-        keys = {key: value for name, value in metrics.items() if (key := MetricKey.parse(name))}
-        return {key.metric: value for key, value in keys.items() if (key.split, key.stage) == (self.section.split, stage)}
 
     @property
     def answered(self) -> int:

@@ -219,7 +219,9 @@ class MaskedRounds:
         Sites are asked to cancel only if enough sites answered the last question, because a site that has cancelled can no
         longer help to open the sum.
         """
-        able = [name for name in self._present_sites(attempt) if name not in attempt.answers.of("reveal")]
+        last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.masked(name)]
+        present = {*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys()
+        able = [name for name in sorted(present) if name not in attempt.answers.of("reveal")]
         asked = attempt.silent("cancel", able)
         if len(able) >= cancellations(attempt.terms):
             question = attempt.cancel_question()
@@ -234,11 +236,6 @@ class MaskedRounds:
         reasons = self.coordinator.reasons
         step = next_step(reasons, self.coordinator.asked, attempt.terms.least)
         return ConsiliumError(f"{refusals(reasons)}{what}; {step}")
-
-    def _present_sites(self, attempt: Attempt) -> list[str]:
-        """Return the registered sites that answered the attempt's last question, or have cancelled it."""
-        last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.masked(name)]
-        return sorted({*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys())
 
     def _open_and_conclude(self, opened: tuple[Sum, list[str]]) -> None:
         """Open the sum, and conclude the phase with it."""

@@ -17,7 +17,7 @@ from consilium.client import approval
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.flare.admin.submission import prepare, prepare_again
+from consilium.flare.admin.submission_folder import prepare, prepare_again
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.filters import GuardTaskFilter
 from consilium.flare.job.recipe import export

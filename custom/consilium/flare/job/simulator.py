@@ -99,24 +99,24 @@ class Simulator:
         try:
             write_settings(given, workspace, self._sites)
             allow_classes(workspace / "flare" / "workspace", *CLASSES)
-            self._start(job, workspace)
+            (workspace / LOG).touch()
+            run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
+            run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
+            with self._child_alive():
+                send_by_value(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
             for event in _read_events(workspace / "events", self._process):
                 observer(event)
             _end_processes(self._mark)
         finally:
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
-        self._warn_of_lost_sites(workspace / LOG, observer)
+        # if the connection to a site's process fails, FLARE drops the site and only logs this
+        for site in re.findall(r"Communication error with client (\S+):", _read_log(workspace / LOG)):
+            text = f"{site}: lost by FLARE's simulator at the start; the run went on without it"
+            observer({"event": "warning", "text": text})
         if self._process.wait() > 0 or not (workspace / "results.json").is_file():
             raise ConsiliumError(f"the FLARE job did not complete: {_failure_text(workspace / LOG)}")
         for name in self._sites:
             discard_cache(workspace / "sites" / name)
-
-    def _start(self, job: Path, workspace: Path) -> None:
-        run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
-        run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
-        (workspace / LOG).touch()
-        with self._child_alive():
-            send_by_value(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
 
     @contextmanager
     def _child_alive(self) -> Iterator[None]:
@@ -131,13 +131,6 @@ class Simulator:
     def _output(self) -> str:
         self._printed.seek(0)
         return self._printed.read().decode(errors="replace")
-
-    @staticmethod
-    def _warn_of_lost_sites(log: Path, observer: Observer) -> None:
-        """Warn of each site that FLARE dropped: if the connection to a site's process fails, FLARE only logs this."""
-        for site in re.findall(r"Communication error with client (\S+):", _read_log(log)):
-            text = f"{site}: lost by FLARE's simulator at the start; the run went on without it"
-            observer({"event": "warning", "text": text})
 
 
 def _end_processes(mark: str) -> None:

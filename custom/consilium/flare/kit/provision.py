@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from nvflare.fuel.f3.comm_config import VarName
 from nvflare.lighter.constants import CommConfigArg, CtxKey, PropKey, ProvFileName
-from nvflare.lighter.entity import Participant, Project
+from nvflare.lighter.entity import Project
 from nvflare.lighter.prov_utils import prepare_builders
 from nvflare.lighter.provision import prepare_project
 from nvflare.lighter.provisioner import Provisioner
@@ -42,7 +42,9 @@ class KitBuilder(Builder):
         for participant in (project.get_server(), *project.get_clients()):
             local = Path(ctx.get_local_dir(participant))
             write_local(local, find_entry(deployment, participant.name, self.sites))
-            pin_settings(local.parent, _behind_a_relay(participant))
+            generation = participant.get_prop(PropKey.COMM_CONFIG_ARGS, {}).get(CommConfigArg.CONN_GEN)
+            # a site behind a relay must not connect past it
+            pin_settings(local.parent, {VarName.BACKBONE_CONN_GEN: generation} if generation else {})
         former = former_root(Path(ctx.get_state_dir()))
         for participant in project.get_all_participants():
             startup, key = Path(ctx.get_kit_dir(participant)), ctx[CtxKey.ROOT_PRI_KEY]
@@ -51,12 +53,6 @@ class KitBuilder(Builder):
             if former:
                 key = add_bridge(startup, former, participant == project.get_server()) or key
             sign_folders(str(startup), key, signature_file=ProvFileName.SIGNATURE_JSON)
-
-
-def _behind_a_relay(participant: Participant) -> dict[str, int]:
-    """Return the connection setting that keeps a site behind a relay from connecting past it; {} for other participants."""
-    generation = participant.get_prop(PropKey.COMM_CONFIG_ARGS, {}).get(CommConfigArg.CONN_GEN)
-    return {VarName.BACKBONE_CONN_GEN: generation} if generation else {}
 
 
 def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:

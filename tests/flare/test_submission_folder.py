@@ -10,7 +10,7 @@ import yaml
 from consilium.config.job import load_job
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.admin.session import connect
-from consilium.flare.admin.submission import prepare, prepare_again, submitting
+from consilium.flare.admin.submission_folder import prepare, prepare_again, submitting
 from consilium.flare.job.recipe import export
 from tests.conftest import JOBS
 
