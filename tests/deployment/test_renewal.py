@@ -41,6 +41,31 @@ def age(kit: Path, state: Path, days: float) -> None:
     sign_folders(str(kit / "startup"), key, signature_file="signature.json")
 
 
+@pytest.mark.long
+def test_renewed_kit_joins_beside_old_ones(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
+        kits = federation.kits
+        age(federation.kit("site-2"), kits.parent / "state/cert.json", 361)
+        federation.start("server", "site-1")
+        federation.start("site-2", wait=0)
+        assert "set the clock, or ask the hub" in {f.check: f for f in examine(federation.kit("site-2"))}["clock"].remedy
+        time.sleep(8)
+        assert "the kit's certificate is valid from" in federation.log("site-2")
+        assert sites(federation) == {"site-1"}
+        federation.kill("site-2")
+        new = renew(federation.file, kits.parents[1])
+        update_kit(federation.kit("site-2"), new / "site-2")
+        federation.start("site-2")  # new certificate, new root; the server and site-1 have the old ones
+        federation.kill("server")
+        update_kit(federation.kit("server"), new / "localhost")
+        federation.start("server")  # now the server is new, and site-1 old
+        job = federation.submit(federation.export(small_config("fedit", rounds=1)))
+        assert federation.wait(job) == "FINISHED:COMPLETED"
+        (round,) = federation.events("concluded")
+        assert round["sites"] == ["site-1", "site-2"]
+        federation.shutdown()
+
+
 @pytest.mark.slow
 def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
