@@ -90,6 +90,14 @@ def test_an_update_of_nothing_has_no_cosine_and_no_error() -> None:
     assert outcome.noise == pytest.approx(float(released["w"].double().norm()), rel=1e-6)
 
 
+def test_the_cosine_is_between_the_update_and_what_is_released() -> None:
+    update = {"w": draw(4, 4)}
+    released, outcome = released_of(update, NONE, 1e6, 0.5, seeded(0))
+    cosine = torch.nn.functional.cosine_similarity(update["w"].flatten(), released["w"].double().flatten(), dim=0)
+    assert outcome.cosine == pytest.approx(float(cosine), rel=1e-6)
+    assert outcome.cosine < 0.99
+
+
 def test_values_that_are_not_finite_are_refused() -> None:
     with pytest.raises(RefusedError, match="NaN or Inf"):
         released_of({"w": torch.tensor([float("inf")])}, NONE, 1.0, 1.0, seeded(0))
