@@ -136,15 +136,6 @@ def test_a_layer_whose_name_ends_like_an_adapted_ones_is_left_alone() -> None:
     assert {name.rpartition(".")[0] for name in layers.tensors(model)} == {"proj", "a.b"}
 
 
-def test_disabled_is_the_base_and_ends_with_the_block() -> None:
-    model, images = tiny("paper"), torch.rand(1, 3, 64, 64) * 255
-    randomize(model)
-    adapted = model(images)
-    with layers.disabled(model):
-        assert torch.equal(model(images), build_sam("tiny", None, 64, 2)(images))
-    assert torch.equal(model(images), adapted)
-
-
 def test_errors_name_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"adapter\.targets: 'nothing' matches no linear layer"):
         tiny("nothing")

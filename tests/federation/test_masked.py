@@ -24,7 +24,7 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state
 from consilium.estimates.communication import compare
 from consilium.federation.job import Job
-from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.simulated import make_simulated_identities, read_root, read_simulated_identity
 from consilium.runtime.engine import LocalTransport, simulate

@@ -20,7 +20,7 @@ from consilium.core.messages import Hello, Kind, Payload, Stage
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import known_run, run_folder
-from consilium.privacy.guard import release_checks
+from consilium.privacy.guard.release import check_shares_model
 from consilium.runtime.engine import simulate
 from consilium.server.checks import check_shared_model
 from consilium.server.coordinator import Coordinator
@@ -257,7 +257,7 @@ def test_masked_jobs_share_no_model(tmp_path: Path) -> None:
     masked = JobConfig.model_validate(raw | {"cross_site": {"run": "first"}})
     asks = masked.model_copy(update={"cross_site": masked.cross_site.model_copy(update={"personalized": True})})  # type: ignore[union-attr]
     with pytest.raises(RefusedError, match="privacy or masks"):
-        release_checks.check_shares_model("a", asks, shares=True, protects=False)
+        check_shares_model("a", asks, shares=True, protects=False)
     job = assemble_job(masked.model_copy(update={"secure_aggregation": None}))
     guard = build_guard(job, "a", SiteConfig(), tmp_path, tmp_path, lambda event: None, simulated=True)
     rounds = job.config.training.rounds

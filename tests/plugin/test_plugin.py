@@ -139,7 +139,7 @@ def test_the_server_takes_sites_with_its_own_version_of_the_package_only(install
 def test_flares_processes_use_it_too(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(packages)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (packages, ROOT / "custom", ROOT))))
-    config = job_of(tmp_path)
+    config = job_of(tmp_path, rounds=1)
     simulate(assemble_job(config), SITES, tmp_path / "inprocess", lambda event: None)
     events: list[str] = []
     with Simulator(list(SITES)) as simulator:
@@ -154,29 +154,20 @@ def test_flares_processes_use_it_too(packages: Path, tmp_path: Path, monkeypatch
 # at a hospital --------------------------------------------------------------------------------------------------------
 
 APPROVE = """
-import json, sys
+import contextlib, io, json, sys
 from consilium.cli.main import main
-try:
-    main()
-except SystemExit as end:
-    code = end.code
-print(json.dumps({"code": code, "imported": %r in sys.modules}))
+job, *kits = sys.argv[1:]
+found = []
+for kit in kits:
+    said, sys.argv = io.StringIO(), ["consilium", "approve", job, "--kit", kit]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    found.append([{"code": code, "imported": %r in sys.modules}, said.getvalue()])
+print(json.dumps(found))
 """
-
-
-def approve(kit: Path, job: Path, packages: Path) -> tuple[dict, str]:
-    """Run `consilium approve` at a kit; return its exit code, whether the package was imported, and what it printed."""
-    path = os.pathsep.join(map(str, (packages, ROOT / "custom")))
-    command = [sys.executable, "-c", APPROVE % MODULE, "approve", str(job), "--kit", str(kit)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=True)
-    *said, last = done.stdout.splitlines()
-    return json.loads(last), "\n".join(said) + done.stderr
-
-
-def kit_of(folder: Path, site: str) -> Path:
-    (folder / "kit/local").mkdir(parents=True)
-    (folder / "kit/local/site.yaml").write_text(site)
-    return folder / "kit"
 
 
 def test_a_package_that_is_not_listed_is_not_even_imported(
@@ -189,19 +180,21 @@ def test_a_package_that_is_not_listed_is_not_even_imported(
 
 
 @pytest.mark.slow  # a process of seconds; the one above shows the border in this one
-def test_a_hospital_reads_nothing_of_a_package_it_does_not_list(packages: Path, tmp_path: Path) -> None:
-    end, said = approve(kit_of(tmp_path, "{approve: digest}"), job_file(tmp_path), packages)
-    assert end == {"code": 2, "imported": False}
-    assert "strategy.name: 'fedavgm': expected one of fedit" in said
-    assert "under `plugins` of site.yaml" in said
-    assert len(said.strip().splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_a_hospital_takes_a_package_it_lists(packages: Path, tmp_path: Path) -> None:
-    kit = kit_of(tmp_path, f"{{approve: digest, plugins: [{NAME}]}}")
-    end, said = approve(kit, job_file(tmp_path), packages)
-    assert end == {"code": 0, "imported": True}
+def test_a_hospital_takes_a_package_it_lists_and_reads_nothing_of_another(packages: Path, tmp_path: Path) -> None:
+    """`consilium approve` at a kit that does not list the package, then at one that does."""
+    kits = [tmp_path / name for name in ("without", "with")]
+    for kit, site in zip(kits, ("{approve: digest}", f"{{approve: digest, plugins: [{NAME}]}}"), strict=True):
+        (kit / "local").mkdir(parents=True)
+        (kit / "local/site.yaml").write_text(site)
+    path = os.pathsep.join(map(str, (packages, ROOT / "custom")))
+    command = [sys.executable, "-c", APPROVE % MODULE, job_file(tmp_path), *kits]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=True)
+    (refused, why), (taken, said) = json.loads(done.stdout)
+    assert refused == {"code": 2, "imported": False}
+    assert "strategy.name: 'fedavgm': expected one of fedit" in why
+    assert "under `plugins` of site.yaml" in why
+    assert len(why.strip().splitlines()) == 1
+    assert taken == {"code": 0, "imported": True}
     assert f'packages: {{"{NAME}": "0.1.0"}}' in said
 
 

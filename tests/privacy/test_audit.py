@@ -265,33 +265,23 @@ def test_the_command_prints_a_page_and_json_and_tells_a_change(private_runs: dic
     assert "altered: line 3" in altered.output
 
 
-TERMS = {"threshold": 2, "asked": 3}
+MASKED = {"kind": "update", "masked": {"threshold": 2, "asked": 3}}
+HIDDEN = "no noise; updates left under masks, which hide within this run; over many runs only noise protects"
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
         ([{"kind": "hello"}, {"kind": "refusal", "reason": "budget"}], "no update and no model left"),
-        (
-            [{"kind": "update", "masked": {"threshold": 2, "asked": 3}}],
-            "no noise; updates left under masks, which hide within this run; over many runs only noise protects",
-        ),
-        (
-            [{"kind": "update", "masked": {"threshold": 2, "asked": 3, "sites": ["a", "b", "c"]}}],
-            "no noise; updates left under masks, which hide within this run; over many runs only noise protects; "
-            "summed with: a, b, c",
-        ),
-        ([{"kind": "update", "masked": {"threshold": 2, "asked": 3}}, {"kind": "model"}], "none; updates left as trained"),
+        ([MASKED], HIDDEN),
+        ([MASKED | {"masked": {"threshold": 2, "asked": 3, "sites": ["a", "b", "c"]}}], f"{HIDDEN}; summed with: a, b, c"),
+        ([MASKED, {"kind": "model"}], "none; updates left as trained"),
         ([{"kind": "update"}], "none; updates left as trained"),
     ],
 )
 def test_the_page_says_what_protected_tensors_that_left(messages: list[dict], said: str) -> None:
-    sent = {"w": {"shape": [2], "dtype": "float32", "bytes": 8, "norm": 1.0}}
-    lines = [
-        {"time": 0.0, "site": "a", "round": 0, "phase": 0}
-        | ({"tensors": sent} if one["kind"] in ("update", "model") else {})
-        | one
-        for one in messages
-    ]
+    sent = {"tensors": {"w": {"shape": [2], "dtype": "float32", "bytes": 8, "norm": 1.0}}}
+    about = {"time": 0.0, "site": "a", "round": 0, "phase": 0}
+    lines = [about | (sent if one["kind"] in ("update", "model") else {}) | one for one in messages]
     page = markdown({"file": "f", "seal": "s", "broken_line": None, "messages": lines})
     assert f"- privacy: {said}\n" in page

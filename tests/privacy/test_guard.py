@@ -19,7 +19,7 @@ from consilium.core.messages import Kind, Payload, SiteInfo, Tensors, allowed_me
 from consilium.federation.job import Job
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.guard.guard import Guard
-from consilium.privacy.guard.release_checks import check_upload, upload_shapes
+from consilium.privacy.guard.release import check_upload, upload_shapes
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.ledger import audit
 from consilium.strategies.fediat import FedIAT
@@ -31,28 +31,16 @@ PRIVACY = {"unit": "site", "epsilon": 3, "clip": 0.5}
 Make = Callable[..., Guard]
 
 
-def test_a_proper_update_passes() -> None:
+def test_only_shared_tensors_and_declared_numbers_leave_without_noise() -> None:
     check_upload(Payload(0, 0, {SHARED: torch.zeros(2)}, {}, {"validation/global/dice": 0.5}), FedIAT(), METRICS)
-
-
-@pytest.mark.parametrize(
-    ("payload", "reason"),
-    [
+    for payload, why in (
         (Payload(0, 0, {LOCAL: torch.zeros(2)}), "is local, only shared tensors may leave"),
         (Payload(0, 0, {SHARED: torch.tensor([float("nan")])}), "NaN or Inf"),
-        (
-            Payload(0, 0, {}, {"patients": 3.0}),
-            "scalar 'patients' is not declared.*the strategy's upload_scalars",
-        ),
-        (
-            Payload(0, 0, {}, {}, {"validation/global/names": 3.0}),
-            "names' is not declared.*the task's metric_names",
-        ),
-    ],
-)
-def test_anything_else_is_refused(payload: Payload, reason: str) -> None:
-    with pytest.raises(RefusedError, match=reason):
-        check_upload(payload, FedIAT(), METRICS)
+        (Payload(0, 0, {}, {"patients": 3.0}), "scalar 'patients' is not declared"),
+        (Payload(0, 0, {}, {}, {"validation/global/names": 3.0}), "names' is not declared"),
+    ):
+        with pytest.raises(RefusedError, match=why):
+            check_upload(payload, FedIAT(), METRICS)
 
 
 def private_job(strategy: str = "deer", privacy: dict | None = PRIVACY, **federation: object) -> Job:
@@ -110,7 +98,7 @@ def test_a_release_adds_the_planned_noise_tells_the_site_and_writes_the_ledger(m
     released = train(guard, "r", broadcast(job), result(job, value=0.0))
     (row,) = guard.ledger.entries()
     assert (row.round, row.phase, row.unit, row.noise_multiplier) == (0, 0, "site", guard.plan.noise_multiplier)
-    (event,) = make.events
+    (event,) = json.loads(json.dumps(make.events))  # plain values
     assert event["noise"] == pytest.approx(effective_norm(job, released.tensors), rel=1e-3)
     assert event["noise_std"] == pytest.approx(guard.plan.noise_multiplier * 0.5)
     assert event["noise"] == pytest.approx(event["noise_std"] * event["dimensions"] ** 0.5, rel=0.1)
@@ -314,45 +302,26 @@ def test_a_budget_for_a_job_s_releases_holds_with_a_word_among_them_and_without_
         ask(make(job, budgets=budgets), job)
 
 
-def bad_results(job: Job) -> dict[str, tuple[Payload, str]]:
-    good = result(job)
+def test_a_tampered_result_sends_nothing_and_spends_nothing(make: Make) -> None:
+    job = private_job()
+    guard, good = make(job), result(job)
     name = next(iter(good.tensors))
     peer = name[:-1] + "A"
-    return {
-        "frozen factor": (replace(good, tensors=good.tensors | {peer: job.initial[peer]}), "is frozen, only shared"),
-        "unknown tensor": (replace(good, tensors=good.tensors | {"patients": torch.ones(3)}), "none of the adapter"),
-        "missing tensor": (replace(good, tensors={n: t for n, t in good.tensors.items() if n != name}), "has shape None"),
-        "wrong shape": (replace(good, tensors=good.tensors | {name: torch.ones(1, 1)}), "has shape \\(1, 1\\)"),
-        "nan": (result(job, value=float("nan")), "NaN or Inf"),
-        "scalar": (replace(good, scalars={"gate": 1.0}), "scalar 'gate'"),
-        "metric": (replace(good, metrics={"age": 50.0}), "metric 'age'"),
-        "other round": (replace(good, round=1), "nobody asked for"),
-        "other phase": (replace(result(job, 0, 1), phase=1), "nobody asked for"),
-    }
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "frozen factor",
-        "unknown tensor",
-        "missing tensor",
-        "wrong shape",
-        "nan",
-        "scalar",
-        "metric",
-        "other round",
-        "other phase",
-    ],
-)
-def test_a_tampered_result_sends_nothing_and_spends_nothing(kind: str, make: Make) -> None:
-    job = private_job()
-    guard = make(job)
-    payload, reason = bad_results(job)[kind]
-    task = ask(guard, job)
-    with pytest.raises(RefusedError, match=reason):
-        guard.release(task, payload)
-    assert guard.ledger.entries() == []
+    for payload, reason in (
+        (replace(good, tensors=good.tensors | {peer: job.initial[peer]}), "is frozen, only shared"),
+        (replace(good, tensors=good.tensors | {"patients": torch.ones(3)}), "none of the adapter"),
+        (replace(good, tensors={n: t for n, t in good.tensors.items() if n != name}), "has shape None"),
+        (replace(good, tensors=good.tensors | {name: torch.ones(1, 1)}), "has shape \\(1, 1\\)"),
+        (result(job, value=float("nan")), "NaN or Inf"),
+        (replace(good, scalars={"gate": 1.0}), "scalar 'gate'"),
+        (replace(good, metrics={"age": 50.0}), "metric 'age'"),
+        (replace(good, round=1), "nobody asked for"),
+        (replace(result(job, 0, 1), phase=1), "nobody asked for"),
+    ):
+        task = ask(guard, job)
+        with pytest.raises(RefusedError, match=reason):
+            guard.release(task, payload)
+        assert guard.ledger.entries() == []
 
 
 def test_a_peer_the_server_did_not_send_or_broke_sends_nothing(make: Make) -> None:
@@ -366,23 +335,6 @@ def test_a_peer_the_server_did_not_send_or_broke_sends_nothing(make: Make) -> No
     ):
         with pytest.raises(RefusedError, match="public peer"):
             train(guard, "r", replace(sent, tensors=tensors), result(job))
-
-
-def test_a_server_that_asks_for_more_rounds_than_the_job_has_gets_nothing(make: Make) -> None:
-    job = private_job()
-    guard = make(job)
-    for place in ((2, 0), (0, 2), (-1, 0)):
-        with pytest.raises(RefusedError, match="no task train in round"):
-            guard.authorize(Kind.TRAIN, "r", Payload(*place, {}))
-
-
-def test_a_first_phase_a_with_b_zero_releases_zeros_and_costs_what_any_does(make: Make) -> None:
-    """PITFALL: B = 0 has no inverse; nothing of the update shows, but that there is one does, and for nothing it is no more."""
-    job = private_job()
-    guard = make(job)
-    released = train(guard, "r", broadcast(job, 0, 1), result(job, 0, 1))
-    assert all(t.abs().max() == 0 for t in released.tensors.values())
-    assert [(row.round, row.phase, row.count) for row in guard.ledger.entries()] == [(0, 1, 1)]
 
 
 def test_a_server_cannot_have_a_release_for_nothing_by_replaying_it_with_zero_peers(make: Make) -> None:
@@ -430,6 +382,7 @@ def test_two_jobs_share_one_budget(make: Make) -> None:
             {"budgets": {"site": {"epsilon": 3}}},
             "a noise multiplier of 0 is none",
         ),
+        (PRIVACY | {"noise_multiplier": 0, "epsilon": None}, {"trust": ["local"]}, "a noise multiplier of 0 is none"),
     ],
 )
 def test_a_sites_policy_wins_over_the_job(privacy: dict | None, policy: dict, reason: str, make: Make) -> None:
@@ -500,21 +453,6 @@ def test_an_evaluation_carries_metrics_only_and_only_if_the_site_shares_them(mak
     with pytest.raises(RefusedError, match="an evaluation with tensors"):
         report(guard, Payload(2, 0, {SHARED: torch.zeros(1)}))
     assert report(make(private_job()), Payload(2, 0, {}, {}, scores)).metrics == {}
-
-
-def test_events_of_a_release_are_plain_values(make: Make) -> None:
-    job = private_job()
-    guard = make(job)
-    train(guard, "r", broadcast(job), result(job))
-    assert json.loads(json.dumps(make.events))[0]["event"] == "release"
-
-
-def test_a_server_names_no_folder_of_the_site(make: Make) -> None:
-    guard = make(private_job())
-    with pytest.raises(RefusedError, match="is not a name of a run"):
-        guard.authorize(Kind.HELLO, "../../elsewhere")
-    with pytest.raises(RefusedError, match="is not a name of a run"):
-        ask(guard, private_job(), run="/tmp/run")
 
 
 def test_two_processes_release_a_phase_once(make: Make) -> None:

@@ -18,7 +18,7 @@ import pytest
 from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import RefusedError
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
-from consilium.privacy.accounting.composition import DISCRETE, Entry, epsilon_for, merge, weakest
+from consilium.privacy.accounting.composition import DISCRETE, Entry, epsilon_for
 from consilium.privacy.ledger.ledger import Ledger, check_name, summary
 
 BUDGET = {"site": BudgetConfig(epsilon=3.0, delta=1e-5)}
@@ -155,11 +155,6 @@ def test_data_known_by_their_list_do_not_begin_anew_under_a_name(tmp_path: Path)
         check_name("a", dataset, listed, ledger)
 
 
-def test_merging_keeps_the_total() -> None:
-    spends = [GaussianEvent(2.0, 1.0, 3), GaussianEvent(4.0), GaussianEvent(2.0), GaussianEvent(2.0, 0.5)]
-    assert merge(spends) == [GaussianEvent(2.0, 1.0, 4), GaussianEvent(4.0), GaussianEvent(2.0, 0.5)]
-
-
 def test_a_summary_names_what_its_epsilon_means(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
     ledger.spend(ONE, {})
@@ -216,11 +211,6 @@ def test_a_known_release_on_other_terms_is_refused(unit: str, change: dict, tmp_
     ledger.spend(replace(one, count=0, digest="aa"), {})
     with pytest.raises(RefusedError, match="released with other bytes"):
         ledger.spend(replace(one, count=0, digest="bb"), {})
-
-
-def test_the_weaker_adjacency_names_a_mixture() -> None:
-    assert weakest(["replace", "replace"]) == "replace"
-    assert weakest(["replace", "zero-out"]) == "zero-out"
 
 
 @pytest.mark.parametrize("change", ["job = x'00ff'", "dataset = x'00ff'", "clip = 'much'"])

@@ -90,6 +90,14 @@ def test_an_update_of_nothing_has_no_cosine_and_no_error() -> None:
     assert outcome.noise == pytest.approx(float(released["w"].double().norm()), rel=1e-6)
 
 
+def test_the_cosine_is_between_the_update_and_what_is_released() -> None:
+    update = {"w": draw(4, 4)}
+    released, outcome = released_of(update, NONE, 1e6, 0.5, seeded(0))
+    cosine = torch.nn.functional.cosine_similarity(update["w"].flatten(), released["w"].double().flatten(), dim=0)
+    assert outcome.cosine == pytest.approx(float(cosine), rel=1e-6)
+    assert outcome.cosine < 0.99
+
+
 def test_values_that_are_not_finite_are_refused() -> None:
     with pytest.raises(RefusedError, match="NaN or Inf"):
         released_of({"w": torch.tensor([float("inf")])}, NONE, 1.0, 1.0, seeded(0))
@@ -107,16 +115,6 @@ def samples(peer: torch.Tensor, side: str, std: float, count: int) -> torch.Tens
     noise = released_of({"w": zero}, {"w": geometry(peer, side, 2.0)}, 1.0, std, seeded(3))[0]["w"]
     whole = 2.0 * (noise @ peer if side == "right" else peer @ noise)
     return whole.reshape(count, M, N) if side == "right" else whole.reshape(M, count, N).transpose(0, 1)
-
-
-def test_noise_has_covariance_std_squared_on_the_row_space_and_none_off_it() -> None:
-    a, std = draw(R, N) * torch.tensor([[10.0], [1.0], [0.1]], dtype=torch.float64), 0.7
-    rows = samples(a, "right", std, 4000).reshape(-1, N)
-    projector = torch.linalg.pinv(a) @ a
-    covariance = rows.T @ rows / len(rows)
-    assert (covariance - std**2 * projector).abs().max() < 0.02 * std**2 * 3
-    assert (rows - rows @ projector).abs().max() < 1e-9
-    assert len(rows) == 28_000
 
 
 def test_phase_a_noise_is_the_mirror_image() -> None:
@@ -172,17 +170,6 @@ def test_the_product_of_a_large_layer_is_never_formed() -> None:
     assert maps["w"].forward.shape == (rank, rank)
 
 
-def test_clipping_factors_as_the_paper_prints_breaks_the_bound_and_ours_keeps_it() -> None:
-    """With singular values of 10 an update of factor norm C moves the product by 10 C."""
-    q = torch.linalg.qr(draw(N, R))[0].T
-    a, clip = 10.0 * q, 1.0
-    update = draw(M, R, seed=2)
-    printed = update * min(1.0, clip / float(update.norm()))
-    ours = released_of({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded(0))[0]["w"]
-    assert float((printed @ a).norm()) == pytest.approx(10.0 * clip)
-    assert float((ours @ a).norm()) == pytest.approx(clip)
-
-
 def lower_epsilon(with_site: torch.Tensor, without: torch.Tensor, delta: float) -> float:
     """Return a 99 % lower bound on epsilon from an attacker's scores: Clopper-Pearson on both error rates, best threshold.
 
@@ -227,9 +214,3 @@ def test_noise_is_gaussian_of_the_grids_deviation_and_never_repeats() -> None:
     one, other = (privatize(zero, NONE, 1.0, 2**36)[0]["w"] for _ in range(2))
     assert not torch.equal(one, other)
     assert kstest((one.double() * UNIT).flatten().numpy(), "norm").pvalue > 1e-4
-
-
-def test_seeded_noise_repeats_and_differs_by_seed() -> None:
-    one, again, other = (privatize({"w": torch.zeros(9)}, NONE, 1.0, 2**36, seeded(n))[0]["w"] for n in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)

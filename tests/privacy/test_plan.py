@@ -139,15 +139,6 @@ def test_noise_in_shares_keeps_the_asked_epsilon_with_its_slack(rounds: int) -> 
     assert found.epsilon() == pytest.approx(3, rel=1e-6)
 
 
-def test_noise_to_signal_of_a_vit_b() -> None:
-    """36 layers of 768 x 8, 12 sites: about 450 at sigma 11.5 with the server's noise, sqrt 12 more with local noise."""
-    central = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3, "trust": "central"})
-    dimensions = 36 * 768 * 8
-    assert noise_to_signal(central, dimensions, 12) == pytest.approx(450, rel=0.01)
-    local = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3})
-    assert noise_to_signal(local, dimensions, 12) == pytest.approx(450 * math.sqrt(12), rel=0.01)
-
-
 PAPER = {"unit": "site", "epsilon": 1, "clip": 0.3, "calibration": "paper", "sites": 12, "samples": 6400}
 FACTORS = [f"layer{i}.lora_{which}" for i in range(36) for which in "AB"]
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from consilium.core.errors import ConfigError
-from consilium.strategies.fediat import FedIAT, Sharing, squared_cosine
+from consilium.strategies.fediat import FedIAT, Sharing
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategies.strategy import Role
 from consilium.strategies.trainer import LocalStep
@@ -111,12 +111,6 @@ def test_value_and_gradient_equal_the_printed_formula_over_three_steps(scale: st
             assert torch.allclose(ours[name].grad, theirs[name].grad, rtol=1e-9, atol=1e-14)
         assert ours[f"{ENC}.lora_A"].grad is None
         assert ours[f"{DEC}.lora_B"].grad is None
-
-
-def test_gradient_of_the_squared_cosine_by_finite_differences() -> None:
-    shared = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
-    local = torch.randn(3, 2, 2, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda s: squared_cosine(s, local, 1e-8), (shared,))
 
 
 @pytest.mark.parametrize("zero_b", [False, True], ids=["B = B0", "B0 = 0"])

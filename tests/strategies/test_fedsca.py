@@ -1,8 +1,6 @@
 """FedSCA: what travels, who gets what of whom, absent sites, ablations, groups of sites that find each other."""
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -230,13 +228,6 @@ def test_noise_on_sums_is_refused_with_a_server_that_looks_at_sites() -> None:
     assert assemble_job(JobConfig.model_validate(raw | {"privacy": privacy}))
     with pytest.raises(ConfigError, match=r"privacy\.trust: 'central': strategy 'fedsca'"):
         assemble_job(JobConfig.model_validate(raw | {"privacy": privacy | {"trust": "central"}}))
-
-
-def test_a_state_that_never_met_a_site_broadcasts_the_start() -> None:
-    strategy = FedSCA()
-    state = replace(strategy.initialize(start()), round=3)
-    assert torch.equal(strategy.payload(state, SiteInfo("late", 1)).tensors[NAMES[0]], start()[NAMES[0]])
-    assert math.isfinite(received(strategy, state, "late"))
 
 
 def test_from_which_alpha_a_site_mixes_nobody() -> None:

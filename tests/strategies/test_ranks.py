@@ -9,12 +9,13 @@ import torch
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
+from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.heterogeneous_ranks.layers import prefix_and_tail, shapes
-from consilium.strategies.heterogeneous_ranks.ranks import cross_drift, information_gain
+from consilium.strategies.heterogeneous_ranks.ranks import cross_drift, information_gain, oracle_drift
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, strategy_of
@@ -81,6 +82,27 @@ def test_cross_drift_of_equal_opposite_orthogonal_and_unmoved_sites() -> None:
     assert cross_drift([[along]]) == 0
 
 
+def product(rank: int, seed: int, out: int = 6, into: int = 5) -> Product:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randn(out, rank, generator=make), torch.randn(rank, into, generator=make)
+
+
+def test_drift_against_an_oracle_equals_the_dense_one_over_all_layers() -> None:
+    """FedHera, Eq. 14 and 15."""
+    site, oracle = [product(1, 0), product(2, 1)], [product(4, 2), product(5, 3)]
+    apart = torch.cat([(b @ a - d @ c).flatten() for (b, a), (d, c) in zip(site, oracle, strict=True)])
+    best = torch.cat([(d @ c).flatten() for d, c in oracle])
+    absolute, relative = oracle_drift(site, oracle)
+    assert absolute == pytest.approx(float(apart.norm()), rel=1e-5)
+    assert relative == pytest.approx(float(apart.norm() / best.norm()), rel=1e-5)
+
+
+def test_an_oracle_that_did_not_move() -> None:
+    still = (torch.zeros(6, 1), torch.zeros(1, 5))
+    assert oracle_drift([still], [still]) == (0.0, 0.0)
+    assert oracle_drift([product(1, 0)], [still])[1] == float("inf")
+
+
 def test_information_gain_counts_what_is_in_the_forward_pass_over_what_trains() -> None:
     product = (torch.zeros(5, 8), torch.zeros(8, 3))
     assert information_gain(Payload(0, 0, prefix_and_tail("l", product, 2, 0.5))) == pytest.approx(8 / 2)
@@ -92,11 +114,15 @@ def test_information_gain_counts_what_is_in_the_forward_pass_over_what_trains() 
     [
         ({"adapter": {"rank": 8}}, "adapter.kind: 'lora': strategy 'fedhera' gives sites unequal ranks; use dual_rank"),
         ({"privacy": {"unit": "site", "epsilon": 3, "clip": 1, "trust": "central"}}, "privacy.trust: 'central': .*; use local"),
+        (
+            {"adapter": {"kind": "dual_rank", "dropout": 0.1}, "privacy": {"unit": "record", "epsilon": 3, "clip": 1}},
+            "adapter.dropout: 0.1 draws all masks of a batch at once",
+        ),
     ],
 )
 def test_what_cannot_hold_is_refused(changes: dict, message: str) -> None:
     raw = load_job(JOBS / "quickstart_hera").model_dump() | changes
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, ValueError), match=message):
         assemble_job(JobConfig.model_validate(raw))
 
 

@@ -93,10 +93,10 @@ def paper(present: list[dict[str, int]], eta_g: float) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("eta_g", [1.0, 0.5])
-def test_three_rounds_of_the_papers_loop(eta_g: float) -> None:
-    found = rounds(Scaffold(global_lr=eta_g), BOTH * 3).shared["w"].numpy()
-    assert found == pytest.approx(paper(BOTH * 3, eta_g), rel=1e-12)
+@pytest.mark.parametrize(("present", "eta_g"), [(BOTH * 3, 1.0), (BOTH * 3, 0.5), (UNEQUAL, 1.0)])
+def test_it_is_the_papers_loop_also_where_sites_miss_rounds_and_weights_change(present: list, eta_g: float) -> None:
+    found = rounds(Scaffold(global_lr=eta_g), present).shared["w"].numpy()
+    assert found == pytest.approx(paper(present, eta_g), rel=1e-12)
 
 
 def source(rounds_: int) -> np.ndarray:
@@ -122,10 +122,6 @@ def test_it_is_the_sources_with_equal_weights_alone_and_its_row_says_so() -> Non
     rows = [row for row in (JOBS / "algorithms.md").read_text().splitlines() if row.startswith("| `") and "scaffold" in row]
     assert len(rows) == 2
     assert all("equal steps, `federation.weighting: uniform` and all sites" in row for row in rows)
-
-
-def test_sites_that_miss_rounds_keep_their_control_variates_and_weights() -> None:
-    assert rounds(Scaffold(), UNEQUAL).shared["w"].numpy() == pytest.approx(paper(UNEQUAL, 1.0), rel=1e-12)
 
 
 def test_it_ends_where_the_sum_of_the_losses_is_least_and_plain_averaging_does_not() -> None:

@@ -51,13 +51,6 @@ def equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_exact_mean_is_the_weighted_mean() -> None:
-    mean = ExactMean()
-    mean.add({"w": torch.tensor([1.0, 0.0])}, 3)
-    mean.add({"w": torch.tensor([5.0, 1.0])}, 1)
-    assert mean.value()["w"].tolist() == [2.0, 0.25]
-
-
 def test_exact_mean_does_not_depend_on_order_to_the_last_bit() -> None:
     updates = [
         ({"w": torch.randn(500, generator=torch.Generator().manual_seed(i)) * 10.0 ** (-i)}, 7 * i + 1) for i in range(5)
@@ -148,7 +141,3 @@ def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
     assert [phase for _, phase in first] == [phase for _, phase in again]
     for name in tensors_of(strategy, 0):
         assert [strategy.role(name, *place) for place in first] == [strategy.role(name, *place) for place in again]
-
-
-def test_factor_of_a_name() -> None:
-    assert [factor(n) for n in ("x.lora_A", "x.lora_B", "lora_A.head.weight", "head.weight")] == ["A", "B", None, None]

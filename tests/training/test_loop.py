@@ -11,7 +11,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.privacy.dpsgd import DpSgd
 from consilium.strategies.trainer import LocalStep
 from consilium.training.device import autocast, pick_device
-from consilium.training.loop import make_optimizer, train
+from consilium.training.loop import train
 
 
 class Line(nn.Module):
@@ -136,14 +136,6 @@ def test_a_loss_that_is_no_single_number_stops_with_one_line(loss: object, what:
 )
 def test_steps_per_round(samples: int, options: dict, steps: int) -> None:
     assert config(**options).steps_per_round(samples) == steps
-
-
-@pytest.mark.parametrize(("name", "cls"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
-def test_optimizers_hold_only_what_they_are_given(name: str, cls: type) -> None:
-    model = Line()
-    optimizer = make_optimizer([model.b], config(optimizer=name))
-    assert type(optimizer) is cls
-    assert optimizer.param_groups[0]["params"] == [model.b]
 
 
 def test_precision_and_device() -> None:

@@ -17,6 +17,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.federation.job import build_model, build_task
 from consilium.privacy.dpsgd import DpSgd
 from consilium.training import loop
+from consilium.training.gradient_probe import gradients_of
 from consilium.training.loop import Progress, train
 from tests.conftest import small_cells, small_config
 from tests.training.test_loop import Line, LineTask, Slope, config
@@ -111,3 +112,11 @@ def test_a_last_loss_that_is_not_finite_never_reaches_the_optimizer(
     with pytest.raises(ConsiliumError, match="the loss became"):
         train(model, LineTask(), params, {"a"}, config(local_steps=1), 0, lambda step: None, {}, lambda done: None)
     assert model.a.tolist() == [1.0, 2.0]
+
+
+def test_what_a_loss_does_not_depend_on_has_gradient_0_even_where_that_is_all() -> None:
+    used, unused = torch.tensor([2.0], requires_grad=True), torch.ones(3, requires_grad=True)
+    found = gradients_of(used.square().sum(), {"used": used, "unused": unused})
+    assert found["used"].tolist() == [4.0]
+    assert found["unused"].tolist() == [0.0] * 3
+    assert gradients_of(torch.tensor(1.0), {"unused": unused})["unused"].tolist() == [0.0] * 3

@@ -15,6 +15,13 @@ from consilium.core.schema import Dropout, Positive, Rank
 PLACE = "consilium.adapters"
 
 
+def _refuse_dropout(dropout: float) -> None:
+    """Raise ValueError for dropout, which DP-SGD does not allow."""
+    if dropout:
+        what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
+        raise ValueError(f"adapter.dropout: {dropout} {what}; use 0")
+
+
 class LoraConfig(AdapterConfig):
     """Low-rank updates of linear layers."""
 
@@ -67,9 +74,7 @@ class LoraConfig(AdapterConfig):
 
     def keep_apart(self) -> None:
         """See AdapterConfig."""
-        if self.dropout:
-            what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
-            raise ValueError(f"adapter.dropout: {self.dropout} {what}; use 0")
+        _refuse_dropout(self.dropout)
 
 
 class DualRankConfig(AdapterConfig):
@@ -85,6 +90,10 @@ class DualRankConfig(AdapterConfig):
     def product_scaling(self) -> float:
         """See AdapterConfig."""
         return self.scaling
+
+    def keep_apart(self) -> None:
+        """See AdapterConfig."""
+        _refuse_dropout(self.dropout)
 
 
 class BottleneckConfig(AdapterConfig):

@@ -18,8 +18,8 @@ from consilium.core.seeding import seed_for
 
 LARGEST = 2**29
 """The most numbers in an adapter, 2 GiB. Server and sites hold several sets of that size, and a round transmits one."""
-_PLACES, _LEFT_OUT = "adapter_places", "adapter_left_out"
-"""Attributes of a model: its cached `Places`, and the names of the modules that `leave_out` left out last."""
+_LOCATIONS, _LEFT_OUT = "adapter_locations", "adapter_left_out"
+"""Attributes of a model: its cached `Locations`, and the names of the modules that `leave_out` left out last."""
 
 Found = TypeVar("Found")
 
@@ -39,7 +39,7 @@ class Adapted:
     base: dict[str, Tensor]
 
 
-class Places(NamedTuple):
+class Locations(NamedTuple):
     """A cache of where an adapter is in its model.
 
     `parameters`: (tensor name, module, attribute name). `modules`: (name, AdapterModule). `of_class`: modules by class, for the
@@ -85,7 +85,7 @@ def add_names(model: nn.Module, names: Iterable[str]) -> None:
 
 def _store_adapted(model: nn.Module, adapted: Adapted) -> None:
     object.__setattr__(model, "adapter", adapted)
-    vars(model).pop(_PLACES, None)
+    vars(model).pop(_LOCATIONS, None)
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -93,9 +93,9 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
     For trained parameters of the base these are the parameters, as an optimizer needs them, not their changes.
     """
-    places = _places(model)
-    found: dict[str, Tensor] = {name: getattr(module, own) for name, module, own in places.parameters}
-    for name, part in places.modules:
+    locations = _locations(model)
+    found: dict[str, Tensor] = {name: getattr(module, own) for name, module, own in locations.parameters}
+    for name, part in locations.modules:
         found |= {f"{name}.{own}": tensor for own, tensor in part.frozen().items()}
     return found
 
@@ -108,11 +108,11 @@ def _adapted(model: nn.Module) -> Adapted:
     return found
 
 
-def _places(model: nn.Module) -> Places:
-    """Return the cached places of the adapter. The cache is renewed after names are added or a module is replaced."""
-    adapted, found = _adapted(model), vars(model).get(_PLACES)
-    if not isinstance(found, Places):
-        of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Places([], [], {})
+def _locations(model: nn.Module) -> Locations:
+    """Return the cached locations of the adapter. The cache is renewed after names are added or a module is replaced."""
+    adapted, found = _adapted(model), vars(model).get(_LOCATIONS)
+    if not isinstance(found, Locations):
+        of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Locations([], [], {})
         for name, module in model.named_modules():
             if isinstance(module, AdapterModule):
                 found.modules.append((name, module))
@@ -121,13 +121,13 @@ def _places(model: nn.Module) -> Places:
                 if called in adapted.names and parameter not in seen:
                     found.parameters.append((called, module, own.rpartition(".")[2]))
                 seen.add(parameter)
-        object.__setattr__(model, _PLACES, found)
+        object.__setattr__(model, _LOCATIONS, found)
     return found
 
 
 def modules_of(model: nn.Module, kind: type[Found]) -> list[Found]:
     """Return the model's modules of a class."""
-    known = _places(model).of_class
+    known = _locations(model).of_class
     if kind not in known:
         known[kind] = [module for module in model.modules() if isinstance(module, kind)]
     return cast(list[Found], known[kind])
@@ -135,10 +135,10 @@ def modules_of(model: nn.Module, kind: type[Found]) -> list[Found]:
 
 def owners(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold adapter tensors. An AdapterModule stands for all modules inside it."""
-    places = _places(model)
-    whole = [part for _, part in places.modules]
+    locations = _locations(model)
+    whole = [part for _, part in locations.modules]
     inside = {inner for part in whole for inner in part.modules()}
-    return list(dict.fromkeys([*whole, *(module for _, module, _ in places.parameters if module not in inside)]))
+    return list(dict.fromkeys([*whole, *(module for _, module, _ in locations.parameters if module not in inside)]))
 
 
 def switches(model: nn.Module) -> tuple[object, ...]:
@@ -186,7 +186,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, tensor in values.items():
         module, _, own = name.rpartition(".")
         by_module.setdefault(module, {})[own] = tensor
-    for own, part in _places(model).modules:
+    for own, part in _locations(model).modules:
         part.fit(by_module.get(own, {}))
     live, base = tensors(model), _adapted(model).base
     if wrong := sorted(live.keys() ^ values.keys()):
@@ -227,7 +227,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace the submodule `name` of `model` by `module`."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
-    vars(model).pop(_PLACES, None)
+    vars(model).pop(_LOCATIONS, None)
     vars(model).pop(_LEFT_OUT, None)
 
 

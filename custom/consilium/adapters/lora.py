@@ -5,7 +5,7 @@ A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +174,7 @@ def save_peft(
     fused = target.fuse(values) if target and target.fuse else dict(values)
     ranks = {n.rpartition(".")[0]: t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
     wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
-    pattern = _exported(target, ranks)
+    pattern = pattern_of(ranks) if target else "|".join(map(re.escape, ranks))
     config = _peft_config(rank, alpha, pattern, 0.0, any(map(is_magnitude, fused)))
     config.rank_pattern, config.alpha_pattern = wide, {layer: alpha * r / rank for layer, r in wide.items()}
     config.base_model_name_or_path, config.inference_mode = base, True
@@ -182,13 +182,6 @@ def save_peft(
     config.save_pretrained(folder)
     keys = {f"base_model.model.{_peft_name(n)}": t.detach().cpu().contiguous() for n, t in fused.items()}
     save_file(keys, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _exported(target: TargetSet | None, layers: Iterable[str]) -> str:
-    """Return the regular expression that a PEFT folder uses for these layers of the unchanged base."""
-    if target is None:
-        return "|".join(map(re.escape, layers))
-    return pattern_of(layers)
 
 
 def _peft_config(rank: int, alpha: float, targets: str, dropout: float, dora: bool = False) -> "PeftConfig":

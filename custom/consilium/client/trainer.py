@@ -23,8 +23,8 @@ from consilium.strategies.trainer import FeaturePenalty, GradientProbe, Penalty
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, peak_memory
-from consilium.training.dpsgd_sum import clipped_sum
 from consilium.training.gradient_probe import BatchGradients, WithFeatures
+from consilium.training.joint_dpsgd_step import step_update
 from consilium.training.loop import Progress, train
 
 
@@ -215,7 +215,7 @@ def step_of_all(context: ClientContext, payload: Payload, names: Collection[str]
         return {}
     params = {name: tensor for name, tensor in layers.tensors(context.model).items() if name in names}
     trained = set(context.strategy.names(params, Role.SHARED, payload.round, payload.phase))
-    return clipped_sum(context.model, context.task, params, trained, context.config.training, dp)
+    return step_update(context.model, context.task, params, trained, context.config.training, dp)
 
 
 def rehearse_step(context: ClientContext) -> None:

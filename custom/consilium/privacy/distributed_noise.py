@@ -67,21 +67,16 @@ def discrete_gaussian(count: int, deviation: int, bits: Bits = secret_bytes) -> 
         raise ConfigError(f"discrete noise: deviation {deviation}: expected 1 to {LARGEST} units of the grid; change the clip")
     source, parts, missing = _Coins(bits), [np.zeros(0, np.int64)], count
     while missing > 0:
-        found = _draw_accepted(source, 64 + int(2.3 * missing), deviation)[:missing]
-        parts.append(found)
-        missing -= len(found)
+        part = source.below(64 + int(2.3 * missing), deviation)
+        part = part[source.exponential(part, deviation)]
+        whole = source.geometric(len(part))
+        kept = _toss_acceptance(source, part, whole, deviation)
+        size = part[kept] + deviation * whole[kept]
+        negative = source.below(len(size), 2) == 1
+        found = np.where(negative, -size, size)[~(negative & (size == 0))]  # without -0, or 0 would be twice as likely
+        parts.append(found[:missing])
+        missing -= len(parts[-1])
     return np.concatenate(parts)
-
-
-def _draw_accepted(source: "_Coins", count: int, deviation: int) -> Integers:
-    """Draw `count` candidates and return the accepted ones."""
-    part = source.below(count, deviation)
-    part = part[source.exponential(part, deviation)]
-    whole = source.geometric(len(part))
-    kept = _toss_acceptance(source, part, whole, deviation)
-    size = part[kept] + deviation * whole[kept]
-    negative = source.below(len(size), 2) == 1
-    return np.where(negative, -size, size)[~(negative & (size == 0))]  # without -0, or 0 would be twice as likely
 
 
 def _toss_acceptance(source: "_Coins", part: Integers, whole: Integers, deviation: int) -> Flags:

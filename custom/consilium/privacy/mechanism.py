@@ -135,21 +135,16 @@ def in_reals(integers: Tensors) -> Tensors:
 def outcome_of(clean: Tensors, clipped: Tensors, released: Tensors, noise_std: float) -> Outcome:
     """Return the Outcome of a release from its coordinates: `clean` before clipping, `clipped`, and `released` with noise."""
     norm, signal = joint_norm(clean), joint_norm(clipped)
+    dot, norms = sum(float((clean[n] * released[n]).sum()) for n in clean), norm * joint_norm(released)
     return Outcome(
         norm=norm,
         clip_factor=min(1.0, signal / norm) if norm > 0 else 1.0,
         noise_std=noise_std,
-        cosine=_cosine(clean, released),
+        cosine=dot / norms if norms > 0 else 0.0,
         signal=signal,
         noise=joint_norm({name: tensor - clipped[name] for name, tensor in released.items()}),
         dimensions=sum(t.numel() for t in clean.values()),
     )
-
-
-def _cosine(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    dot = sum(float((left[n] * right[n]).sum()) for n in left)
-    norms = joint_norm(left) * joint_norm(right)
-    return dot / norms if norms > 0 else 0.0
 
 
 # noise diagnostics -----------------------------------------------------------------------------------------------------

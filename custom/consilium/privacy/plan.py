@@ -190,8 +190,15 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
     privacy = config.privacy
     if privacy is None:
         return None
-    found = _plan_of(config, privacy, strategy, num_units, names)
-    if found is None:
+    releases = sum(strategy.traits.phases_of(round) for round in range(config.training.rounds))
+    if privacy.trust == "distributed":
+        found = _distributed_plan(config, privacy, releases)
+    elif isinstance(privacy, SiteLevelDpConfig):
+        paper = privacy.calibration == "paper"
+        found = paper_plan(config, privacy, strategy, releases, list(names)) if paper else site_plan(privacy, releases)
+    elif num_units is not None:
+        found = _local_plan(config, privacy, releases, num_units, strategy.traits.fits)
+    else:
         return None
     by_epsilon = privacy.noise_multiplier is None and privacy.calibration != "paper"
     if config.secure_aggregation is not None and by_epsilon and found.noise_multiplier < SMALLEST_NOISE:
@@ -199,19 +206,6 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
         raise ConfigError(f"privacy.epsilon: {privacy.epsilon:g}: {what}; lower epsilon, or leave privacy out")
     found.share_deviation(0)  # raises before training if the grid is too coarse for the noise, or too small
     return found
-
-
-def _plan_of(
-    config: JobConfig, privacy: PrivacyConfig, strategy: Strategy, num_units: int | None, names: Iterable[str]
-) -> Plan | None:
-    releases = sum(strategy.traits.phases_of(round) for round in range(config.training.rounds))
-    if privacy.trust == "distributed":
-        return _distributed_plan(config, privacy, releases)
-    if not isinstance(privacy, SiteLevelDpConfig):
-        return None if num_units is None else _local_plan(config, privacy, releases, num_units, strategy.traits.fits)
-    if privacy.calibration == "paper":
-        return paper_plan(config, privacy, strategy, releases, list(names))
-    return site_plan(privacy, releases)
 
 
 def _distributed_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Plan:

@@ -228,7 +228,10 @@ def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
     }
     people = counted.people["training"] if "training" in enough else []
     tables = {name: _merged_groups(getattr(counted, name), people, minimum) for name in ("sizes", "spacing", "lengths")}
-    areas = _mean_areas(counted, minimum) if people and not single else ()
+    shown = separable_classes(counted, "training", minimum) if people and not single else []
+    areas = tuple(
+        Portion(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown if counted.areas[name]
+    )
     greys_of = _grey_shares(counted, config, minimum) if people else ()
     return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys_of, **tables)
 
@@ -248,11 +251,6 @@ def _merged_groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], mi
         return ()
     groups = merge_small_cells(cells, people, minimum)
     return tuple(Group(names=names, samples=sum(len(cells[n]) for n in names)) for names in groups)
-
-
-def _mean_areas(counted: Tally, minimum: int) -> tuple[Portion, ...]:
-    shown = [name for name in separable_classes(counted, "training", minimum) if counted.areas[name]]
-    return tuple(Portion(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown)
 
 
 def _grey_shares(counted: Tally, config: JobConfig, minimum: int) -> tuple[Portion, ...]:

@@ -18,7 +18,7 @@ from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_m
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
-from consilium.privacy.guard.release_checks import NUMBERS, is_adapter_tensor, upload_shapes
+from consilium.privacy.guard.release import NUMBERS, is_adapter_tensor, upload_shapes
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import layout, size_of
 from consilium.privacy.secagg.server import MASKED

@@ -21,7 +21,7 @@ from consilium.core.storage import locked, sweep, write_atomic
 from consilium.federation.diagnostics import deviation
 from consilium.federation.job import Job
 from consilium.federation.saved_model import SavedModel, keeps_local
-from consilium.privacy.guard.release_checks import geometries, noised_sum, sent_as_sums, upload_shapes
+from consilium.privacy.guard.release import geometries, noised_sum, sent_as_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, in_reals, privatize, restored
 from consilium.privacy.plan import Plan, make_plan, not_private
 from consilium.privacy.randomness import Randomness

@@ -9,7 +9,7 @@ from consilium.config.run_sections import CrossSiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage
 from consilium.federation.job import Job
-from consilium.privacy.guard.release_checks import MODELS
+from consilium.privacy.guard.release import MODELS
 from consilium.report.results_table import SHARED, cross_site_matrix
 from consilium.server import run_start
 from consilium.server.checks import check_evaluation, check_shared_model

@@ -14,7 +14,7 @@ from cryptography import x509
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
-from consilium.privacy.guard.release_checks import geometries, sent_as_sums, upload_shapes
+from consilium.privacy.guard.release import geometries, sent_as_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, restored
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
 from consilium.privacy.secagg.messages import cancellations

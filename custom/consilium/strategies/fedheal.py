@@ -61,7 +61,7 @@ class FedHEAL(FedIT):
         """Return the next state: the mean of masked updates for each number, and the history, w and delta of each reporter."""
         masks = {name: self.mask(state.sites.get(name, {}), one.update.tensors) for name, one in sorted(results.items())}
         masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
-        kept = self.weights(state, {name: _distance(one) for name, one in masked.items()})
+        kept = self.weights(state, {name: sum(float(t.norm()) for _, t in sorted(one.items())) for name, one in masked.items()})
         share = normalized({name: float(kept[name][WEIGHT]) for name in masks})
         shared = {n: _shared_after(t, n, share, masks, masked) for n, t in state.shared.items()}
         sites = {name: _history(state.sites.get(name, {}), results[name].update.tensors) | kept[name] for name in masks}
@@ -89,11 +89,6 @@ class FedHEAL(FedIT):
             weight = float(old.get(WEIGHT, 1 / count)) + delta
             found[name] = {key: torch.tensor(v, dtype=torch.float64) for key, v in ((WEIGHT, weight), (DELTA, delta))}
         return found
-
-
-def _distance(update: Tensors) -> float:
-    """Return the sum of the tensors' norms, in the order of names."""
-    return sum(float(tensor.norm()) for _, tensor in sorted(update.items()))
 
 
 def _shared_after(

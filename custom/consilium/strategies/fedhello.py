@@ -30,7 +30,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.core.lazy import Tensor, torch
+from consilium.core.lazy import torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
@@ -102,7 +102,10 @@ class FedHeLLo(UnequalRanks):
         if self.layers == "random":
             return set(generator.sample(layers, count))
         if self.layers == "fisher":
-            return _draw_layers(layers, odds(state.matrices[SCORES].tolist()), count, generator)
+            # Layers are drawn without replacement with these odds: the largest u^(1 / odds) (Efraimidis, Spirakis 2006).
+            weights = odds(state.matrices[SCORES].tolist())
+            keys = {layer: generator.random() ** (1 / weight) for layer, weight in zip(layers, weights, strict=True)}
+            return set(sorted(layers, key=lambda layer: -keys[layer])[:count])
         return {layers[place] for place in places(self.layers, len(layers), count)}
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
@@ -124,7 +127,9 @@ class FedHeLLo(UnequalRanks):
             moves = {name: factors(one.update.tensors, layer) for name, one in sorted(results.items())}
             moves = {name: move for name, move in moves.items() if move[0].numel()}
             if total := sum(share[name] for name in moves):
-                scores[index] = sum(share[name] / total * _mean_square(*move) for name, move in moves.items())
+                squares = {n: sum(float(part.double().square().sum()) for part in move) for n, move in moves.items()}
+                means = {n: squares[n] / sum(part.numel() for part in move) for n, move in moves.items()}
+                scores[index] = sum(share[name] / total * means[name] for name in moves)
         return {SCORES: scores}
 
     def _mean(self, state: ServerState, layer: str, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
@@ -155,13 +160,3 @@ def odds(scores: Sequence[float]) -> list[int]:
     for place, index in enumerate(order):
         found[index] = 3 if scores[index] == UNKNOWN else 1 + 3 * place // len(scores)
     return found
-
-
-def _draw_layers(layers: Sequence[str], odds: Sequence[int], count: int, generator: random.Random) -> set[str]:
-    """Return `count` layers drawn without replacement with these odds: the largest u^(1 / odds) (Efraimidis, Spirakis 2006)."""
-    keys = {layer: generator.random() ** (1 / one) for layer, one in zip(layers, odds, strict=True)}
-    return set(sorted(layers, key=lambda layer: -keys[layer])[:count])
-
-
-def _mean_square(b: Tensor, a: Tensor) -> float:
-    return (float(b.double().square().sum()) + float(a.double().square().sum())) / (b.numel() + a.numel())

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from consilium.core.lazy import torch
 from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
+from consilium.core.linalg.lowrank import Change, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks import allocation
@@ -109,24 +109,17 @@ class FedHera(ExactServer):
         total = sum(costs)
         budgets = (capacity["download"] * total, capacity["time"] * total, capacity["memory"] * total)
         if self.allocation == "random":
-            download, train = self._drawn(found, costs, budgets, seed_for(self.seed, "ranks", state.round, site.name))
+            seed = seed_for(self.seed, "ranks", state.round, site.name)
+            download = allocation.random_ranks([len(one.values) for one in found.values()], [costs], budgets[:1], seed)
+            train = allocation.random_ranks(download, [costs, costs], budgets[1:], seed_for(seed, "train"))
         else:
-            download, train = self._filled(found, costs, budgets)
+            whole, literal = sum(one.energy for one in found.values()), self.allocation == "literal"
+            energies = [self._energies(one, whole, c / max(costs)) for one, c in zip(found.values(), costs, strict=True)]
+            download = allocation.download_ranks(energies, costs, budgets[0], literal)
+            train = allocation.train_ranks(energies, download, allocation.Training(costs, costs, *budgets[1:]), literal)
         real = [int(found[layer].values.count_nonzero()) for layer in dims]
         download = [max(t, min(d, r)) for d, t, r in zip(download, train, real, strict=True)]
         return dict(zip(dims, download, strict=True)), dict(zip(dims, train, strict=True))
-
-    def _filled(self, found: Mapping[str, Spectrum], costs: list[int], budgets: Budgets) -> Ranks:
-        """Return (download, train) ranks by the two water-fillings."""
-        whole, literal = sum(one.energy for one in found.values()), self.allocation == "literal"
-        energies = [self._energies(one, whole, c / max(costs)) for one, c in zip(found.values(), costs, strict=True)]
-        download = allocation.download_ranks(energies, costs, budgets[0], literal)
-        return download, allocation.train_ranks(energies, download, allocation.Training(costs, costs, *budgets[1:]), literal)
-
-    def _drawn(self, found: Mapping[str, Spectrum], costs: list[int], budgets: Budgets, seed: int) -> Ranks:
-        """Return random (download, train) ranks within the same budgets."""
-        download = allocation.random_ranks([len(one.values) for one in found.values()], [costs], budgets[:1], seed)
-        return download, allocation.random_ranks(download, [costs, costs], budgets[1:], seed_for(seed, "train"))
 
     def _energies(self, found: Spectrum, whole: float, cost: float) -> list[float]:
         """Return the energies of a layer's ranks. `whole`: the sum over all layers, by which `raw` energies are divided."""
@@ -185,13 +178,13 @@ class FedHera(ExactServer):
         if self.score == "cumulative":
             scores = lowrank.alignments_with({n: [one.end for one in found] for n, found in layers.items()}, updates)
         else:
-            products = [[self._product_to_score(one) for one in found] for found in layers.values()]
+            whole = self.score == "product"  # else the change in the round counts
+            products = [
+                [one.end if whole else lowrank.residuals([Change(1.0, one.start, one.end)], 1.0) for one in found]
+                for found in layers.values()
+            ]
             scores = lowrank.alignments(products, [share[name] for name in sorted(share)])
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}
-
-    def _product_to_score(self, change: Change) -> Product:
-        """Return the LoRA product that is compared between sites: after training (`product`), or its change in the round."""
-        return change.end if self.score == "product" else lowrank.residuals([Change(1.0, change.start, change.end)], 1.0)
 
 
 def _trained_ranks(upload: SiteResult) -> int:

@@ -113,7 +113,9 @@ class FedIAT(Strategy):
         shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
         shared_0, private_0 = self._anchor(key, shared, layers, step), self._anchor(key, private, layers, step)
         with torch.no_grad():
-            drift = self._advance(key, _stack(step.params, layers, private) - private_0, step)
+            gap, before = _stack(step.params, layers, private) - private_0, step.memory.get(key)
+            drift = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)  # 0 at the round's start
+            step.memory[key] = drift
         moved = _stack(step.params, layers, shared) - shared_0
         proxy_sh = moved.mT @ shared_0 if shared == "B" else moved @ shared_0.mT
         proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
@@ -135,12 +137,6 @@ class FedIAT(Strategy):
         if slot not in step.memory:
             step.memory[slot] = _stack(step.anchors, layers, which)
         return step.memory[slot]
-
-    def _advance(self, key: str, gap: Tensor, step: LocalStep) -> Tensor:
-        """Set delta = ema * delta + (1 - ema) * gap in `step.memory` and return it; delta is 0 at the round's start."""
-        before = step.memory.get(key)
-        step.memory[key] = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)
-        return step.memory[key]
 
 
 def squared_cosine(shared: Tensor, local: Tensor, eps: Tensor | float) -> Tensor:

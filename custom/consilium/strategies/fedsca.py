@@ -101,13 +101,11 @@ class FedSCA(Strategy):
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the site's own mixture; for a site that has not reported yet, the shared mean."""
         first = {} if site.joined else state.initial
-        return Payload(state.round, state.phase, {**self._mixed(state, site.name), **first})
-
-    def _mixed(self, state: ServerState, name: str) -> Tensors:
-        if name not in state.sites:
-            return state.shared
-        row = state.matrices[MATRIX][sorted(state.sites).index(name)]
-        return _weighted_sum(row, [state.sites[other] for other in sorted(state.sites)])
+        mixed = state.shared
+        if site.name in state.sites:
+            row = state.matrices[MATRIX][sorted(state.sites).index(site.name)]
+            mixed = _weighted_sum(row, [state.sites[other] for other in sorted(state.sites)])
+        return Payload(state.round, state.phase, {**mixed, **first})
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each site's upload, the matrix, and in `shared` the weighted mean of this round's uploads."""

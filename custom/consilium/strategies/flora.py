@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from consilium.adapters.names import WHOLE
-from consilium.core.lazy import Tensor, torch
+from consilium.core.lazy import torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
@@ -53,7 +53,10 @@ class FLoRA(ExactServer):
         for layer, update in global_updates(state).items():
             out, into = update.shape
             rank = min(wanted, out, into)
-            b, a = torch.zeros(out, rank), self._fresh(state.round, layer, rank, into)
+            # A is Kaiming-uniform; a smaller rank gives the first rows of a larger one.
+            generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", state.round, layer))
+            a = torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
+            b = torch.zeros(out, rank)
             tensors |= prefix_and_tail(layer, (torch.cat([b, update.left], 1), torch.cat([a, update.right])), rank, 1.0)
             tensors |= {} if update.dense is None else {f"{layer}.{WHOLE}": update.dense}
         return Payload(state.round, state.phase, tensors)
@@ -65,11 +68,6 @@ class FLoRA(ExactServer):
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the payload's tensors, with every tail as a pair of factors."""
         return expanded(payload.tensors)
-
-    def _fresh(self, round: int, layer: str, rank: int, into: int) -> Tensor:
-        """Return A (rank, in), Kaiming-uniform. A smaller rank gives the first rows of a larger one."""
-        generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", round, layer))
-        return torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the stack of the sites' products."""

@@ -60,7 +60,7 @@ class HetLoRA(UnequalRanks):
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: padded factors averaged with weights by norm, heads with the sites' weights, ranks pruned."""
         ends = {name: upload.trained() for name, upload in sorted(results.items())}
-        norms = {name: _norm(end) for name, end in ends.items()}
+        norms = {name: sum(lowrank.norm(factors(end, n)) ** 2 for n in shapes(end)) ** 0.5 for name, end in ends.items()}
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
         shared = mean_others(state, results, shares(results)) | self._averages(state, ends, share)
@@ -110,8 +110,3 @@ def _norm_beyond(tensors: Mapping[str, Tensor], rank: int) -> Tensor:
 
 def _length(tensor: Tensor) -> Tensor:
     return (tensor.square().sum() + 1e-24).sqrt()
-
-
-def _norm(tensors: Tensors) -> float:
-    """Return ||B A||_F over all layers together."""
-    return sum(lowrank.norm(factors(tensors, layer)) ** 2 for layer in shapes(tensors)) ** 0.5

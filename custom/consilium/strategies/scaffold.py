@@ -61,17 +61,15 @@ class Scaffold(FedIT):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the shared tensors and the site's corrections u - u_i; before its first report these are 0."""
-        return Payload(state.round, state.phase, {**state.shared, **self._corrections(state, site.name)})
+        corrections = {CONTROL + name: tensor.new_zeros(tensor.shape) for name, tensor in state.shared.items()}
+        if site.name in state.sites:
+            mean, own = weighted_mean(state.sites, state.weights), state.sites[site.name]
+            corrections = {CONTROL + name: (mean[name] - own[name]).to(tensor.dtype) for name, tensor in state.shared.items()}
+        return Payload(state.round, state.phase, {**state.shared, **corrections})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the shared tensors."""
         return Payload(state.round, state.phase, dict(state.shared))
-
-    def _corrections(self, state: ServerState, site: str) -> Tensors:
-        if site not in state.sites:
-            return {CONTROL + name: tensor.new_zeros(tensor.shape) for name, tensor in state.shared.items()}
-        mean, own = weighted_mean(state.sites, state.weights), state.sites[site]
-        return {CONTROL + name: (mean[name] - own[name]).to(tensor.dtype) for name, tensor in state.shared.items()}
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: the mean update added, and u_i updated for every site that reported."""

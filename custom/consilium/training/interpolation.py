@@ -29,7 +29,14 @@ def interpolated(
     """
     examples, handle = interpolation.examples, None
     if cut is not None and examples and len(known := references(model, cut, task, mix, examples, seed)):
-        handle = model.register_forward_pre_hook(_weigher(cut, mix, interpolation, known), with_kwargs=True)
+
+        def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
+            mix(1.0)
+            with torch.no_grad():
+                found = represented(cut, lambda: model.forward(*args, **kwargs))
+            mix(sample_shares(interpolation, found, known))
+
+        handle = model.register_forward_pre_hook(weigh, with_kwargs=True)
     mix(fixed_share(interpolation))
     try:
         yield
@@ -72,13 +79,3 @@ def sample_shares(interpolation: Interpolation, found: Tensor, known: Tensor) ->
     if interpolation.as_in_code:
         return 1 - interpolation.most * cosines.mean(1)
     return interpolation.most * cosines.clamp(min=0).mean(1)
-
-
-def _weigher(cut: Cut, mix: Mix, interpolation: Interpolation, known: Tensor) -> Callable[[nn.Module, Any, Any], None]:
-    def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
-        mix(1.0)
-        with torch.no_grad():
-            found = represented(cut, lambda: model.forward(*args, **kwargs))
-        mix(sample_shares(interpolation, found, known))
-
-    return weigh

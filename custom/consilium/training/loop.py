@@ -175,9 +175,7 @@ def train(
     a loss that is not finite, except with `dp`, see `LossAccumulator`.
     """
     active = set_requires_grad(params, trained)
-    if (
-        dp is None and not task.num_samples
-    ):  # site-level noise hides that a site has none; without noise such a site is not asked
+    if dp is None and not task.num_samples:  # site-level noise hides this; without noise such a site is not asked
         return {"loss": 0.0, "steps": 0.0}
     optimizer = make_optimizer(list(active.values()), config)
     optimizer.zero_grad(set_to_none=True)  # gradients may be left from a step that failed in an earlier round
@@ -206,7 +204,9 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             known = take_step(LocalStep(params, anchors, scalars, memory), noted_penalty, losses, step == total)
-            _correct(active, correction, rate / sum(rates))
+            with torch.no_grad():
+                for name, whole in correction.items():
+                    active[name].add_(whole.to(active[name].device), alpha=rate / sum(rates))
             on_progress(Progress(step, total, losses.total / step if known else None, rate))
     if optimizer_state is not None:
         optimizer_state.update(state_of(optimizer, list(active)))
@@ -220,12 +220,6 @@ def set_requires_grad(params: Mapping[str, Tensor], trained: set[str]) -> dict[s
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
     return {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
-
-
-@torch.no_grad()
-def _correct(trained: Mapping[str, nn.Parameter], correction: Mapping[str, Tensor], share: float) -> None:
-    for name, whole in correction.items():
-        trained[name].add_(whole.to(trained[name].device), alpha=share)
 
 
 @contextmanager
@@ -305,8 +299,10 @@ def _private_step(
         with private.sum.unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.end_step(last)
-    penalty_gradients = _gradients(value, trained) if value is not None and value.requires_grad else {}
-    private.step(penalty_gradients)
+    gradients: list[Tensor | None] = [None] * len(trained)
+    if value is not None and value.requires_grad:
+        gradients = list(torch.autograd.grad(value, list(trained.values()), allow_unused=True))
+    private.step({name: one for name, one in zip(trained, gradients, strict=True) if one is not None})
     return known
 
 
@@ -325,11 +321,6 @@ def _unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Ba
     except BaseException as error:  # a panic of a library is not an Exception
         log_failure("unit", error)
         return {}
-
-
-def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    found = torch.autograd.grad(value, list(of.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(of, found, strict=True) if gradient is not None}
 
 
 def _backward(

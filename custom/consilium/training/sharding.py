@@ -9,7 +9,7 @@ for their parts.
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,8 +130,4 @@ def hand_over(block: "FSDPModule") -> None:
 def ask_for(blocks: list["FSDPModule"], ask: Callable[[int], None]) -> None:
     """Register hooks that call `ask` with a block's number before the model gathers the block's parts."""
     for number, block in enumerate(blocks):
-        cast(nn.Module, block).register_forward_pre_hook(_asking(ask, number), prepend=True)
-
-
-def _asking(ask: Callable[[int], None], number: int) -> Callable[[nn.Module, Any], None]:
-    return lambda module, args: ask(number)
+        cast(nn.Module, block).register_forward_pre_hook(lambda module, args, number=number: ask(number), prepend=True)

@@ -28,7 +28,7 @@ from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.guard.guard import Guard
-from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.ledger.ledger import Ledger
 from tests.conftest import assembled, small_config
 from tests.flare import process_state

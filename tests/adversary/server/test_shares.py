@@ -38,18 +38,17 @@ def by_step(bound: float | None = None, **privacy: object) -> JobConfig:
 class Fleet:
     """Three sites as FLARE runs them, and the messages of a server that may change each."""
 
-    def __init__(self, folder: Path, configs: dict[str, JobConfig]) -> None:
-        make_simulated_identities(folder / "identities", list(SITES))
+    def __init__(self, folder: Path, identities: Path, configs: dict[str, JobConfig]) -> None:
         self.folder, self.clients = folder, dict[str, Client]()
         for name, config in configs.items():
             job = assembled(config)
             policy = HospitalPrivacyPolicy.model_validate({"dataset": "w", "budgets": {"record": {"epsilon": 3.2}}})
             own = policy.model_copy(update={"trust": ("distributed",)})
             root = folder / name
-            identity, site = read_simulated_identity(folder / "identities", name, SitePartnersConfig()), SiteConfig(privacy=own)
+            identity, site = read_simulated_identity(identities, name, SitePartnersConfig()), SiteConfig(privacy=own)
             guard = build_guard(job, name, site, root, root, lambda event: None, job_id="flare-1", identity=identity)
             self.clients[name] = Client(job, guard, Zeros(job))
-        root, config = read_root(folder / "identities/rootCA.pem"), configs["site-1"]
+        root, config = read_root(identities / "rootCA.pem"), configs["site-1"]
         self.collector = Collector(folder / "server", config, f"{RUN}.{config.digest[:16]}", root, SERVER)
 
     def ask(self, name: str, task: str, message: Shareable) -> Shareable:
@@ -101,15 +100,22 @@ class Many(Trainer):
         return Payload(0, 0, {n: torch.full(t.shape, 2**40, dtype=torch.int64) for n, t in found.tensors.items()})
 
 
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("identities")
+    make_simulated_identities(folder, list(SITES))
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _own_guards() -> Iterator[None]:
     with process_state.filters_put_back():
         yield
 
 
-def test_a_sum_of_fewer_sites_than_shares_were_sized_for_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_sum_of_fewer_sites_than_shares_were_sized_for_is_refused_before_training(tmp_path: Path, identities: Path) -> None:
     """Of three sites one may collude, so the noise counts two shares: among two sites it would be the third's alone."""
-    fleet = Fleet(tmp_path, dict.fromkeys(SITES, by_step()))
+    fleet = Fleet(tmp_path, identities, dict.fromkeys(SITES, by_step()))
     attempt = fleet.prepared()
     fewer = attempt.train_question("site-1", ["site-1", "site-2"])
     assert wire.reason_of(fleet.train("site-1", fewer)) is Reason.TASK
@@ -120,9 +126,9 @@ def test_a_sum_of_fewer_sites_than_shares_were_sized_for_is_refused_before_train
     assert not any(fleet.spent(name) for name in SITES)
 
 
-def test_what_the_server_says_of_terms_and_noise_is_not_read(tmp_path: Path) -> None:
+def test_what_the_server_says_of_terms_and_noise_is_not_read(tmp_path: Path, identities: Path) -> None:
     """Terms, sigma and rate beside the question, and as numbers of the payload: the row and the share stay the plan's."""
-    fleet = Fleet(tmp_path, dict.fromkeys(SITES, by_step()))
+    fleet = Fleet(tmp_path, identities, dict.fromkeys(SITES, by_step()))
     lies = {
         "terms": {"asked": 300, "threshold": 201, "least": 201, "colluders": 0},
         "noise_multiplier": 0.01,
@@ -139,11 +145,11 @@ def test_what_the_server_says_of_terms_and_noise_is_not_read(tmp_path: Path) -> 
     assert float(drawn.std()) == pytest.approx(guard.plan.share_deviation(drawn.numel()), rel=0.05)
 
 
-def test_a_site_whose_job_has_less_noise_is_in_nobodys_roster(tmp_path: Path) -> None:
+def test_a_site_whose_job_has_less_noise_is_in_nobodys_roster(tmp_path: Path, identities: Path) -> None:
     """Its share would be smaller than the others count on: its key is signed for its own job."""
     quiet = by_step(epsilon=None, noise_multiplier=0.2)
-    fleet = Fleet(tmp_path, {"site-1": by_step(), "site-2": by_step(), "site-3": by_step()})
-    other = Fleet(tmp_path / "other", {"site-1": by_step(), "site-2": by_step(), "site-3": quiet})
+    fleet = Fleet(tmp_path, identities, {"site-1": by_step(), "site-2": by_step(), "site-3": by_step()})
+    other = Fleet(tmp_path / "other", identities, {"site-1": by_step(), "site-2": by_step(), "site-3": quiet})
     assert wire.reason_of(other.masks("site-3", {"step": "hello"})) is Reason.BUDGET  # for itself it is over the budget
     entries = fleet.met()
     forged = dict(entries["site-3"], signature=entries["site-2"]["signature"])
@@ -153,20 +159,20 @@ def test_a_site_whose_job_has_less_noise_is_in_nobodys_roster(tmp_path: Path) ->
     assert "the key of 'site-3' is not signed by it" in fleet.said("site-1")
 
 
-def test_a_step_at_a_larger_rate_is_another_job_and_over_the_budget(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, dict.fromkeys(SITES, by_step()))
+def test_a_step_at_a_larger_rate_is_another_job_and_over_the_budget(tmp_path: Path, identities: Path) -> None:
+    fleet = Fleet(tmp_path, identities, dict.fromkeys(SITES, by_step()))
     fleet.train("site-1", fleet.prepared().train_question("site-1", list(SITES)))
     guard = fleet.clients["site-1"].guard
     assert guard.plan is not None
     louder = by_step(epsilon=None, noise_multiplier=guard.plan.noise_multiplier, sample_rate=0.5)
-    fleet.clients["site-1"] = Fleet(tmp_path, dict.fromkeys(SITES, louder)).clients["site-1"]
+    fleet.clients["site-1"] = Fleet(tmp_path, identities, dict.fromkeys(SITES, louder)).clients["site-1"]
     assert wire.reason_of(fleet.masks("site-1", {"step": "hello"})) is Reason.BUDGET
     assert fleet.spent("site-1") == [(guard.plan.noise_multiplier, 0.1)]
 
 
-def test_a_job_s_small_bound_does_not_tell_how_many_units_a_site_drew(tmp_path: Path) -> None:
+def test_a_job_s_small_bound_does_not_tell_how_many_units_a_site_drew(tmp_path: Path, identities: Path) -> None:
     """Numbers over the bound are cut off before the noise. A step sums to 16 a number; the bound has room for one clip."""
-    fleet = Fleet(tmp_path, dict.fromkeys(SITES, by_step(bound=5.0)))
+    fleet = Fleet(tmp_path, identities, dict.fromkeys(SITES, by_step(bound=5.0)))
     client = fleet.clients["site-1"]
     client.trainer = Many(assembled(by_step(bound=5.0)))
     answer = fleet.train("site-1", fleet.prepared().train_question("site-1", list(SITES)))

@@ -81,15 +81,6 @@ def test_equal_refusals_are_each_on_record(client: MakeClient) -> None:
     assert [(m["kind"], m["reason"]) for m in messages] == [("refusal", "task")] * 5
 
 
-@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-def test_one_authorization_buys_one_release(privacy: dict, client: MakeClient) -> None:
-    """The same task again gets the same bytes; no second training result leaves for the price of the first."""
-    site = client(privacy)
-    first, second = (wire.decode(site.ask("train", site.task()))[0] for _ in range(2))
-    assert all(bool((first.tensors[name] == tensor).all()) for name, tensor in second.tensors.items())
-    assert sum(row.count > 0 for row in site.guard.ledger.entries()) == 1
-
-
 def test_an_evaluation_answers_in_a_fixed_form(client: MakeClient) -> None:
     """It told the server's run, scalars and whatever else the message had; now: place, declared metrics, the ledger's seal."""
     site = client()

@@ -169,7 +169,11 @@ def test_a_damaged_word_is_named_before_any_training(privacy: dict, client: Make
     assert wire.reason_of(answered(site, admitted(site))) is Reason.TRAINING
     (word,) = tmp_path.rglob("refused/0-0.json")
     later, message = client(privacy), r"0-0\.json: cannot be read; nothing was sent; restore it; to remove it"
-    for text in ("", "[]", '{"word": "nonsense"}', "{}", '{"word": "training", "row": "r", "terms": 3}'):
+    whole = json.loads(word.read_text())
+    terms: list[dict] = [{"noise_multiplier": "5"}, {"noise_multiplier": None}, {"sample_rate": [1]}, {"private": "no"}]
+    damaged = [{"word": "nonsense"}, {}, whole | {"terms": 3}, whole | {"row": 5}]
+    damaged += [whole | {"terms": whole["terms"] | one} for one in terms]
+    for text in ("", "[]", *map(json.dumps, damaged)):
         word.write_text(text)
         for again in (site, later):
             with pytest.raises(RefusedError, match=message) as error:
@@ -301,16 +305,3 @@ def test_behind_an_answer_that_nobody_can_read_nothing_is_trained(fails: bool, c
     begun.unlink()  # as of a former version, which wrote none: then the file may answer any round
     assert wire.reason_of(asked(unasked, 2)) is Reason.LEDGER
     assert not unasked.trainer.did
-
-
-def test_a_word_of_another_type_names_its_file(client: MakeClient, tmp_path: Path) -> None:
-    """Its price was formatted before anybody had looked at it: a traceback."""
-    site = failing(client(SITE_LEVEL))
-    answered(site, admitted(site))
-    (word,) = tmp_path.rglob("refused/0-0.json")
-    kept_word = json.loads(word.read_text())
-    terms: list[dict] = [{"noise_multiplier": "5"}, {"noise_multiplier": None}, {"sample_rate": [1]}, {"private": "no"}]
-    for damage in [{"row": 5}, *({"terms": kept_word["terms"] | one} for one in terms)]:
-        word.write_text(json.dumps(kept_word | damage))
-        with pytest.raises(RefusedError, match=r"0-0\.json: cannot be read"):
-            site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())

@@ -161,16 +161,15 @@ def _rdp_epsilon(rows: Sequence[GaussianEvent], delta: float, fractions: bool = 
 @lru_cache(maxsize=1024)
 def _renyi_divergences(noise: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
     """Return the Renyi divergence of one release at each order; infinite if Opacus' series overflows."""
-    return np.array([_renyi_divergence(noise, rate, order) for order in orders])
-
-
-def _renyi_divergence(noise: float, rate: float, order: float) -> float:
     from opacus.accountants.analysis.rdp import compute_rdp
 
-    try:
-        return _not_nan(float(compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=float(order))))
-    except (ValueError, OverflowError):
-        return math.inf
+    found = []
+    for order in orders:
+        try:
+            found.append(_not_nan(float(compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=float(order)))))
+        except (ValueError, OverflowError):
+            found.append(math.inf)
+    return np.array(found)
 
 
 @lru_cache(maxsize=1024)  # asked for the ledger and the plan at every release, by every site of a process
@@ -238,6 +237,8 @@ def noise_multiplier(
     result is rounded to ten digits, so that every processor finds the same. Raises ConfigError for a budget that no noise can
     keep.
     """
+    from scipy.optimize import brentq
+
     check_delta(delta)
     if not 0 < epsilon < LARGEST:
         raise ConfigError(f"privacy.epsilon: {epsilon}: expected a number above 0; 1 is strong, 8 is weak")
@@ -245,7 +246,8 @@ def noise_multiplier(
     def keeps(sigma: float) -> bool:
         return epsilon_of([GaussianEvent(sigma, sample_rate, count, slack)], delta, accountant, planned=True) <= epsilon
 
-    low = math.sqrt(count) / _gaussian_mu(epsilon, delta)
+    mu = float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-30, 1e4, xtol=1e-14, rtol=1e-12))
+    low = math.sqrt(count) / mu
     if accountant == "exact" and sample_rate == 1:
         return _first_that_keeps(keeps, low, 1e-10, epsilon)
     high = _first_that_keeps(keeps, low, 1.0, epsilon)
@@ -276,12 +278,6 @@ def _first_that_keeps(keeps: Callable[[float], bool], start: float, step: float,
 def _round_up(sigma: float) -> float:
     """Return a number rounded up to ten digits, at most 1.5e-9 larger."""
     return float(f"{sigma * (1 + 1e-9):.9e}")
-
-
-def _gaussian_mu(epsilon: float, delta: float) -> float:
-    from scipy.optimize import brentq
-
-    return float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-30, 1e4, xtol=1e-14, rtol=1e-12))
 
 
 def check_delta(delta: float) -> None:

@@ -19,11 +19,14 @@ from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.core.storage import locked, note, room_for
 from consilium.data.counts import Tally
 from consilium.privacy import mechanism, statistics
-from consilium.privacy.guard import release_checks, task_schedule
+from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_trail import DATA_DEPENDENT_REASONS, AuditTrail, Charges
 from consilium.privacy.guard.masking import Masking
-from consilium.privacy.guard.release_checks import (
+from consilium.privacy.guard.release import (
     check_complete,
+    check_model,
+    check_once,
+    check_shares_model,
     check_upload,
     geometries,
     noise_source,
@@ -130,9 +133,9 @@ class Guard:
             self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
             statistics.check_question(self.records, self.dataset, self.config, self.listed)
         if kind is Kind.MODEL:
-            release_checks.check_shares_model(self.name, self.config, self.share_personalized, self.policy.protects)
+            check_shares_model(self.name, self.config, self.share_personalized, self.policy.protects)
         if kind is Kind.EVALUATE and self.config.cross_site:
-            release_checks.check_once(self.folder, task.place, task.payload)  # the server alone names the run
+            check_once(self.folder, task.place, task.payload)  # the server alone names the run
         if kind is Kind.TRAIN and self.masking:
             self.masking.open(task)  # before reading the stored answer, on which an error here must not depend
         if kind is Kind.TRAIN and self.replay:
@@ -265,7 +268,7 @@ class Guard:
     def release_model(self, task: AuthorizedTask, result: Payload) -> Payload:
         """Return the site's own model, as it leaves for a cross-site job. Raises RefusedError, and then nothing may be sent."""
         self._mark_answered(task, Kind.MODEL)
-        release_checks.check_model(self.name, result, self.tensors)
+        check_model(self.name, result, self.tensors)
         released = replace(result, round=-1, phase=-1, ledger=self.ledger.seal())
         self.trail.note("model", released)
         return released

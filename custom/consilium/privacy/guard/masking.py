@@ -12,7 +12,7 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors
 from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_trail import AuditTrail
-from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize

@@ -9,7 +9,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Kind, Payload
 from consilium.core.storage import locked, note, noted, room_for, unreadable
-from consilium.privacy.guard.release_checks import MODELS
+from consilium.privacy.guard.release import MODELS
 from consilium.strategies.strategy import Strategy
 
 # task ------------------------------------------------------------------------------------------------------------------

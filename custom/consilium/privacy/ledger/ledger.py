@@ -178,7 +178,8 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
         return []  # the file is created before its table; seals in the records reveal lost rows
     known = _columns(db)
     columns = [name for name in COLUMNS if name != LATER or LATER in known]
-    for number, (when, *values, seal) in enumerate(_query_rows(db, columns), start=1):
+    rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
+    for number, (when, *values, seal) in enumerate(rows, start=1):
         row = dict(zip(columns, values, strict=True))
         entry = _row_to_entry(row, number, path)
         before = _row_seal(before, when, entry)
@@ -194,10 +195,6 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
 
 def _columns(db: sqlite3.Connection) -> set[str]:
     return {name for _, name, *_ in db.execute("PRAGMA table_info(releases)")}
-
-
-def _query_rows(db: sqlite3.Connection, columns: list[str]) -> sqlite3.Cursor:
-    return db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
 
 
 def _row_to_entry(row: dict[str, Any], number: int, path: Path) -> Entry:

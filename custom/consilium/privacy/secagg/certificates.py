@@ -70,7 +70,8 @@ def check_certificate(root: x509.Certificate, server: str, name: str, pem: str) 
     now = datetime.datetime.now(datetime.UTC)
     if authority or not isinstance(key, rsa.RSAPublicKey) or key.key_size < LEAST_BITS:
         raise _certificate_refusal(name, f"is a CA's, or has no RSA key of {LEAST_BITS} bits")
-    if key.public_numbers() == _root_numbers(root):
+    root_key = root.public_key()
+    if isinstance(root_key, rsa.RSAPublicKey) and key.public_numbers() == root_key.public_numbers():
         raise _certificate_refusal(name, "has the root's own key")
     if not found.not_valid_before_utc <= now <= found.not_valid_after_utc:
         raise _certificate_refusal(name, f"is not valid now, {now:%Y-%m-%d %H:%M} UTC by this machine's clock")
@@ -86,11 +87,6 @@ def _is_authority(found: x509.Certificate) -> bool:
         return found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
         return False
-
-
-def _root_numbers(root: x509.Certificate) -> rsa.RSAPublicNumbers | None:
-    key = root.public_key()
-    return key.public_numbers() if isinstance(key, rsa.RSAPublicKey) else None
 
 
 def _certificate_refusal(name: str, what: str) -> RefusedError:
@@ -187,11 +183,7 @@ def check_roster(
     keys = {name: identity.check(name, found["certificate"]) for name, found in roster.items()}
     for name, found in roster.items():
         check_entry(found, keys[name], job, run, name)
-    _check_keys_differ(roster, keys)
-    return keys
-
-
-def _check_keys_differ(roster: Mapping[str, Message], keys: Mapping[str, rsa.RSAPublicKey]) -> None:
     prints, exchanged = {fingerprint(key) for key in keys.values()}, {found["key"] for found in roster.values()}
     if len(prints) < len(roster) or len(exchanged) < len(roster):
         raise refused("two sites of the roster have one key")
+    return keys

@@ -88,9 +88,16 @@ class Party:
         if last is not None and place < last:
             raise refused(f"attempt {place} is stale, this site is at {last}")
         self._check_past(values, place, past)
-        keys = self._check_roster_in(values, question)
+        if "entry" not in values:
+            what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
+            raise refused(what, Reason.LEDGER)
+        about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
+        keys = check_roster(question.get("roster"), *about)
         cohort = read_cohort(question, self.name, keys, whole=self.config.sums_without_noise)
-        terms = self._check_terms(len(cohort))
+        terms = terms_of(self.config, len(cohort))
+        if terms.least < self.asks.min_sites:
+            what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
+            raise refused(what, Reason.POLICY)
         if self.sums is not None:
             self.sums.check(cohort, self._least_shown(terms))
         context = self._prepare_context(place, question, cohort, terms)
@@ -108,20 +115,6 @@ class Party:
         keys = self._public_keys(values, values["attempt"])
         rounds = values[TRAINED]["rounds"]
         check_past(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
-
-    def _check_roster_in(self, values: Mapping[str, Any], question: Message) -> dict[str, rsa.RSAPublicKey]:
-        if "entry" not in values:
-            what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
-            raise refused(what, Reason.LEDGER)
-        about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
-        return check_roster(question.get("roster"), *about)
-
-    def _check_terms(self, asked: int) -> Terms:
-        terms = terms_of(self.config, asked)
-        if terms.least < self.asks.min_sites:
-            what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
-            raise refused(what, Reason.POLICY)
-        return terms
 
     def _least_shown(self, terms: Terms) -> int:
         """Return the least number of hospitals that any combination of sums without noise may show."""
@@ -245,15 +238,13 @@ class Party:
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
+            private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
             for name, public in told["parties"].items():
                 if name != self.name:
-                    stream = self._pair_mask(attempt, told, name, public, len(words))
+                    key = sealing.pair_key(private, public, "mask", context, (self.name, name))
+                    stream = sealing.mask(key, len(words))
                     words = words + stream if name > self.name else words - stream
             return words
-
-    def _pair_mask(self, attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, public: str, count: int) -> Words:
-        private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
-        return sealing.mask(sealing.pair_key(private, public, "mask", context, (self.name, name)), count)
 
     def room(self) -> float:
         """Return the largest number that an update of weight 1 may contain."""

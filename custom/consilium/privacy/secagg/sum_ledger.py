@@ -203,8 +203,10 @@ class SumLedger:
         with _locked(self.path):
             lines = self._read()
             self._check_set(new, least, lines)
-            if (known := next((line for line in lines if self._is_covered_by(line, new, least)), None)) is not None:
-                return str(known["seal"])
+            for line in lines:
+                same = line["kind"] == SUM and frozenset(line["sites"]) == new and line["weights"] == self.weights
+                if same and line["least"] >= least and self.data <= set(line["data"]):
+                    return str(line["seal"])
             said = {"sites": sorted(new), "data": sorted(self.data), "least": least, "weights": self.weights}
             audit.AuditLog(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
             return str(self._read()[-1]["seal"])
@@ -217,17 +219,17 @@ class SumLedger:
         self._last = lines[-1]["seal"] if lines else ""
         return lines
 
-    def _is_covered_by(self, line: Mapping[str, Any], sites: frozenset[str], least: int) -> bool:
-        """Tell whether a line already records a sum over these hospitals, for these data, weights and `least`."""
-        same = line["kind"] == SUM and frozenset(line["sites"]) == sites and line["weights"] == self.weights
-        return same and line["least"] >= least and self.data <= set(line["data"])
-
     def _check_set(self, new: frozenset[str], least: int, lines: list[dict[str, Any]]) -> None:
         if any(line["kind"] == ALLOWED and frozenset(line["sites"]) == new for line in lines):
             return
         if self._unlisted is None:
             self._unlisted = unlisted(self.records)
-        past = [*_past_sums(lines), *self._unlisted]
+        listed = [
+            PastSum(frozenset(line["sites"]), frozenset(line["data"]), line["least"], line["weights"])
+            for line in lines
+            if line["kind"] == SUM
+        ]
+        past = [*listed, *self._unlisted]
         past = [one for one in past if one.data is None or one.data & self.data]
         if other := next((one for one in past if one.weights not in (None, self.weights)), None):
             raise _sum_refusal(
@@ -329,14 +331,6 @@ def _has_noise(private: Mapping[str, Any]) -> bool:
 def _masked_field(line: Mapping[str, Any]) -> Mapping[str, Any]:
     found = line.get("masked")
     return found if isinstance(found, dict) else {}
-
-
-def _past_sums(lines: list[dict[str, Any]]) -> list[PastSum]:
-    return [
-        PastSum(frozenset(line["sites"]), frozenset(line["data"]), line["least"], line["weights"])
-        for line in lines
-        if line["kind"] == SUM
-    ]
 
 
 def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:

@@ -105,13 +105,11 @@ class ExactServer(UnequalRanks):
         found = super().diagnostics(state, results)
         for layer, one in stored_spectra(state).items():
             if one.energy > 0:
-                ranks = [_sent_rank(upload.sent.tensors, layer) for upload in results.values()]
+                parts = f"{layer}.lora_A", f"{layer}.tail_A"
+                sent = [upload.sent.tensors for upload in results.values()]
+                ranks = [sum(len(tensors[name]) for name in parts if name in tensors) for tensors in sent]
                 found[f"retained energy/{layer}"] = 1 - sum(one.rest(rank) for rank in ranks) / one.energy / len(ranks)
         return found
-
-
-def _sent_rank(tensors: Tensors, layer: str) -> int:
-    return sum(len(tensors[name]) for name in (f"{layer}.lora_A", f"{layer}.tail_A") if name in tensors)
 
 
 def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int) -> Product:
@@ -132,12 +130,11 @@ def global_updates(state: ServerState) -> dict[str, Update]:
 
 def stored_spectra(state: ServerState) -> dict[str, Spectrum]:
     """Return the SVD of every layer's W / s, truncated to the largest rank of any site's adapter."""
-    return {layer: _spectrum(state.matrices, layer) for layer in shapes(state.initial)}
-
-
-def _spectrum(kept: Mapping[str, Tensor], layer: str) -> Spectrum:
-    energy, error = kept[f"{layer}.energy"].tolist()
-    return Spectrum(kept[f"{layer}.u"], kept[f"{layer}.values"], kept[f"{layer}.v"], energy, error)
+    found = {}
+    for layer in shapes(state.initial):
+        u, values, v = (state.matrices[f"{layer}.{part}"] for part in ("u", "values", "v"))
+        found[layer] = Spectrum(u, values, v, *state.matrices[f"{layer}.energy"].tolist())
+    return found
 
 
 # oracle ----------------------------------------------------------------------------------------------------------------

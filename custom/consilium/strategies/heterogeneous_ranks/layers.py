@@ -14,12 +14,12 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
 
     Layer names are sorted part by part, with numbers compared as numbers.
     """
-    layers = sorted((name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")), key=_depth)
+
+    def depth(layer: str) -> list[tuple[bool, int, str]]:
+        return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in layer.split(".")]
+
+    layers = sorted((name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")), key=depth)
     return {layer: (len(tensors[f"{layer}.lora_B"]), tensors[f"{layer}.lora_A"].shape[1]) for layer in layers}
-
-
-def _depth(layer: str) -> list[tuple[bool, int, str]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in layer.split(".")]
 
 
 def non_lora_tensors(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -129,13 +129,11 @@ class UnequalRanks(Strategy):
             raise ConfigError(f"strategy.profile: tier {unknown[0]!r} is not in strategy.tiers; known: {', '.join(self.tiers)}")
         if not sum(self._shares().values()) > 0:
             raise ConfigError("strategy.profile: every share is 0; give one tier a share over 0")
-        if bad := [name for name, tier in self.tiers.items() if not self._may_be(tier)]:
-            least = "over 0" if self.least_train is None else "0 or more"
-            raise ConfigError(f"strategy.tiers.{bad[0]}: train must be {least} and at most download, which is over 0")
-
-    def _may_be(self, tier: Tier) -> bool:
-        some = tier.train > 0 or tier.train == self.least_train
-        return some and tier.train <= tier.download and tier.download > 0
+        for name, tier in self.tiers.items():
+            trains = tier.train > 0 or tier.train == self.least_train
+            if not (trains and tier.train <= tier.download and tier.download > 0):
+                least = "over 0" if self.least_train is None else "0 or more"
+                raise ConfigError(f"strategy.tiers.{name}: train must be {least} and at most download, which is over 0")
 
     def _shares(self) -> dict[str, float]:
         return PROFILES[self.profile] if isinstance(self.profile, str) else self.profile

@@ -26,9 +26,12 @@ from consilium.strategies.strategy import Role, Strategy
 def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
     """Raise RefusedError unless every tensor is finite and SHARED in this phase, and every scalar and metric is declared."""
     for name in payload.tensors:
-        if (role := _role_or_none(strategy, name, payload)) is not Role.SHARED:
-            whose = role or "none of the adapter's"
-            raise RefusedError(f"release: tensor {name!r} is {whose}, only shared tensors may leave; nothing was sent")
+        try:
+            role: str = strategy.role(name, payload.round, payload.phase)
+        except ConfigError:
+            role = "none of the adapter's"
+        if role != Role.SHARED:
+            raise RefusedError(f"release: tensor {name!r} is {role}, only shared tensors may leave; nothing was sent")
     if wrong := non_finite(payload.tensors):
         raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
     for kind, given, known, where in (
@@ -40,14 +43,6 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
             raise RefusedError(f"release: {what}; nothing was sent; declare it in {where}")
         if wrong := sorted(name for name, value in given.items() if type(value) is not float):
             raise RefusedError(f"release: {kind} {wrong[0]!r} is not a plain number; nothing was sent; write float(...)")
-
-
-def _role_or_none(strategy: Strategy, name: str, payload: Payload) -> Role | None:
-    """Return a tensor's role; None for a name that the strategy does not know."""
-    try:
-        return strategy.role(name, payload.round, payload.phase)
-    except ConfigError:
-        return None
 
 
 def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...]]:

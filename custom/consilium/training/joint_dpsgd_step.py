@@ -21,7 +21,7 @@ from consilium.training.device import autocast
 from consilium.training.loop import read, scalar, set_requires_grad
 
 
-def clipped_sum(
+def step_update(
     model: nn.Module,
     task: Task,
     params: Mapping[str, Tensor],
