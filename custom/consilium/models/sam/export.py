@@ -5,11 +5,11 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.models.model_writer import page, save_weights
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import join_qkv
 from consilium.models.sam.network import MASK_TOKENS, SHAPES, PromptedSam
-from consilium.models.weight_files import page, save_weights
 
 _PUBLISHED = """import torch
 from safetensors.torch import load_file

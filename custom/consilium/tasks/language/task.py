@@ -62,7 +62,10 @@ class LanguageTask:
         self._told = set[str]()
         if config.labels and self.kind not in ("label", "options"):
             self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use options or label to score by it")
-        self._tell_default_system()
+        said = self._encoder.default_system
+        if said and not all(text.system for texts in self.data.splits.values() for text in texts):
+            what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
+            self._tell(f"{what}; a record's `system` replaces it")
         prompts, answers = _count_shortened(
             [pair for pairs in (*self._pairs.values(), *self._worse.values()) for pair in pairs]
         )
@@ -72,12 +75,6 @@ class LanguageTask:
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
         return Encoder(tokenizer, max_length, self.config.prompt, self.config.learn == "sequence")
-
-    def _tell_default_system(self) -> None:
-        said = self._encoder.default_system
-        if said and not all(text.system for texts in self.data.splits.values() for text in texts):
-            what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
-            self._tell(f"{what}; a record's `system` replaces it")
 
     def _tell(self, what: str) -> None:
         """Log a warning; each text only once."""
@@ -166,7 +163,7 @@ class LanguageTask:
         with evaluating(model):
             losses, found, ranked = (self._preferences if self._compares else self._likelihood)(model, split, batch_size)
             self.scored = self._scored(split, losses) if distances else None
-            whole, each = self._answers(model, split, batch_size, distances)
+            whole, each = self._answer_scores(model, split, batch_size, distances)
             each |= ranked
         cut = dict(zip(CUT, _count_shortened(self._pairs[split]), strict=True))
         found |= {name: number / len(self._pairs[split]) for name, number in cut.items()} | whole
@@ -178,7 +175,7 @@ class LanguageTask:
         whose = [text.patient or text.name for text in self.data.splits[split]]
         return {COUNT: float(len(whose))} | intervals_of_means(each, whose)
 
-    def _answers(
+    def _answer_scores(
         self, model: nn.Module, split: str, batch_size: int, distances: bool
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Return the scores of answers that `evaluate` asks for: (scores of the whole split, scores by record)."""
@@ -234,7 +231,8 @@ class LanguageTask:
         """
         answers, texts = list[str](), self._texts(split, indices)
         rows = self._prompts(texts, min(self._encoder.max_length, room(model, self.config.max_new_tokens)))
-        how, numbers = self._greedy(), range(len(texts)) if indices is None else indices
+        most, encoder, numbers = self.config.max_new_tokens, self._encoder, range(len(texts)) if indices is None else indices
+        greedy = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
         def given(part: Sequence[int]) -> Batch:
             return inputs_of(model, self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part]))
@@ -242,7 +240,7 @@ class LanguageTask:
         size = 1 if batch_size > 1 and self._apart(model, rows, given) else batch_size
         for part in _parts(range(len(rows)), size):
             inputs = given(part)
-            written = cast(Any, model).generate(**inputs, generation_config=how)[:, inputs["input_ids"].shape[1] :]
+            written = cast(Any, model).generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
@@ -268,10 +266,6 @@ class LanguageTask:
             what = f"prompts lose their middle to be answered: the model has positions for {most} tokens"
             self._tell(f"{what} beside task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole")
         return [tokens for tokens, _ in found]
-
-    def _greedy(self) -> GenerationConfig:
-        most, encoder = self.config.max_new_tokens, self._encoder
-        return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
     def _teacher_forced(
         self, model: nn.Module, split: str, batch_size: int
@@ -371,7 +365,9 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
         return packed_losses(model, batch)
     inputs: dict[str, Any] = dict(inputs_of(model, batch))
     device = inputs["input_ids"].device
-    if _sees_no_padding(model, device):
+    # On a CPU scores are equal to the bit without a mask, which saves a tenth of the time: no token attends to the padding on
+    # its right. Gradients would not be equal to the bit.
+    if _is_known(model) and device.type == "cpu" and not torch.is_grad_enabled():
         inputs["attention_mask"] = None
     following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
     places = learned_positions(following)
@@ -388,14 +384,6 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
         return text
     answers = moved["labels"] != IGNORED if "labels" in moved else torch.zeros_like(moved["input_ids"]).bool()
     return cast(Any, model).see(**text, images=moved["image"], answers=answers)
-
-
-def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
-    """Return whether scores are equal to the bit without an attention mask, as no token attends to the padding on its right.
-
-    This saves a tenth of the time on a CPU. Gradients would not be equal to the bit, so training uses the mask.
-    """
-    return _is_known(model) and device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def _is_known(model: nn.Module) -> bool:

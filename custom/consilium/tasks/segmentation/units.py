@@ -186,16 +186,14 @@ class Units:
     def _end(self, but: object = None) -> None:
         """Score all open units except the one named `but`."""
         for name in [name for name in self._open if name != but]:
-            self._close(self._open.pop(name))
-
-    def _close(self, unit: _Unit) -> None:
-        row = overlaps(unit.counts, self._config.empty_references == "count", self._config.iou == "both")
-        parted = (
-            self._config.per != "image" and unit.item.tile is not None
-        )  # tiles overlap and differ in scale, so they have no common surface
-        row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
-        self.shown.append(unit.shown)
-        self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
+            unit = self._open.pop(name)
+            row = overlaps(unit.counts, self._config.empty_references == "count", self._config.iou == "both")
+            parted = (
+                self._config.per != "image" and unit.item.tile is not None
+            )  # tiles overlap and differ in scale, so they have no common surface
+            row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
+            self.shown.append(unit.shown)
+            self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
 
 
 def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
