@@ -121,11 +121,6 @@ def test_a_long_answer_leaves_half_of_the_length_to_the_prompt_and_loses_its_end
     assert pair(range(10, 13), range(30, 35)) == ([1, 10, 11, 12, 30, 31, 32, 33, 34, 2], 4, False, False)
 
 
-def test_a_tokenizer_that_begins_texts_begins_prompts() -> None:
-    ids = Encoder(cast(Any, Beginning()), 100, "{instruction}").pair(text("7", "8 9")).ids
-    assert ids == [1, 7, 8, 9, 2]
-
-
 def test_answers_that_were_cut_are_counted_apart_from_prompts(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         task = make_task(
