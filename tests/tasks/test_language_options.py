@@ -76,7 +76,7 @@ def test_options_are_ranked_as_lm_evaluation_harness_ranks_them(monkeypatch: pyt
             assert own == pytest.approx(theirs, abs=2e-3)
         assert (found["accuracy"], found["accuracy_norm"]) == (2 / 4, 1 / 4)
     assert found.keys() == metric_names(task.config)
-    assert 0 < found["accuracy_low"] < 0.6 < found["accuracy_high"]
+    assert found["accuracy_low"] < 0.5 < found["accuracy_high"]
     shown = scores(task.config)
     assert (shown.lead(found), shown.beside[0]) == ("accuracy", "accuracy_norm")
 

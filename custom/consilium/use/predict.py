@@ -95,27 +95,23 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     if not texts:
         return []
     try:
+        config = opened.config
+        data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
+        if config.task.name == "classification":  # records without a class
+            data = replace(data, loading=replace(data.loading, ignore_unfit=True))
+        task: Any = build_task(config, data, opened.own)
+        device = next(opened.model.parameters()).device
+        with torch.no_grad(), autocast(device, config.training.precision):
+            written: list[Any] = task.write(opened.model, "training", batch_size)
         return [
             _asked(text) | (said if isinstance(said, dict) else {"answer": said})
-            for text, said in zip(texts, _generate_answers(opened, where, texts, batch_size), strict=True)
+            for text, said in zip(texts, written, strict=True)
         ]
     except DataError as error:
         if len(texts) == 1:
             return [error]
     half = len(texts) // 2
     return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
-
-
-def _generate_answers(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Any]:
-    config = opened.config
-    data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
-    if config.task.name == "classification":  # records without a class
-        data = replace(data, loading=replace(data.loading, ignore_unfit=True))
-    task: Any = build_task(config, data, opened.own)
-    device = next(opened.model.parameters()).device
-    with torch.no_grad(), autocast(device, config.training.precision):
-        written: list[Any] = task.write(opened.model, "training", batch_size)
-    return written
 
 
 def _asked(text: Text) -> dict[str, Any]:

@@ -19,10 +19,8 @@ from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.correctness import judged, truth
-from consilium.tasks.language.losses import learned_positions, losses_at, spread
-from consilium.tasks.language.options import Row, log_likelihoods
+from consilium.tasks.language.losses import Row, learned_positions, log_likelihoods, losses_at, reward_margins, spread
 from consilium.tasks.language.packing import grouped, packed_losses
-from consilium.tasks.language.preference import reward_margins
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 

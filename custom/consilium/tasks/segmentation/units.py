@@ -78,14 +78,10 @@ def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]
         far = float(np.float32(np.sqrt(sum((n * step) ** 2 for n, step in zip(guess.shape, spacing, strict=True)))))
         return far, far
     cut = _box(guess | reference)
-    surfaces = [_surface(np.pad(mask[cut], 1), spacing) for mask in (guess, reference)]
+    padded, step = [np.pad(mask[cut], 1) for mask in (guess, reference)], np.asarray(spacing, dtype=np.float64)
+    surfaces = [np.argwhere(mask ^ binary_erosion(mask)) * step for mask in padded]  # voxels at a border, (V, axes)
     both = [_nearest(*surfaces), _nearest(*reversed(surfaces))]
     return max(map(_percentile, both)), float(torch.cat(both).mean())
-
-
-def _surface(mask: np.ndarray, spacing: Sequence[float]) -> np.ndarray:
-    """Return the positions of the voxels at a mask's border (V, axes), in the unit of `spacing`."""
-    return np.argwhere(mask ^ binary_erosion(mask)) * np.asarray(spacing, dtype=np.float64)
 
 
 def _nearest(these: np.ndarray, others: np.ndarray) -> Tensor:
