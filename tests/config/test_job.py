@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import Given, find_site, load_site
+from consilium.config.site import Given, find_site, load_site, read_site_folder
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
 from consilium.strategies.fediat import FedIAT
@@ -296,3 +296,18 @@ def test_yes_and_no_as_names_are_told_to_be_quoted(tmp_path: Path) -> None:
         load_job(path)
     path.write_text(named.format("'yes', 'no'"))
     assert load_job(path).task.classes == ["yes", "no"]
+
+
+def test_a_folder_of_data_may_hold_settings_of_the_site_too(tmp_path: Path) -> None:
+    """A site.yaml that names no data list changes nothing about which list is used, and its other settings count."""
+    (tmp_path / "training.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "site.yaml").write_text("capacity: {train: 2, download: 4}\n")
+    site = read_site_folder(tmp_path)
+    assert site is not None
+    assert site.datalist == tmp_path
+    assert site.capacity is not None
+    assert site.capacity.train == 2
+    (tmp_path / "site.yaml").write_text("datalist: other.json\n")
+    site = read_site_folder(tmp_path)
+    assert site is not None
+    assert site.datalist == tmp_path / "other.json"

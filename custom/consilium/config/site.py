@@ -382,12 +382,16 @@ def is_site_folder(folder: Path) -> bool:
 
 
 def read_site_folder(folder: Path) -> SiteConfig | None:
-    """Return the settings from one site's folder, None if it has no data.
+    """Return the settings from one site's folder, None if it has neither data nor a site.yaml.
 
-    The first of these is used: site.yaml, datalist.json, JSONL lists, one subfolder per class.
+    The data are the lists that site.yaml names, else the first of these in the folder: datalist.json, JSONL lists, one
+    subfolder per class.
     """
-    if (folder / "site.yaml").is_file():
-        return load_site(folder / "site.yaml")
+    site = load_site(folder / "site.yaml") if (folder / "site.yaml").is_file() else None
+    if site is not None and (site.datalist or site.datasets):
+        return site
     if (folder / "datalist.json").is_file():
-        return SiteConfig(datalist=folder / "datalist.json")
-    return SiteConfig(datalist=folder) if has_texts(folder) or has_classes(folder) else None
+        return (site or SiteConfig()).model_copy(update={"datalist": folder / "datalist.json"})
+    if has_texts(folder) or has_classes(folder):
+        return (site or SiteConfig()).model_copy(update={"datalist": folder})
+    return site
