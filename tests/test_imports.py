@@ -68,8 +68,8 @@ if {text}:
         raise AssertionError("a tokenizer was built")
     transformers.PreTrainedTokenizerBase.__init__ = refuse
 privacy = {{"unit": "site", "clip": 1.0, "noise_multiplier": 1.0}}
-config = load_job(Path({job!r}), {{"privacy": privacy}})
-Coordinator(assemble_job(config), Path({folder!r}), print).close()
+for path in map(Path, {jobs!r}):
+    Coordinator(assemble_job(load_job(path, {{"privacy": privacy}})), Path({folder!r}, path.name), print).close()
 """
 WAITS = """
 from typer.testing import CliRunner
@@ -93,8 +93,9 @@ def loaded(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def server(job: str, folder: Path) -> set[str]:
-    return loaded(SERVER.format(job=str(ROOT / "jobs" / job), folder=str(folder / "run"), text=job == "quickstart_text"))
+def server(folder: Path, *jobs: str) -> set[str]:
+    paths = [str(ROOT / "jobs" / job) for job in jobs]
+    return loaded(SERVER.format(jobs=paths, folder=str(folder), text="quickstart_text" in jobs))
 
 
 def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
@@ -118,18 +119,17 @@ def test_lazy_functions_are_imported_when_they_are_called() -> None:
         missing()
 
 
-@pytest.mark.parametrize("job", ["quickstart", pytest.param("quickstart_cells", marks=pytest.mark.slow)])
-def test_a_server_of_pictures_loads_nothing_of_the_sites(job: str, tmp_path: Path) -> None:
-    towers = {"transformers", "tokenizers", "torch._dynamo"}  # CLIP's is of transformers, which loads torch's compiler
-    unwanted = set(HEAVY) - (towers if job == "quickstart_cells" else set())
-    found = server(job, tmp_path)
+def test_a_server_of_pictures_loads_nothing_of_the_sites(tmp_path: Path) -> None:
+    found = server(tmp_path, "quickstart")
     assert {"consilium.server.coordinator", "nvflare", "torch"} <= found
-    assert found & unwanted == set()
+    assert found & set(HEAVY) == set()
 
 
-@pytest.mark.slow  # the three differ in what they may load; a process each, of seconds
-def test_a_server_of_texts_builds_no_tokenizer(tmp_path: Path) -> None:
-    assert server("quickstart_text", tmp_path) & {"monai", "opacus", "peft", "matplotlib", "tensorboard"} == set()
+@pytest.mark.slow
+def test_a_server_of_cells_and_texts_builds_no_tokenizer_and_loads_little(tmp_path: Path) -> None:
+    """Both models are of `transformers`, which loads tokenizers and torch's compiler."""
+    allowed = {"transformers", "tokenizers", "torch._dynamo"}
+    assert server(tmp_path, "quickstart_cells", "quickstart_text") & (set(HEAVY) - allowed) == set()
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_who_waits_for_flares_simulator_has_no_torch(tmp_path: Path) -> None:
 
 ASKED = """
 import json
-import {module}
+import consilium.flare.job.executor
 import huggingface_hub.constants as hub, transformers.integrations.hub_kernels as kernels
 from transformers.utils.hub import is_offline_mode
 print(json.dumps([hub.HF_HUB_OFFLINE, is_offline_mode(), not kernels._kernels_enabled,
@@ -150,23 +150,12 @@ ONLINE = {
     "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "USE_HUB_KERNELS": "YES",
     "HF_HUB_DISABLE_TELEMETRY": "0", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0", "DO_NOT_TRACK": "0",
 }  # fmt: skip
-PROCESSES = {
-    "command line": "consilium.cli.main",
-    "server": "consilium.flare.job.controller",
-    "site": "consilium.flare.job.executor",
-    "worker of a study": "consilium.study.runner",
-    "worker of a site": "consilium.runtime.worker_pool",
-    "rank": "consilium.client.ddp_worker",
-}
 
 
-@pytest.mark.parametrize(
-    "module", [pytest.param(m, id=p, marks=() if p == "site" else pytest.mark.slow) for p, m in PROCESSES.items()]
-)
-def test_nothing_below_us_asks_the_hub(module: str) -> None:
-    """bitsandbytes, for one, fetches code where the hub's package is installed. Asked is what the libraries have read."""
+def test_libraries_of_a_site_stay_off_the_hub() -> None:
+    """Every module of ours imports the package first. bitsandbytes would fetch code where the hub's package is installed."""
     done = subprocess.run(
-        [sys.executable, "-c", ASKED.format(module=module)],
+        [sys.executable, "-c", ASKED],
         env={**os.environ, **ONLINE}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout.splitlines()[-1]) == [True] * 5
@@ -183,24 +172,22 @@ def test_a_process_that_we_start_inherits_the_offline_switches() -> None:
     assert all(found[name] != value for name, value in ONLINE.items())
 
 
-@pytest.mark.parametrize(
-    ("wish", "read"),
-    [
-        ({}, "1000"),
-        pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.slow),
-        pytest.param({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000", marks=pytest.mark.slow),
-    ],
-)
-def test_threads_of_torch_hardly_spin_unless_someone_wishes(wish: dict[str, str], read: str) -> None:
-    """What libgomp itself says that it read."""
+def spinning(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     rest = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    done = subprocess.run(
-        [sys.executable, "-c", "import consilium, torch"],
-        env={**rest, **wish, "OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    if "GOMP_SPINCOUNT" not in done.stderr:
+    return subprocess.run([sys.executable, "-c", code], env=rest | env, capture_output=True, text=True, check=True)
+
+
+def test_threads_of_torch_hardly_spin() -> None:
+    """libgomp itself prints the value that it has read."""
+    said = spinning("import consilium, torch", OMP_DISPLAY_ENV="VERBOSE").stderr
+    if "GOMP_SPINCOUNT" not in said:
         pytest.skip("torch's threads are not libgomp's here")
-    assert f"GOMP_SPINCOUNT = '{read}'" in done.stderr
+    assert "GOMP_SPINCOUNT = '1000'" in said
+
+
+@pytest.mark.parametrize(("wish", "left"), [({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")])
+def test_a_user_s_own_setting_of_spinning_threads_stays(wish: dict[str, str], left: str) -> None:
+    assert spinning("import consilium, os; print(os.environ.get('GOMP_SPINCOUNT'))", **wish).stdout.strip() == left
 
 
 def test_what_the_recipes_import_is_there() -> None:

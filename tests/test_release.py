@@ -118,13 +118,12 @@ def test_an_installed_wheel_runs_a_round_outside_the_source_tree(wheel: Path, tm
 
     assert run(sys.executable, "-c", "import consilium; print(consilium.__file__)").startswith(str(target))
     command = str(target / "bin" / "consilium")
-    assert run(command, "--version").strip() == consilium.__version__
     settings = [word for one in QUICK for word in ("--set", one)]
     with pytest.raises(subprocess.CalledProcessError) as refused:
         run(command, "simulate", "jobs/quickstart")
     assert "consilium init FOLDER" in refused.value.stderr.replace("\n", " ")
     assert "quickstart" in run(command, "init", "hub")
-    assert "quickstart_cells" in run(command, "study", "show", "hub/jobs/studies/quickstart_cells.yaml")
+    assert (tmp_path / "hub/jobs/studies/quickstart_cells.yaml").is_file()
     said = run(command, "simulate", "hub/jobs/quickstart", "--rounds", "1", "--sites", "2", "--workspace", "run", *settings)
     assert "site-1" in said
     assert (tmp_path / "run/results.json").is_file()

@@ -55,7 +55,6 @@ def beside(folder: Path, adapter: Path, place: Path) -> Path:
 
 WAYS = {
     "folder": lambda adapter, at: adapter,
-    "link to the folder": lambda adapter, at: (at / "link").symlink_to(adapter) or at / "link",
     "settings": lambda adapter, at: adapter / "adapter_config.json",
     "safetensors": lambda adapter, at: adapter / "adapter_model.safetensors",
     "pickle": lambda adapter, at: bin_file(adapter, at / "adapter_model.bin"),

@@ -1,6 +1,5 @@
 """Causal LMs: the shipped one, folders of three families, layouts without weights, and checkpoints that do not fit."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ from tests.models.folders import FAMILIES, config_of, save_folder, small_shape
 from tests.pretraining.lm import held_out, make_tokenizer
 from tests.pretraining.texts import make_texts
 
-PRETRAINED = os.environ.get("CONSILIUM_TEST_LM", "")
-"""A really pretrained small model in `transformers` format, where the machine has one."""
-
 
 def test_the_shipped_model_is_small_and_knows_its_text() -> None:
     assert sum(f.stat().st_size for f in TINY_FOLDER.iterdir()) < 2e6
@@ -31,10 +27,6 @@ def test_the_shipped_tokenizer_is_what_the_package_makes_and_writes_any_text() -
     assert make_tokenizer(0).get_vocab() == tokenizer.get_vocab()
     for text in ("Ärzte prüfen 37,5 °C — 体温?\n", make_texts(1, "any", 1)[0].prompt):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
-
-
-def test_generated_text_is_repeatable() -> None:
-    assert make_texts(0, "a", 20) == make_texts(0, "a", 20) != make_texts(0, "b", 20)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -203,11 +195,3 @@ def test_experts_choices_that_a_folder_keeps_do_not_end_an_answer() -> None:
     model: Any = build_causal_lm("folder", None, config, weights=False)
     written = model.generate(torch.ones(2, 3, dtype=torch.long), max_new_tokens=3, eos_token_id=None, pad_token_id=0)
     assert written.shape == (2, 6)
-
-
-@pytest.mark.skipif(not PRETRAINED, reason="CONSILIUM_TEST_LM names no pretrained model")
-def test_a_really_pretrained_model_loads_and_writes_english() -> None:
-    model, tokenizer = build_causal_lm("folder", Path(PRETRAINED)), load_tokenizer("folder", Path(PRETRAINED))
-    ids = torch.tensor([tokenizer("Once upon a time, there was a little girl").input_ids])
-    with torch.no_grad():
-        assert model(input_ids=ids, labels=ids).loss < 3

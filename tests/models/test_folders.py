@@ -25,18 +25,7 @@ from consilium.tasks.language import LanguageConfig
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE
 from tests.models.folders import config_of, save_folder, small_shape
 
-LARGE = (
-    "mpt",
-    "deepseek_v3",
-    "qwen2_moe",
-    "gemma3n_text",
-    "dbrx",
-    "ctrl",
-    "doge",
-    "llama4_text",
-    "nemotron_h",
-    "qwen4_exp_text",
-)
+LARGE = ("mpt", "deepseek_v3", "qwen2_moe", "gemma3n_text", "ctrl", "llama4_text", "nemotron_h")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 TWO = ClassificationConfig(name="classification", classes=["a", "b"])
 

@@ -60,15 +60,6 @@ def layer(dtype: str, bias: bool = True) -> tuple[nn.Module, torch.Tensor, torch
     return store(nn.Sequential(own), dtype, []).to("cpu"), weight, own.bias
 
 
-def test_nf4_is_the_papers(bitsandbytes: None) -> None:
-    """By hand: of each block of 64 the share of its largest value, to the nearest of the sixteen."""
-    model, weight, bias = layer("nf4")
-    scale = weight.abs().amax(1, keepdim=True)  # a row is a block
-    nearest = torch.tensor(NF4)[((weight / scale)[..., None] - torch.tensor(NF4)).abs().argmin(-1)] * scale
-    x = torch.randn(5, 64)
-    assert torch.allclose(model(x), F.linear(x, nearest, bias), atol=1e-5)
-
-
 def _papers(weight: torch.Tensor) -> torch.Tensor:
     """Return NF4's numbers by the paper's definition: of each 64 in the order of the memory, wherever a row ends."""
     blocks = torch.cat([weight.flatten(), torch.zeros(-weight.numel() % 64)]).view(-1, 64)
@@ -78,7 +69,7 @@ def _papers(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("bitsandbytes")
-@pytest.mark.parametrize(("inputs", "outputs"), [(96, 64), (80, 33), (4304, 12), (72, 3), (97, 6)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (96, 64), (80, 33), (4304, 12), (72, 3), (97, 6)])
 def test_a_scale_may_go_over_the_end_of_a_row(inputs: int, outputs: int) -> None:
     """Rows of unequal size show whose scale a number has; 4304 is SigLIP's MLP. Output, gradient and what DoRA measures."""
     torch.manual_seed(0)
@@ -117,24 +108,6 @@ def test_bias_and_type_stay_and_autocast_decides(dtype: str, bitsandbytes: None)
     assert bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", ["nf4", "int8"])
-@pytest.mark.parametrize("kind", MAKERS)
-def test_adapters_learn_in_float32_over_it(kind: str, dtype: str, tmp_path: Path, bitsandbytes: None) -> None:
-    config = kept_as(MAKERS[kind]("fedit", local_steps=2), dtype)
-    model = build_model(config, SiteConfig())
-    task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
-    params = layers.tensors(model)
-    packed = {n: p.detach().clone() for n, p in model.named_parameters() if p.dtype in (torch.uint8, torch.int8)}
-    layers.load(model, {n: layers.start(n, tuple(t.shape), 0) for n, t in params.items()})
-    found = train(model, task, params, set(params), config.training, 0, lambda step: None, {}, lambda done: None)
-    assert found["loss"] == found["loss"] > 0
-    assert len(packed) > 8
-    assert {t.dtype for t in params.values()} == {torch.float32}
-    assert all(t.abs().sum() > 0 for n, t in params.items() if n.endswith("lora_B"))
-    now = dict(model.named_parameters())
-    assert all(torch.equal(tensor, now[name]) for name, tensor in packed.items())
-
-
 def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return each quantized layer's weight: what it makes of unit vectors, less its bias. In training no input is rounded."""
     import bitsandbytes as bnb
@@ -162,10 +135,14 @@ def test_steps_are_those_over_a_float32_base_of_the_same_numbers(
         for name, weight in _numbers(packed).items():
             plain.get_submodule(name).weight.copy_(weight)  # type: ignore[operator, union-attr]
     trained = [layers.tensors(model) for model in (packed, plain)]
+    kept = {n: p.detach().clone() for n, p in packed.named_parameters() if p.dtype in (torch.uint8, torch.int8)}
     for model, params in zip((packed, plain), trained, strict=True):
         layers.load(model, {n: layers.start(n, tuple(t.shape), 0) for n, t in params.items()})
         train(model, task, params, set(params), whole.training, 0, lambda step: None, {}, lambda done: None)
-    assert len(_numbers(packed)) > 8
+    now = dict(packed.named_parameters())
+    assert len(kept) > 8
+    assert all(torch.equal(tensor, now[name]) for name, tensor in kept.items())
+    assert {tensor.dtype for tensor in trained[0].values()} == {torch.float32}
     assert all(torch.allclose(trained[0][n], trained[1][n], atol=1e-5) for n in trained[0])
     assert any(not torch.equal(t, layers.start(n, tuple(t.shape), 0)) for n, t in trained[0].items())
 
@@ -191,18 +168,14 @@ def test_a_batch_of_four_dimensions_multiplies_with_one_weight(dtype: str, bitsa
     assert "aten::bmm" not in {event.key for event in found.key_averages()}
 
 
-def test_without_bitsandbytes_it_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "consilium.models.quantized", raising=False)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded .*consilium-flare\[quant\]"):
-        store(nn.Linear(2, 2), "nf4", [])
-
-
-def test_the_doctor_says_so_before_a_site_joins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_bitsandbytes_site_and_doctor_refuse_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "consilium.models.quantized", raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     (tmp_path / "job.yaml").write_text(kept_as(small_config("fedit"), "nf4").model_dump_json())
-    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded .*consilium-flare\[quant\]"):
+    refused = r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded .*consilium-flare\[quant\]"
+    with pytest.raises(ConfigError, match=refused):
+        store(nn.Linear(2, 2), "nf4", [])
+    with pytest.raises(ConfigError, match=refused):
         examine_memory(tmp_path / "job.yaml", SiteConfig())
 
 

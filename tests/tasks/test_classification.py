@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
-from consilium.tasks.classification import ClassificationConfig, metric_names, scores
+from consilium.tasks.classification import ClassificationConfig, metric_names
 from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
 from consilium.tasks.registry import TASKS
 from consilium.training.loop import batches
@@ -88,13 +88,6 @@ def test_macro_f1_is_that_of_precision_and_recall(seed: int) -> None:
         each.append(2 * precision * recall / (precision + recall) if hits else 0)
     found = score(torch.eye(5)[guess], torch.tensor(true), list("abcde"))
     assert found["f1"] == pytest.approx(sum(each) / len(each))
-
-
-def test_the_table_names_what_macro_f1_counts() -> None:
-    names = {
-        f1: scores(ClassificationConfig(name="classification", classes=CLASSES, scores={"f1": f1})) for f1 in ("all", "present")
-    }
-    assert {f1: found.headings["f1"] for f1, found in names.items()} == {"all": "Macro F1", "present": "Macro F1, present"}
 
 
 def test_a_picture_that_is_broken_later_is_found_by_reading_it_again(tmp_path: Path) -> None:

@@ -121,11 +121,6 @@ def test_a_long_answer_leaves_half_of_the_length_to_the_prompt_and_loses_its_end
     assert pair(range(10, 13), range(30, 35)) == ([1, 10, 11, 12, 30, 31, 32, 33, 34, 2], 4, False, False)
 
 
-def test_a_tokenizer_that_begins_texts_begins_prompts() -> None:
-    ids = Encoder(cast(Any, Beginning()), 100, "{instruction}").pair(text("7", "8 9")).ids
-    assert ids == [1, 7, 8, 9, 2]
-
-
 def test_answers_that_were_cut_are_counted_apart_from_prompts(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         task = make_task(
@@ -165,7 +160,7 @@ def test_written_answers_do_not_depend_on_their_batch() -> None:
     texts = [text("What does the heart do?", "x"), text("Write the word before the colon.", "x"), text("Say it again.", "x")]
     task = make_task(*texts, max_new_tokens=6)
     assert task.write(model, "test", 1) == task.write(model, "test", 3)
-    assert task._minds is False
+    assert task._batch_dependent is False
 
 
 ALONE: dict[str, dict[str, object]] = {
@@ -204,10 +199,10 @@ def test_prompts_of_one_length_tell_nothing_of_who_minds_the_padding() -> None:
     model: Any = build_causal_lm("folder", None, config, weights=False)
     task = make_task(*[text("word", "x")] * 3, max_new_tokens=2)
     task.write(model, "test", 3)
-    assert task._minds is None
+    assert task._batch_dependent is None
     task = make_task(text("word", "x"), text("word word word", "x"), max_new_tokens=2)
     task.write(model, "test", 2)
-    assert task._minds is True
+    assert task._batch_dependent is True
 
 
 def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,13 +37,6 @@ MADE_UP: tuple[tuple[str, str, str, tuple[str, ...], tuple[float, ...]], ...] = 
     ),
     (
         "What is in the box?",
-        "Tom went to the sun and saw it.",
-        "a",
-        ("sun", "box", "a", "cat"),
-        (-21.5775, -22.4792, -2.4894, -13.0616),
-    ),
-    (
-        "What is in the box?",
         "Tom went to the dog and saw it.",
         "red car",
         ("red car", "I was so happy that we ran"),
@@ -55,13 +48,6 @@ MADE_UP: tuple[tuple[str, str, str, tuple[str, ...], tuple[float, ...]], ...] = 
         "sun",
         ("I was so happy that we ran", "sun"),
         (-140.2749, -21.4329),
-    ),
-    (
-        "What did Tom see?",
-        "Tom went to the box and saw it.",
-        "dog",
-        ("cat", "boy", "big old house", "dog"),
-        (-10.4446, -24.7839, -96.4851, -10.3376),
     ),
     ("Which? Answer with A, B or C.", "Pick\nA. one\nB. two\nC. three", "A", ("A", "B", "C"), (-10.5454, -10.2495, -10.4468)),
 )
@@ -88,9 +74,9 @@ def test_options_are_ranked_as_lm_evaluation_harness_ranks_them(monkeypatch: pyt
         found = task.evaluate(model, "test", size, distances=True)
         for own, (*_, theirs) in zip(seen[-1], MADE_UP, strict=True):
             assert own == pytest.approx(theirs, abs=2e-3)
-        assert (found["accuracy"], found["accuracy_norm"]) == (4 / 6, 3 / 6)
+        assert (found["accuracy"], found["accuracy_norm"]) == (2 / 4, 1 / 4)
     assert found.keys() == metric_names(task.config)
-    assert 0 < found["accuracy_low"] < 0.6 < found["accuracy_high"]
+    assert found["accuracy_low"] < 0.5 < found["accuracy_high"]
     shown = scores(task.config)
     assert (shown.lead(found), shown.beside[0]) == ("accuracy", "accuracy_norm")
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from consilium.models.causal_lm.network import build_causal_lm
 from consilium.tasks.language.losses import learned_positions, losses_at
 from consilium.tasks.language.task import mean_loss, token_losses
 from consilium.tasks.language.tokens import IGNORED
@@ -71,3 +72,19 @@ def test_a_batch_without_a_learned_token_has_no_loss() -> None:
     places: Tensor = learned_positions(targets)
     ids = torch.tensor([[1, 2, 3]])
     assert losses_at(llama(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, targets, places).shape == (0,)
+
+
+@pytest.mark.parametrize("lengths", [(31, 64, 5), (100, 7, 99, 100), (1, 9)])
+def test_padding_on_the_right_changes_no_score(lengths: tuple[int, ...]) -> None:
+    """Scores without an attention mask equal those with one to the bit."""
+    model, count, longest = build_causal_lm("tiny", None), len(lengths), max(lengths)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (count, longest), generator=generator)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    labels, seen = ids.masked_fill(mask == 0, -100), []
+    model.register_forward_pre_hook(lambda _, words, named: seen.append(named["attention_mask"]), with_kwargs=True)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    masked = token_losses(model, batch)[0].detach()
+    with torch.no_grad():
+        assert torch.equal(token_losses(model, batch)[0], masked)
+    assert [one is None for one in seen] == [False, True]

@@ -113,17 +113,6 @@ def test_a_frozen_factor_stays_frozen() -> None:
     assert {name.split(".")[-3] for name in gradients(model)} == {"lora_B"}
 
 
-def test_steps_make_the_better_answer_likelier() -> None:
-    model, task = adapted(), task_of(*PAIRS, beta=0.5)
-    before = task.evaluate(model, "test", 2)["reward_margin"]
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(5):
-        optimizer.zero_grad()
-        task.loss(model, task.batch([0, 1], seed=0)).backward()
-        optimizer.step()
-    assert task.evaluate(model, "test", 2)["reward_margin"] > before
-
-
 def test_records_are_of_the_kind_that_is_learned() -> None:
     plain = Text("training.jsonl:3", "A cough?", "", ("Rest.",))
     with pytest.raises(
@@ -136,13 +125,13 @@ def test_records_are_of_the_kind_that_is_learned() -> None:
     assert math.isfinite(quiet.evaluate(adapted(), "test", 3)["loss"])
 
 
-def test_packed_rows_are_refused() -> None:
-    with pytest.raises(Exception, match=r"packed: True: expected false where learn is preference, .*; use false"):
-        validate(LanguageConfig, {"name": "language", "learn": "preference", "packed": True}, "job.yaml")
-
-
-def test_a_beta_that_nothing_reads_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"beta: 0\.5: expected 0\.1 where learn is not preference; remove it, or use learn: preference"
-    ):
-        validate(LanguageConfig, {"name": "language", "beta": 0.5}, "job.yaml")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learn": "preference", "packed": True}, r"packed: True: expected false where learn is preference, .*; use false"),
+        ({"beta": 0.5}, r"beta: 0\.5: expected 0\.1 where learn is not preference; remove it, or use learn: preference"),
+    ],
+)
+def test_settings_that_do_not_fit_what_is_learned_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(LanguageConfig, {"name": "language"} | settings, "job.yaml")

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,11 @@ def test_the_middle_goes(most: int, left: list[int]) -> None:
     assert without_middle(list(range(10)), most) == left
 
 
+def task_of(record: Text, length: int, **options: Any) -> LanguageTask:
+    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
+    return LanguageTask(data, load_tokenizer("tiny", None), length, LanguageConfig(name="language", **options))
+
+
 class Shifted(nn.Module):
     """Finds the token likeliest that stands there already: wrong about the next one unless it is the same."""
 
@@ -186,9 +192,7 @@ class Shifted(nn.Module):
 def test_teacher_forced_scores_count_prompt_and_answer() -> None:
     tokenizer = load_tokenizer("tiny", None)
     record = Text("t:1", "a a a a", "", ("a a a",))
-    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
-    config = LanguageConfig(name="language", evaluate="teacher_forced", prompt="{instruction}")
-    task = LanguageTask(data, tokenizer, 200, config)
+    task = task_of(record, 200, evaluate="teacher_forced", prompt="{instruction}")
     ids = Encoder(tokenizer, 200, "{instruction}").pair(record)[0]
     expected = sum(one == two for one, two in itertools.pairwise(ids)) / (len(ids) - 1)
     model = Shifted(len(tokenizer))
@@ -211,8 +215,7 @@ def test_a_checkpoints_generation_settings_do_not_touch_greedy_answers(tmp_path:
     (folder / "generation_config.json").write_text(json.dumps(settings))
     config = json.loads((folder / "config.json").read_text())
     record = Text("t:1", "Say it again and again.", "", ("x",))
-    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
-    task = LanguageTask(data, load_tokenizer("tiny", None), 200, LanguageConfig(name="language", max_new_tokens=16))
+    task = task_of(record, 200, max_new_tokens=16)
     plain, odd = build_causal_lm("tiny", None), build_causal_lm("folder", folder, config)
     assert task.write(plain, "test", 1) == task.write(odd, "test", 1)
     batch = task._encoder.collate_prompts([task._encoder.prompt(record, 200)[0]])
@@ -227,7 +230,6 @@ def test_a_checkpoints_generation_settings_do_not_touch_greedy_answers(tmp_path:
 def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None:
     tokenizer = load_tokenizer("tiny", None)
     record = Text("t:1", "Say yes.", "", ("yes",))
-    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
     seen = []
 
     class Writing(Shifted):
@@ -235,7 +237,7 @@ def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None
             seen.append(input_ids)
             return input_ids
 
-    task = LanguageTask(data, tokenizer, 128, LanguageConfig(name="language", max_new_tokens=512))
+    task = task_of(record, 128, max_new_tokens=512)
     task.write(Writing(len(tokenizer)), "test", 1)
     assert seen[0][0].tolist() == Encoder(tokenizer, 128).prompt(record, 128)[0]
 
@@ -243,7 +245,6 @@ def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None
 def test_a_prompt_that_the_model_has_no_positions_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = load_tokenizer("tiny", None)
     record = Text("t:1", "Say yes, " * 40, "", ("yes",))
-    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
 
     class Short(Shifted):
         def generate(self, input_ids: Tensor, **_: object) -> Tensor:
@@ -251,14 +252,13 @@ def test_a_prompt_that_the_model_has_no_positions_for_is_told(caplog: pytest.Log
 
     model = Short(len(tokenizer))
     model.config = SimpleNamespace(max_position_embeddings=64)
-    config = LanguageConfig(name="language", max_new_tokens=16, evaluate="generation")
-    task = LanguageTask(data, tokenizer, 512, config)
+    task = task_of(record, 512, max_new_tokens=16, evaluate="generation")
     found = [task.evaluate(model, "test", 1, distances=True) for _ in range(3)]
     assert [(one["cut_prompts"], one["cut_answers"], one["cut_asked"]) for one in found] == [(0, 0, 1)] * 3
     told = "prompts lose their middle to be answered: the model has positions for 48 tokens beside task.max_new_tokens 16"
     assert caplog.text.count(told) == 1
     with pytest.raises(ConfigError, match=r"task.max_new_tokens: 60: of the model's 64 positions 4 are left .* use 56 or less"):
-        LanguageTask(data, tokenizer, 512, LanguageConfig(name="language", max_new_tokens=60)).write(model, "test", 1)
+        task_of(record, 512, max_new_tokens=60).write(model, "test", 1)
 
 
 def test_dropout_drops_nothing_of_a_frozen_tail() -> None:

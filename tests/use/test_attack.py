@@ -218,7 +218,7 @@ def test_no_promise_stands_beside_a_model_that_it_is_not_of(capsys: pytest.Captu
 
 # canaries -------------------------------------------------------------------------------------------------------------
 
-TRIALS = 250
+TRIALS = 130
 
 
 def canary(noise: float, present: bool, seed: int) -> float:
@@ -258,7 +258,7 @@ def summed(noise: float, present: bool, bits: "np.random.Generator") -> float:
 @pytest.mark.slow
 def test_a_canary_of_a_site_under_shares_of_noise_shows_less_than_the_claim_and_far_more_without() -> None:
     sigma, bits = noise_multiplier(1.0, 1e-6, 1), np.random.default_rng(4)
-    members = bits.random(500) < 0.5
+    members = bits.random(250) < 0.5
     with_noise = np.array([summed(sigma, bool(one), bits) for one in members])
     assert judge_guesses("", with_noise, members, 1e-6, 0.95).epsilon < 1.0
     half = np.array([summed(sigma / 20, bool(one), bits) for one in members])

@@ -25,35 +25,16 @@ from consilium.use import bundle_export, bundle_template, merge
 from tests.conftest import small_text
 from tests.use.handing import CELLS, FUNDUS, changed, trained
 
-FORMAT = {"type", "format", "modality", "num_channels", "spatial_shape", "dtype", "value_range", "is_patch_data", "channel_def"}
-TENSOR = {
-    "type": "object",
-    "required": sorted(FORMAT),
-    "properties": {
-        "type": {"enum": ["image", "series", "tuples", "probabilities"]},
-        "num_channels": {"type": "integer", "minimum": 1},
-        "spatial_shape": {"type": "array", "items": {"type": ["integer", "string"]}},
-        "dtype": {"type": "string"},
-        "value_range": {"type": "array", "items": {"type": "number"}},
-        "is_patch_data": {"type": "boolean"},
-        "channel_def": {"type": "object", "additionalProperties": {"type": "string"}},
-    },
-}
 TEXTS = ("version", "monai_version", "pytorch_version", "numpy_version", "task", "description", "authors", "copyright")
-SCHEMA = {
-    "type": "object",
-    "required": [*TEXTS, "optional_packages_version", "network_data_format"],
-    "properties": {
-        **{name: {"type": "string", "minLength": 1} for name in TEXTS},
-        "version": {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"},
-        "network_data_format": {
-            "type": "object",
-            "required": ["inputs", "outputs"],
-            "properties": {key: {"type": "object", "additionalProperties": TENSOR} for key in ("inputs", "outputs")},
-        },
-    },
-}
-"""What MONAI's bundle specification (docs.monai.io, mb_specification) asks of metadata.json; its own schema is downloaded."""
+"""Keys of metadata.json that MONAI's bundle specification (docs.monai.io, mb_specification) requires."""
+STEPS = """
+import sys
+from monai.bundle import run, verify_net_in_out
+config, meta, cpu = "configs/inference.json", "configs/metadata.json", "$torch.device('cpu')"
+run(config_file=config, dataset_dir=sys.argv[1], output_dir="out", device=cpu)
+verify_net_in_out("network_def", meta_file=meta, config_file=config, device="cpu")
+"""
+"""MONAI's commands as functions, so that MONAI is loaded once."""
 PADDED = changed(FUNDUS, task={"classes": {"disc": [1, 2], "optic cup": [2]}, "resize": "pad"})
 
 
@@ -77,19 +58,19 @@ def picture(path: Path, shape: tuple[int, ...], kind: Any = np.uint8) -> Path:
 
 
 def monai(folder: Path, *words: str) -> None:
-    """Run MONAI's command in the bundle, with a package `consilium` that cannot be imported."""
+    """Run Python in the bundle, with a package `consilium` that cannot be imported."""
     blocked = folder.parent / "blocked" / "consilium"
     blocked.mkdir(parents=True, exist_ok=True)
     (blocked / "__init__.py").write_text("raise ImportError('the bundle must not need it')")
     environment = os.environ | {"PYTHONPATH": str(blocked.parent)}
-    command = [sys.executable, "-W", "ignore", "-m", "monai.bundle", *words]
+    command = [sys.executable, "-W", "ignore", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def run(folder: Path, images: Path, *words: str) -> None:
     names = ("--dataset_dir", str(images), "--output_dir", str(folder / "out"), "--device", "$torch.device('cpu')")
-    monai(folder, "run", "--config_file", "configs/inference.json", *names, *words)
+    monai(folder, "-m", "monai.bundle", "run", "--config_file", "configs/inference.json", *names, *words)
 
 
 @pytest.mark.slow
@@ -110,7 +91,10 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
     bound = merge.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
     _, difference = bundle_export.write(folder, model, PADDED, card(PADDED))
     assert difference <= bound
-    run(folder, images)
+    metadata = json.loads((folder / "configs/metadata.json").read_text())
+    assert all(isinstance(metadata[key], str) and metadata[key] for key in TEXTS)
+    assert {"optional_packages_version", "network_data_format"} <= metadata.keys()
+    monai(folder, "-c", STEPS, str(images))
     assert {path.name for path in (folder / "out").iterdir()} == set(wanted)
     for name, plane in wanted.items():
         mask, sure = torch.from_numpy(np.asarray(Image.open(folder / "out" / name)).copy()), plane.abs() > bound
@@ -119,10 +103,6 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
         assert torch.equal((mask > 0)[sure], (plane > 0)[sure])
     masks = torch.cat([(plane > 0).flatten() for plane in wanted.values()]).float().mean()
     assert 0.02 < float(masks) < 0.98, "an empty or a full mask would prove little"
-    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    monai(folder, "verify_metadata", "--meta_file", "configs/metadata.json", "--filepath", str(tmp_path / "schema.json"))
-    about = ("--meta_file", "configs/metadata.json", "--config_file", "configs/inference.json")
-    monai(folder, "verify_net_in_out", "network_def", *about, "--device", "cpu")
 
 
 @pytest.mark.slow
@@ -139,25 +119,6 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     assert head == ["image", "class", *classes]
     assert row[:2] == ["a cell.png", classes[int(logits.argmax())]]
     assert [float(value) for value in row[2:]] == pytest.approx(logits.softmax(0).tolist(), abs=2e-5)
-
-
-@pytest.mark.long
-def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: Path) -> None:
-    config = changed(FUNDUS, task={"classes": ["a"], "prompt": "box"})
-    model, folder = trained(config), tmp_path / "bundle"
-    folder.mkdir()
-    file = picture(tmp_path / "one.png", (128, 128, 3))
-    image = read_picture(Item(file, None), 64)[None]
-    box, whole = torch.tensor([[[8.0, 10.0, 40.0, 36.0]]]), torch.full((1, 1, 4), float("nan"))
-    wanted = [merge.logits_of(model, {"images": image, "prompts": boxes}) for boxes in (box, whole)]
-    bound = merge.tolerance(model, torch.cat(wanted))
-    bundle_export.write(folder, model, config, card(config))
-    (tmp_path / "boxes.csv").write_text("image,class,left,top,right,bottom\none.png,a,16,20,80,72\n")
-    for logits, words in zip(wanted, [("--boxes", str(tmp_path / "boxes.csv")), ()], strict=True):
-        run(folder, file, *words)
-        plane = F.interpolate(logits, (128, 128), mode="bilinear", align_corners=False)[0, 0]
-        mask, sure = torch.from_numpy(np.asarray(Image.open(folder / "out/one_a.png")).copy()) > 0, plane.abs() > bound
-        assert torch.equal(mask[sure], (plane > 0)[sure])
 
 
 def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:

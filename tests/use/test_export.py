@@ -257,22 +257,6 @@ def test_two_adapters_of_fixed_shares_merge_into_one(tmp_path: Path) -> None:
     assert made.difference <= merge.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (("--format", "pickle"), "pickle"),
-        (("--format", "merged", "--site", "x"), "is one adapter, not a run"),
-    ],
-)
-def test_wrong_words_are_one_line(
-    words: tuple[str, ...], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = kept(tmp_path / "kept", LORA)
-    assert run(monkeypatch, "export-model", folder, *words, "-o", tmp_path / "out") == 2
-    assert why in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_a_killed_export_left_goes_at_the_next_one(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()

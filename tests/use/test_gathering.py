@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel
@@ -16,8 +17,9 @@ from PIL import Image
 from torch import nn
 
 from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError
-from consilium.data.text import Text
+from consilium.data.datalist import DataList
 from consilium.use import predict as predicting
 from consilium.use import predictor
 from consilium.use.inputs import Prompts, find_inputs
@@ -225,13 +227,14 @@ def test_a_record_that_cannot_be_used_costs_no_other(tmp_path: Path, monkeypatch
     for name, words in {"a": ["fever", "bad", "cough"], "b": ["bad"], "c": ["pain"]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"input": word}) + "\n" for word in words))
 
-    def written(opened: TrainedModel, where: Path, asked: list[Text], batch: int) -> list[str]:
+    def build(config: JobConfig, data: DataList, own: SiteConfig) -> Any:
+        asked = data.splits["training"]
         if bad := [text.name for text in asked if text.input == "bad"]:
             raise DataError(f"{bad[0]}: cannot be used")
-        return [text.input.upper() for text in asked]
+        return SimpleNamespace(write=lambda *given: [text.input.upper() for text in asked])
 
-    monkeypatch.setattr(predicting, "_generate_answers", written)
-    model = TrainedModel(small_text(), nn.Identity(), Path(), None, None, HERE)  # type: ignore[arg-type]
+    monkeypatch.setattr(predicting, "build_task", build)
+    model = TrainedModel(small_text(), nn.Linear(1, 1), Path(), None, None, HERE)  # type: ignore[arg-type]
     found = [
         (one.name, list(said)) for one, said in predicting.answers(model, find_inputs(tmp_path, True, tmp_path / "out"), 8)
     ]

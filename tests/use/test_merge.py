@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from consilium.adapters import layers
@@ -90,23 +89,18 @@ def test_published_towers_come_as_transformers_lays_them_out(
     compare(config, model, tmp_path, monkeypatch)
 
 
-def test_merged_sam_has_the_names_and_shapes_of_the_unchanged_one(tmp_path: Path) -> None:
-    config = PICTURES["q and v apart, four classes"]
-    merge.write(tmp_path, trained(config), config, None)
-    plain = build_sam("tiny", None, 64, 4).state_dict()
-    assert {n: t.shape for n, t in load_file(tmp_path / "model.safetensors").items()} == {n: t.shape for n, t in plain.items()}
-
-
-@pytest.mark.parametrize(("size", "classes"), [(1024, 2), (256, 2), (1024, 5)])
-def test_the_code_for_a_published_sam_builds_it(size: int, classes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "size", "classes"), [("vit_b", 1024, 2), ("vit_b", 256, 2), ("vit_b", 1024, 5), ("med2d", 256, 2)]
+)
+def test_the_code_for_a_published_sam_builds_it(variant: Any, size: int, classes: int, tmp_path: Path) -> None:
     from consilium.models.sam import SamConfig, export
 
     with torch.device("meta"):
-        model = build_sam("vit_b", None, size, classes, weights=False)
-        page = export.loading_page(model, SamConfig(variant="vit_b", image_size=size))
+        model = build_sam(variant, None, size, classes, weights=False)
+        page = export.loading_page(model, SamConfig(variant=variant, image_size=size))
         names: dict[str, Any] = {}
         exec(code(page).partition("sam.load_state_dict")[0], names)
-    assert ("sam_model_registry" in page) == ((size, classes) == (1024, 2))
+    assert ("sam_model_registry" in page) == ((variant, size, classes) == ("vit_b", 1024, 2))
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in names["sam"].state_dict().items()} == wanted
 

@@ -25,6 +25,7 @@ CHATML = (
     "<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS_NAME = "([a-z_.0-9]+)+!"
 IDS = torch.tensor([[5, 9, 77, 300, 12]])
 
 
@@ -238,6 +239,10 @@ def _own_head(state: dict[str, Tensor]) -> None:
     state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
 
 
+def _whole_numbers(state: dict[str, Tensor]) -> None:
+    state.update({name: (100 * tensor).to(torch.int8) for name, tensor in state.items()})
+
+
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nan": (lambda f: _tensor(f, _nan), r"model\.norm\.weight: 1 numbers are NaN"),
     "tied": (lambda f: (_tensor(f, _own_head), _edit(f, "config.json", tie_word_embeddings=True)), "tie_word_embeddings: true"),
@@ -255,6 +260,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "failing": (lambda f: (f / "chat_template.jinja").write_text("{{ nothing.at.all }}"), r"chat template: .*--template FILE"),
     "both": (lambda f: peft_folder(f, f), r"adapter"),
+    "whole numbers": (lambda f: _tensor(f, _whole_numbers), "weights of type I8"),
+    "licence outside": (lambda f: (f / "LICENSE").symlink_to(Path(__file__)), "outside the folder"),
 }  # fmt: skip
 
 
@@ -287,6 +294,16 @@ def test_another_template_is_the_remedy_for_one_that_fails(tmp_path: Path) -> No
         (lambda f: _edit(f, "adapter_config.json", modules_to_save=["lm_head"]), "modules_to_save"),
         (lambda f: _edit(f, "adapter_config.json", target_modules=["nowhere"]), "none of this base"),
         (lambda f: _edit(f, "adapter_config.json", r=3), "does not fit this base"),
+        (lambda f: _edit(f, "adapter_config.json", r=10**8), "a rank of 100000000 does not fit this base"),
+        (lambda f: _edit(f, "adapter_config.json", init_lora_weights="pissa"), "its base is not the original one"),
+        (
+            lambda f: _edit(f, "adapter_config.json", target_modules=ENDLESS_NAME),
+            "target_modules: .* is not a name",
+        ),
+        (
+            lambda f: _edit(f, "adapter_config.json", rank_pattern={ENDLESS_NAME: 2}),
+            "rank_pattern: .* is not a name",
+        ),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "none of this base"),
         (lambda f: (f / "adapter_config.json").write_text("{"), r"adapter_config\.json: not valid JSON"),
         (lambda f: (f / "adapter_config.json").write_text("[]"), r"adapter_config\.json: no JSON map, but \[\]"),
@@ -361,39 +378,3 @@ def test_a_pipe_is_no_gguf_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match="no plain file"):
         import_model(tmp_path, tmp_path / "made")
-
-
-def test_a_licence_that_is_a_link_out_of_the_folder_is_not_copied(tmp_path: Path) -> None:
-    source = save_folder(tmp_path / "source")
-    (tmp_path / "private").write_text("a key")
-    (source / "LICENSE").symlink_to(tmp_path / "private")
-    with pytest.raises(CheckpointError, match="outside the folder"):
-        import_model(source, tmp_path / "made")
-    assert not (tmp_path / "made").exists()
-
-
-def test_whole_numbers_without_scales_are_no_weights(tmp_path: Path) -> None:
-    source = save_folder(tmp_path / "source")
-    state = {name: (100 * tensor).to(torch.int8) for name, tensor in load_file(source / "model.safetensors").items()}
-    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="weights of type I8"):
-        import_model(source, tmp_path / "made")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"init_lora_weights": "pissa"}, "its base is not the original one"),
-        ({"target_modules": "([a-z_.0-9]+)+!"}, "target_modules: .* is not a name of a layer"),
-        ({"rank_pattern": {"([a-z_.0-9]+)+!": 2}}, "rank_pattern: .* is not a name of a layer"),
-        ({"r": 10**8}, "a rank of 100000000 does not fit this base"),
-    ],
-)
-def test_settings_of_an_adapter_that_never_end_or_name_another_base_are_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    base = save_folder(tmp_path / "base")
-    peft_folder(base, tmp_path / "adapter")
-    _edit(tmp_path / "adapter", "adapter_config.json", **changes)
-    with pytest.raises(ConfigError, match=message):
-        import_model(base, tmp_path / "made", tmp_path / "adapter")

@@ -13,7 +13,6 @@ from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained
 BOXES = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "box"})
 POINTS = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point"})
 JOBS = {
-    "encoder and decoder": FUNDUS,
     "boxes": BOXES,
     "points": POINTS,
     "bottlenecks, not merged": small_config("fedsca"),

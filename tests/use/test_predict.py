@@ -208,6 +208,13 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("image,class,x,y\na.png,disc,1", "lacks y"),
+        ("image,class,x,y\na.png,disc,-1,3", "0 or more"),
+        ("image,class,x,y\na.png,disc,1,inf", "0 or"),
+        (f"image,class,x,y\n{'a' * 140_000},disc,1,2", "not valid CSV"),
+        ('[{"image": "a.png", "class": "disc", "y": 1, "x": 1, "slice": 1.7}]', "has a value that is not a number"),
+        ('[{"image": "a.png", "class": "disc", "y": 1, "x": 1, "slice": Infinity}]', "has a value that is not a number"),
+        (f'[{{"image": "a.png", "class": "disc", "y": 1, "x": 1{"0" * 400}}}]', "has a value that is not a number"),
         ("image,class,left,top,right,bottom\na.png,disc,1,2,3", "lacks bottom"),
         ("image,class,left,top,right,bottom\na.png,liver,1,2,3,4", "none of the model's: disc, cup"),
         ("image,class,left,top,right,bottom\na.png,disc,5,2,3,4", "left < right"),
@@ -216,32 +223,11 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
         ("", "holds no box"),
     ],
 )
-def test_boxes_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "boxes.csv").write_text(text)
+def test_prompts_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / ("p.json" if text.startswith("[") else "p.csv")
+    path.write_text(text)
     with pytest.raises(DataError, match=said):
-        read_prompts(tmp_path / "boxes.csv", "box", ["disc", "cup"])
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ("a.png,disc,1", "lacks y"),
-        ("a.png,disc,-1,3", "0 or more"),
-        ("a.png,disc,1,inf", "0 or"),
-        (f"{'a' * 140_000},disc,1,2", "not valid CSV"),
-    ],
-)
-def test_points_that_cannot_be_are_refused(tmp_path: Path, row: str, said: str) -> None:
-    (tmp_path / "points.csv").write_text(f"image,class,x,y\n{row}")
-    with pytest.raises(DataError, match=said):
-        read_prompts(tmp_path / "points.csv", "point", ["disc", "cup"])
-
-
-@pytest.mark.parametrize("place", [{"x": 1, "slice": 1.7}, {"x": 1, "slice": float("inf")}, {"x": 10**400}])
-def test_numbers_of_json_that_no_pixel_and_no_slice_has_are_refused(tmp_path: Path, place: dict[str, float]) -> None:
-    (tmp_path / "p.json").write_text(json.dumps([{"image": "a.png", "class": "disc", "y": 1, **place}]))
-    with pytest.raises(DataError, match="has a value that is not a number"):
-        read_prompts(tmp_path / "p.json", "point", ["disc"])
+        read_prompts(path, "point" if "x,y" in text or '"x"' in text else "box", ["disc", "cup"])
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,13 @@ class Registry(Mapping[str, K], Generic[K]):
             raise KeyError(name)
         if name in self._built_in:
             return self[name]
-        point = self._entry_point(name, plugins)
+        found = [point for point in self._entry_points(plugins) if point.name == name]
+        if not found:
+            raise KeyError(name)
+        if len(found) > 1:
+            who = " and ".join(sorted(map(_package_name, found)))
+            raise ConfigError(f"{self.what} {name!r} comes with two packages, {who}; list or install one of them")
+        point = found[0]
         if name not in self._added:
             self._added[name] = _load_kind(point, f"{self.what} {name!r}", self.sort)
             self.packages[name] = (_package_name(point), point.dist.version if point.dist else "")
@@ -96,15 +102,6 @@ class Registry(Mapping[str, K], Generic[K]):
         wanted = None if plugins is None else {normal(name) for name in plugins}
         return [p for p in entry_points(group=self.group) if wanted is None or normal(_package_name(p)) in wanted]
 
-    def _entry_point(self, name: str, plugins: Plugins) -> EntryPoint:
-        found = [point for point in self._entry_points(plugins) if point.name == name]
-        if not found:
-            raise KeyError(name)
-        if len(found) > 1:
-            who = " and ".join(sorted(map(_package_name, found)))
-            raise ConfigError(f"{self.what} {name!r} comes with two packages, {who}; list or install one of them")
-        return found[0]
-
 
 def _resolve_entry(place: str, what: str) -> Any:
     """Return the object of a registry line "module:attribute". Raises ConfigError if it cannot be loaded."""
@@ -120,7 +117,10 @@ def _load_kind(point: EntryPoint, what: str, sort: str) -> Any:
     """Load the kind of an entry point. Raises ConfigError for any error, because it is another package's code."""
     try:
         kind = point.load()
-        _check_sort(kind, sort)
+        base = _resolve_entry(sort, "registry")
+        if not (isinstance(kind, base) or (isinstance(kind, type) and issubclass(kind, base))):
+            found = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
+            raise TypeError(f"it names {found}, and what is wanted is a {sort.partition(':')[2]}")
         _field_names(_section_class(kind))
     except Exception as error:
         where = f"package {_package_name(point)}, entry point {point.value!r}"
@@ -128,14 +128,6 @@ def _load_kind(point: EntryPoint, what: str, sort: str) -> Any:
             f"{what}: {where}: cannot be loaded ({_describe_error(error)}); correct entry point or file"
         ) from None
     return kind
-
-
-def _check_sort(kind: Any, sort: str) -> None:
-    """Raise TypeError unless `kind` is a subclass or an instance of the class that `sort` names."""
-    base = _resolve_entry(sort, "registry")
-    if not (isinstance(kind, base) or (isinstance(kind, type) and issubclass(kind, base))):
-        found = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
-        raise TypeError(f"it names {found}, and what is wanted is a {sort.partition(':')[2]}")
 
 
 def _describe_error(error: Exception) -> str:
@@ -178,7 +170,9 @@ class KindField:
         """Return the section as an instance of its kind's class. Raises ValidationError with the location of each problem."""
         value = {self.key: value} if isinstance(value, str) else value
         if not isinstance(value, Mapping):
-            return self._check_made(value)
+            if getattr(value, self.key, None) is None:
+                raise PydanticCustomError("kind", "a section with `{key}:`", {"key": self.key})
+            return value
         name, plugins = value.get(self.key, self.default), (info.context or {}).get("plugins", NO_PLUGINS)
         try:
             section = _section_class(self.registry.find(name, plugins))
@@ -197,12 +191,6 @@ class KindField:
     def _misnamed_error(self, name: object, own: object) -> ConfigError:
         what = f"its class has the {self.key} {own!r}; write {name!r} there"
         return ConfigError(f"{self.registry.what} {name!r}: {what}")
-
-    def _check_made(self, value: Any) -> Any:
-        """Return `value`, a section that was already validated. Raises an error if it has no `key`."""
-        if getattr(value, self.key, None) is None:
-            raise PydanticCustomError("kind", "a section with `{key}:`", {"key": self.key})
-        return value
 
     def _unknown_error(self, name: object, plugins: Plugins) -> ValidationError:
         known = self.registry.known(plugins)

@@ -263,13 +263,9 @@ def _quoted(value: Any) -> str:
 def _location(loc: tuple[int | str, ...]) -> list[str]:
     """Return pydantic's location without the parts that it adds: the kind of a section, the type of a value, "[key]"."""
     kinds = UNIONS.get(str(loc[0]), ()) if loc else ()
-    parts = [str(part) for i, part in enumerate(loc) if not _is_added(str(part)) and not (i == 1 and part in kinds)]
+    parts = [str(part) for i, part in enumerate(loc) if not (i == 1 and part in kinds)]
+    parts = [part for part in parts if part != "[key]" and not part.startswith(("list[", "dict[", "literal[", "constrained-"))]
     return [part if part.isprintable() and len(part) <= LONGEST_SHOWN else _quoted(part) for part in parts]
-
-
-def _is_added(part: str) -> bool:
-    """Tell whether pydantic added this part to a location."""
-    return part == "[key]" or part.startswith(("list[", "dict[", "literal[", "constrained-"))
 
 
 def nearest(word: str | None, known: Any) -> str:

@@ -45,19 +45,14 @@ def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: C
 
     An output layer is never quantized: its errors matter most, and Mamba-2 and xLSTM cast its input to its weight's type.
     """
-    outputs = _outputs(model)
+    found = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    outputs = {id(part) for output in found if output is not None for part in output.modules()}
     for layer in frozen_linear(model, trained):
         if quantize is not None and id(layer) not in outputs:
             quantize(layer, dtype)
         else:
             layer.to(torch.bfloat16)
             layer.__class__ = StoredLinear
-
-
-def _outputs(model: nn.Module) -> set[int]:
-    """Return the ids of a model's output layers and of their submodules: an adapter may wrap the layer."""
-    found = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
-    return {id(part) for output in found if output is not None for part in output.modules()}
 
 
 def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.models.gguf import refuse_gguf
 from consilium.models.listed_keys import listed
+from consilium.models.model_writer import no_progress_bar
 from consilium.models.tokenizer_bounds import check_backend
 from consilium.models.untrusted_folder import TOKENS, WANTED, read_json, tokenizer_of, weights_of
-from consilium.models.weight_files import no_progress_bar
 
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _PACKED = "weights that are quantized already are not read; use the original folder, with model.dtype: nf4 or int8"
@@ -111,24 +111,17 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
     rows = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(rows, int):
         return
-    found = _beyond(tokenizer, rows)
+    # Special tokens may have larger numbers, because no text contains them; those of Code Llama 34B do.
+    named = {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
+    if len(tokenizer) > rows:
+        special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
+        named |= {f"token {token!r}": at for token, at in tokenizer.get_vocab().items() if at not in special}
+    found = next((f"{name} is number {at}" for name, at in named.items() if at is not None and at >= rows), "")
     if found:
         what = f"its tokenizer's {found}, of the model's {rows} tokens"
         raise CheckpointError(f"model.checkpoint: {folder}: {what}; copy the tokenizer that the model was trained with")
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
         tokenizer.pad_token = None
-
-
-def _beyond(tokenizer: Any, rows: int) -> str:
-    """Return the name and number of the first token that a model with `rows` tokens cannot read; "" if there is none.
-
-    Special tokens may have larger numbers, because no text contains them; those of Code Llama 34B do.
-    """
-    named = {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
-    if len(tokenizer) > rows:
-        special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
-        named |= {f"token {token!r}": at for token, at in tokenizer.get_vocab().items() if at not in special}
-    return next((f"{name} is number {at}" for name, at in named.items() if at is not None and at >= rows), "")
 
 
 def positions(model: nn.Module) -> int:
@@ -286,13 +279,6 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
     model.name_or_path = model.config._name_or_path = str(folder)
     _require_equal_layout(folder, found, known)
     return model
-
-
-def _require_unpacked(folder: Path) -> None:
-    """Raise CheckpointError for a folder whose own config.json says that its weights are quantized."""
-    found = read_json(folder, "config.json") if (folder / "config.json").is_file() else {}
-    if found.get("quantization_config"):
-        raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
 
 
 def _require_equal_layout(folder: Path, found: Mapping[str, Any], known: Known) -> None:

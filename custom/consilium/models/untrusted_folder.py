@@ -128,7 +128,13 @@ def tokenizer_of(folder: Path) -> Iterator[Path]:
         if _present(folder / "special_tokens_map.json"):
             _write_settings(view, folder, "special_tokens_map.json", read_json(folder, "special_tokens_map.json"))
         if _present(folder / "added_tokens.json"):
-            _write_added(view, folder)
+            added = read_json(folder, "added_tokens.json")
+            for token, at in added.items():
+                if type(at) is not int or not _is_token(token):
+                    what = f"{shown(token, 64)}: {_value(at)} is not a token's number"
+                    remedy = "use the file that the model's publisher ships"
+                    raise CheckpointError(f"model.checkpoint: {folder / 'added_tokens.json'}: {what}; {remedy}")
+            (view / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
         if _present(folder / "chat_template.jinja"):
             _link(view, folder, "chat_template.jinja", LONGEST_TEMPLATE)
         if _present(folder / PROGRAM):
@@ -212,16 +218,6 @@ def _is_template(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_TEMPLATE
-
-
-def _write_added(view: Path, folder: Path) -> None:
-    name = "added_tokens.json"
-    given = read_json(folder, name)
-    for token, at in given.items():
-        if type(at) is not int or not _is_token(token):
-            what = f"{shown(token, 64)}: {_value(at)} is not a token's number"
-            raise CheckpointError(f"model.checkpoint: {folder / name}: {what}; use the file that the model's publisher ships")
-    (view / name).write_text(json.dumps(given), encoding="utf-8")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -90,7 +90,10 @@ def attack(
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     private = opened.config.privacy
     delta = private.delta if private else DELTA
-    _check_same_phantoms([opened, *shadows], own, name)
+    models = [opened, *shadows]
+    if own.dataset(opened.config.data.dataset, name)[1] is None and len({one.config.training.seed for one in models}) > 1:
+        # phantoms of different seeds have equal names and are different pictures
+        raise DataError("--shadow: generated pictures follow training.seed, so these runs had other pictures; give --data")
     whole = read_samples(opened, name, own, folder)
     seen = [_training_keys(one, own, name, folder) for one in shadows]
     whole = _keep_varied_samples(whole, seen) if shadows else whole
@@ -105,13 +108,6 @@ def attack(
     each = 1 - (1 - confidence) / len(scores)
     found = [judge_guesses(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
     return [replace(one, confidence=confidence) for one in found]
-
-
-def _check_same_phantoms(models: Sequence[TrainedModel], site: SiteConfig, name: str) -> None:
-    """Raise DataError if the models used phantoms from different seeds: then equal names mean different pictures."""
-    drawn = site.dataset(models[0].config.data.dataset, name)[1] is None
-    if drawn and len({one.config.training.seed for one in models}) > 1:
-        raise DataError("--shadow: generated pictures follow training.seed, so these runs had other pictures; give --data")
 
 
 def _training_keys(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:

@@ -5,9 +5,9 @@ It needs only MONAI, torch, numpy and Pillow. The package `consilium` copies thi
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,18 +138,6 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-class Writer(Protocol):
-    """Writes the network's outputs, one picture at a time."""
-
-    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> None:
-        """Process the logits of one picture. `data`: the dict that ReadPicture returned for it."""
-        ...
-
-    def close(self) -> None:
-        """Write the remaining output after the last picture."""
-        ...
-
-
 class WriteMasks:
     """Writes one mask per class, NAME_CLASS.png, with values 0 and 255 and the size of the picture."""
 
@@ -166,7 +154,7 @@ class WriteMasks:
             picture.save(self.folder / f"{Path(data['file']).stem}_{name}.png")
 
     def close(self) -> None:
-        """See Writer."""
+        """Do nothing: every picture has its files."""
 
 
 class WriteClasses:
@@ -183,7 +171,7 @@ class WriteClasses:
         self.rows.append([Path(data["file"]).name, likeliest, *(f"{value:.6f}" for value in probabilities)])
 
     def close(self) -> None:
-        """See Writer."""
+        """Write the table, after the last picture."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "classes.csv", "w", encoding="utf-8", newline="") as file:
             rows = [["image", "class", *self.classes], *self.rows]
@@ -199,7 +187,12 @@ class Inference:
     """Runs the network on every picture of a dataset, one at a time, and passes the logits to `postprocessing`."""
 
     def __init__(
-        self, device: torch.device, network: nn.Module, dataset: Any, inferer: Callable[..., Tensor], postprocessing: Writer
+        self,
+        device: torch.device,
+        network: nn.Module,
+        dataset: Any,
+        inferer: Callable[..., Tensor],
+        postprocessing: WriteMasks | WriteClasses,
     ) -> None:
         self.device, self.network, self.dataset = device, network, dataset
         self.inferer, self.postprocessing = inferer, postprocessing
@@ -207,11 +200,9 @@ class Inference:
     @torch.no_grad()
     def run(self) -> None:
         """Process all pictures."""
-        for data in self._samples():
+        for index in range(len(self.dataset)):
+            data = self.dataset[index]
             inputs = [data[name][None].to(self.device) for name in ("image", "prompts") if name in data]
             logits = self.inferer(inputs[0], self.network, *inputs[1:])
             self.postprocessing(logits[0].float().cpu(), data)
         self.postprocessing.close()
-
-    def _samples(self) -> Iterator[Mapping[str, Any]]:
-        return (self.dataset[index] for index in range(len(self.dataset)))

@@ -1,7 +1,7 @@
 """Scores of a saved model on any site's data, computed as in a run's final evaluation; and of all models on all sites."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -77,19 +77,13 @@ def cross_sites(
     given = Given(data)
     with tempfile.TemporaryDirectory() as place:
         tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}
-        table = [_score_at_sites(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
-    names = {name for row in table for found in row.values() for name in found}
-    scores = TASKS[first.config.task.name].scores(first.config.task)
-    rows = [(model, stage, row) for model, row in zip(models, table, strict=True)]
-    return cross_site_matrix(scores.lead(names), split, rows, scores.grid)
-
-
-def _score_at_sites(
-    opened: TrainedModel, name: str, tasks: Mapping[str, Task], split: str, done: Callable[[str, str], None]
-) -> dict[str, dict[str, float]]:
-    """Return one model's metrics for each site; {} for a site without samples in the split."""
-    found = {}
-    for site, task in tasks.items():
-        found[site] = scores(opened, task, split) if task.has(split) else {}
-        done(name, site)
-    return found
+        rows = list[tuple[str, Stage, dict[str, dict[str, float]]]]()
+        for name in models:
+            opened, row = open_model(run, name, stage, own, best), dict[str, dict[str, float]]()
+            for site, task in tasks.items():
+                row[site] = scores(opened, task, split) if task.has(split) else {}
+                done(name, site)
+            rows.append((name, stage, row))
+    names = {name for _, _, row in rows for found in row.values() for name in found}
+    shown_as = TASKS[first.config.task.name].scores(first.config.task)
+    return cross_site_matrix(shown_as.lead(names), split, rows, shown_as.grid)

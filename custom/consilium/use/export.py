@@ -14,7 +14,7 @@ from consilium.core.sanitize import cell
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES
-from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
+from consilium.federation.saved_model import CARD, TENSORS, export_adapter, read_kept, with_parameters
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
 from consilium.report.run_record import job_of
@@ -37,12 +37,22 @@ def check_possible(format: Format, folder: Path) -> None:
     """Raise ConfigError if the model in an adapter folder cannot be exported in this format. Its base is not loaded."""
     kept, card = read_kept(folder)
     config = job_of(folder)
-    _check_one_adapter(kept, format)
+    if kept.similar:
+        what = "is weighed anew for every sample, by the site's own records, which stay there"
+        raise ConfigError(f"--stage personalized: its local adapter {what}; export the global model")
+    if format == "peft" and kept.share:
+        raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
+    if format == "peft" and kept.scaling != 1:
+        raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
         what = f"the base is kept as {dtype}, which holds no weights that others read"
         raise ConfigError(f"--format {format}: {what}; use peft, which goes on the unchanged base")
     if format == "peft":
-        _check_peft(folder, kept, config)
+        if not (folder / "adapter_config.json").is_file():
+            what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
+            raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
+        if SHIFT in kept.values:
+            raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
     elif format == "merged":
         merge.check(config)
     elif format == "onnx":
@@ -78,17 +88,6 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         write_record(made, record | {"difference": difference})
         apply_umask(made, made / RECORD)
     return Exported(folder, difference)
-
-
-def _check_one_adapter(kept: SavedModel, format: Format) -> None:
-    """Raise ConfigError for a model that is no single set of weights, or no single unscaled adapter for peft."""
-    if kept.similar:
-        what = "is weighed anew for every sample, by the site's own records, which stay there"
-        raise ConfigError(f"--stage personalized: its local adapter {what}; export the global model")
-    if format == "peft" and kept.share:
-        raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
-    if format == "peft" and kept.scaling != 1:
-        raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
 
 
 def _opening_library(found: TrainedModel, format: Format) -> str:
@@ -155,15 +154,6 @@ _BESIDE = {
 _KEPT = """
 In training and scoring, bitsandbytes stored the base as {}. On a base in 32 bits, the outputs differ slightly.
 """
-
-
-def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
-    """Raise ConfigError if PEFT cannot represent the adapter in a folder, or not all of the model."""
-    if not (folder / "adapter_config.json").is_file():
-        what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
-        raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
-    if SHIFT in kept.values:
-        raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
 
 
 def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> str:

@@ -92,13 +92,13 @@ def _dicom_images(folder: Path, files: list[Path], beside: list[Path]) -> list[P
         import consilium.data.dicom.files  # noqa: F401
     except ImportError:  # without pydicom, reading the input fails later with a clear error
         return files if len(files) == 1 else [folder]
-    told = {path: _dicom_kind(path) for path in files}
+    told = {path: _beside_and_series(path) for path in files}
     beside += [path for path, (other, _) in told.items() if other]
     images = {path: series for path, (other, series) in told.items() if not other}
     return list(images) if len(set(images.values())) == len(images) else [folder]
 
 
-def _dicom_kind(path: Path) -> tuple[bool, str]:
+def _beside_and_series(path: Path) -> tuple[bool, str]:
     """Return (whether a DICOM file is not an image, its series). A damaged file counts as an image in a series of its own."""
     from consilium.data.dicom.files import is_beside, open_file, reading
 

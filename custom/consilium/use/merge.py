@@ -13,8 +13,8 @@ from consilium.adapters import layers
 from consilium.adapters.parts import merge_shift
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.models.model_writer import WEIGHTS, save_weights
 from consilium.models.registry import MODELS
-from consilium.models.weight_files import WEIGHTS, save_weights
 from consilium.tasks.segmentation import prompts_of
 
 # probe -----------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,13 @@ def open_model(
     folder = adapter_folder(path, site, stage, best)
     kept, card = read_kept(folder)
     config = job_of(folder, allowed_plugins(own, simulated=True))
-    _check_base(config, card, own, folder)
+    # The base on this machine must be the one that the adapter was trained on.
+    checkpoint = checkpoint_of(config.model, own, "your")
+    found = checkpoint_hash(checkpoint) if checkpoint else ""
+    if found != card.base_sha256:
+        here = f"{checkpoint} has sha256 {found}" if checkpoint else "the package's weights are here"
+        remedy = "give the checkpoint that the model card names (--checkpoints)"
+        raise CheckpointError(f"{folder}: made on a base with sha256 {card.base_sha256 or '(the package)'}, {here}; {remedy}")
     model = build_model(config, own)
     try:
         load_values(model, config.strategy, kept.values, str(folder))
@@ -74,7 +80,10 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
         if site is not None:
             raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
         if stage is not None or best:
-            _check_options(path, stage, best)
+            card = read_kept(path)[1]
+            if card.name != f"{stage or card.stage}{BEST if best else ''}":
+                option = f"--stage {stage}" if stage is not None else "--best"
+                raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
         return path
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
@@ -84,14 +93,6 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     if (folder / TENSORS).is_file():
         return folder
     raise ConfigError(_missing_model_text(path, site, folder))
-
-
-def _check_options(path: Path, stage: Stage | None, best: bool) -> None:
-    """Raise ConfigError if an adapter folder is not the model that `stage` and `best` select."""
-    card = read_kept(path)[1]
-    if card.name != f"{stage or card.stage}{BEST if best else ''}":
-        option = f"--stage {stage}" if stage is not None else "--best"
-        raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
 
 
 def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
@@ -114,13 +115,3 @@ def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
 def run_sites(path: Path) -> list[str]:
     """Return the names of the sites whose models are in a run's folder."""
     return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})
-
-
-def _check_base(config: JobConfig, card: Card, own: SiteConfig, folder: Path) -> None:
-    """Raise CheckpointError unless the base on this machine is the one that the adapter was trained on."""
-    checkpoint = checkpoint_of(config.model, own, "your")
-    found = checkpoint_hash(checkpoint) if checkpoint else ""
-    if found != card.base_sha256:
-        here = f"{checkpoint} has sha256 {found}" if checkpoint else "the package's weights are here"
-        remedy = "give the checkpoint that the model card names (--checkpoints)"
-        raise CheckpointError(f"{folder}: made on a base with sha256 {card.base_sha256 or '(the package)'}, {here}; {remedy}")

@@ -31,9 +31,9 @@ from consilium.core.storage import PUBLIC, file_hash, write_atomic
 from consilium.models.architecture import refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, use_own_layers
 from consilium.models.gguf import gguf_files
+from consilium.models.model_writer import no_progress_bar, save_text_model
 from consilium.models.transformers_folder import short
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
-from consilium.models.weight_files import no_progress_bar, save_text_model
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.output_folder import LICENCES, apply_umask, check_destination, new_folder
 
@@ -102,30 +102,31 @@ def import_model(
     _check_numbers(found.model, source)
     notes = [*_import_notes(told), *_template_notes(found.tokenizer, template or source)]
     dtype = torch.float32 if adapter is not None else found.dtype
-    told |= _describe_model(found, dtype)
-    with new_folder(folder, force=False) as made:
-        use_own_layers(found.model)
-        save_text_model(made, found.model.to(dtype), found.tokenizer)
-        _drop_private_keys(made / "config.json")
-        _copy_licences(found.home, made)
-        _write_record(made, told)
-        apply_umask(made, made / PROVENANCE)
-        _check_written(made)
-        stored = sum(path.stat().st_size for path in made.glob("*.safetensors"))
-    return Imported(folder, told["parameters"], stored, 4 * told["parameters"], str(told["licence"]), tuple(notes))
-
-
-def _describe_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
-    model = found.model
-    return {
-        "architecture": model.config.model_type,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    told |= {
+        "architecture": found.model.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in found.model.parameters()),
         "dtype": str(dtype).removeprefix("torch."),
-        "tied_embeddings": bool(model.config.get_text_config().tie_word_embeddings),
+        "tied_embeddings": bool(found.model.config.get_text_config().tie_word_embeddings),
         "chat_template": bool(found.tokenizer.chat_template),
         "consilium": __version__,
         "transformers": transformers.__version__,
     }
+    with new_folder(folder, force=False) as made:
+        use_own_layers(found.model)
+        save_text_model(made, found.model.to(dtype), found.tokenizer)
+        # `transformers` writes private keys into config.json, which jobs refuse.
+        public = {k: v for k, v in read_json(made, "config.json").items() if not k.startswith("_")}
+        write_atomic(made / "config.json", json.dumps(public, indent=2).encode(), PUBLIC)
+        _copy_licences(found.home, made)
+        written = {path.name: file_hash(path) for path in sorted(made.iterdir())}
+        write_atomic(made / PROVENANCE, json.dumps({**told, "written": written}, indent=1).encode(), PUBLIC)
+        apply_umask(made, made / PROVENANCE)
+        # A job must be able to load the written folder.
+        with named_as("SOURCE"):
+            build_causal_lm("folder", made, public)
+            load_tokenizer("folder", made, public)
+        stored = sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    return Imported(folder, told["parameters"], stored, 4 * told["parameters"], str(told["licence"]), tuple(notes))
 
 
 # GGUF ------------------------------------------------------------------------------------------------------------------
@@ -191,12 +192,13 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
     Raises CheckpointError for a damaged file.
     """
+    from gguf import GGMLQuantizationType
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
     try:
         values, _ = read_gguf_metadata(str(path))
         tensors = GgufHeader.from_file(str(path)).tensors
-        types = Counter(_ggml_name(one.ggml_type) for one in tensors)
+        types = Counter(str(GGMLQuantizationType(one.ggml_type).name) for one in tensors)
     except Exception as error:  # a truncated file can fail anywhere
         raise CheckpointError(f"SOURCE: {path}: no GGUF file that can be read ({short(error)}); fetch it again") from None
     named = {
@@ -210,12 +212,6 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         "named": named,
         "weights": dict(sorted(types.items())),
     }, {one.name: math.prod(one.shape) for one in tensors}
-
-
-def _ggml_name(kind: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return str(GGMLQuantizationType(kind).name)
 
 
 # a folder ----------------------------------------------------------------------------------------------------------------
@@ -435,22 +431,3 @@ def _copy_licences(home: Path, made: Path) -> None:
             if path.is_file():
                 with named_as("SOURCE"):
                     shutil.copyfile(plain_file(home, path.name, LONGEST_TEMPLATE), made / path.name)
-
-
-def _drop_private_keys(path: Path) -> None:
-    """Remove private keys that `transformers` writes into config.json, because jobs refuse them."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    write_atomic(path, json.dumps({k: v for k, v in found.items() if not k.startswith("_")}, indent=2).encode(), PUBLIC)
-
-
-def _write_record(made: Path, told: Mapping[str, Any]) -> None:
-    written = {path.name: file_hash(path) for path in sorted(made.iterdir())}
-    write_atomic(made / PROVENANCE, json.dumps({**told, "written": written}, indent=1).encode(), PUBLIC)
-
-
-def _check_written(made: Path) -> None:
-    """Load the written folder as a job would. Raises CheckpointError, ConfigError."""
-    with named_as("SOURCE"):
-        config = read_json(made, "config.json")
-        build_causal_lm("folder", made, config)
-        load_tokenizer("folder", made, config)

@@ -120,50 +120,48 @@ def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: 
 
 
 def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> bytes:
-    """Return a DICOM-SEG as bytes. Raises DataError. Warnings of libraries are suppressed, because they quote values."""
-    file = io.BytesIO()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _make_dicom_seg(images, segments, names, model).save_as(file, enforce_file_format=True)
-    except Exception as error:
-        what = f"its elements make no DICOM-SEG ({type(error).__name__})"
-        raise DataError(f"{source}: {what}; convert it to NIfTI") from None
-    return file.getvalue()
+    """Return a DICOM-SEG as bytes. Raises DataError. Warnings of libraries are suppressed, because they quote values.
 
-
-def _make_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[str], model: str) -> Any:
-    """Return highdicom's Segmentation. Jobs have no codes for tissues, so each segment is coded as an anatomical structure."""
+    Jobs have no codes for tissues, so each segment is coded as an anatomical structure.
+    """
     from highdicom import AlgorithmIdentificationSequence
     from highdicom.seg import SegmentAlgorithmTypeValues, Segmentation, SegmentationTypeValues, SegmentDescription
     from highdicom.uid import UID
     from pydicom.sr.codedict import codes
 
-    how = AlgorithmIdentificationSequence(model[:64], codes.DCM.ArtificialIntelligence, __version__)
-    described = [
-        SegmentDescription(
-            number, name[:64], codes.SCT.AnatomicalStructure, codes.SCT.AnatomicalStructure,
-            SegmentAlgorithmTypeValues.AUTOMATIC, how,
-        )
-        for number, name in enumerate(names, start=1)
-    ]  # fmt: skip
-    binary = segments.dtype == bool
-    return Segmentation(
-        source_images=images,
-        pixel_array=segments.astype(np.uint8) if binary else segments,
-        segmentation_type=SegmentationTypeValues.BINARY if binary else SegmentationTypeValues.FRACTIONAL,
-        segment_descriptions=described,
-        series_instance_uid=UID(),
-        series_number=900,
-        sop_instance_uid=UID(),
-        instance_number=1,
-        manufacturer="Consilium",
-        manufacturer_model_name=model[:64],
-        software_versions=__version__,
-        device_serial_number="1",
-        series_description="not a medical device",
-        omit_empty_frames=False,
-    )
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            how = AlgorithmIdentificationSequence(model[:64], codes.DCM.ArtificialIntelligence, __version__)
+            described = [
+                SegmentDescription(
+                    number, name[:64], codes.SCT.AnatomicalStructure, codes.SCT.AnatomicalStructure,
+                    SegmentAlgorithmTypeValues.AUTOMATIC, how,
+                )
+                for number, name in enumerate(names, start=1)
+            ]  # fmt: skip
+            binary = segments.dtype == bool
+            Segmentation(
+                source_images=images,
+                pixel_array=segments.astype(np.uint8) if binary else segments,
+                segmentation_type=SegmentationTypeValues.BINARY if binary else SegmentationTypeValues.FRACTIONAL,
+                segment_descriptions=described,
+                series_instance_uid=UID(),
+                series_number=900,
+                sop_instance_uid=UID(),
+                instance_number=1,
+                manufacturer="Consilium",
+                manufacturer_model_name=model[:64],
+                software_versions=__version__,
+                device_serial_number="1",
+                series_description="not a medical device",
+                omit_empty_frames=False,
+            ).save_as(file, enforce_file_format=True)
+    except Exception as error:
+        what = f"its elements make no DICOM-SEG ({type(error).__name__})"
+        raise DataError(f"{source}: {what}; convert it to NIfTI") from None
+    return file.getvalue()
 
 
 def is_dicom(path: Path) -> bool:
@@ -208,7 +206,17 @@ def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: Outp
     """Raise ConfigError if a file written for the inputs `apart` would replace an input or, without `force`, any file."""
     names = [*_common_files(task), *(name for one in apart for name in _files_of(task, one, wanted))]
     _check_inputs(names, inputs, wanted)
-    _check_free(names, wanted)
+    if wanted.out.exists() and not wanted.out.is_dir():
+        raise ConfigError(f"{wanted.out}: is a file; give a folder")
+    inside = {folder for name in names for folder in Path(name).parents if folder != Path()}
+    if away := sorted(folder for folder in inside if (wanted.out / folder).is_symlink()):
+        raise ConfigError(
+            f"--out: {shown(wanted.out / away[0])}: is a link to another folder; remove it, or give another --out"
+        )
+    there = [name for name in names if (wanted.out / name).exists()]
+    if there and not wanted.force:
+        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+        raise ConfigError(f"{wanted.out / there[0]}{more}: is there already; give another folder, or --force to replace it")
 
 
 def _common_files(task: str) -> list[str]:
@@ -242,20 +250,6 @@ def _file_identity(path: Path) -> tuple[int, int]:
     except OSError:  # a broken link
         return (-1, -1)
     return (told.st_dev, told.st_ino)
-
-
-def _check_free(names: list[str], wanted: OutputOptions) -> None:
-    if wanted.out.exists() and not wanted.out.is_dir():
-        raise ConfigError(f"{wanted.out}: is a file; give a folder")
-    inside = {folder for name in names for folder in Path(name).parents if folder != Path()}
-    if away := sorted(folder for folder in inside if (wanted.out / folder).is_symlink()):
-        raise ConfigError(
-            f"--out: {shown(wanted.out / away[0])}: is a link to another folder; remove it, or give another --out"
-        )
-    there = [name for name in names if (wanted.out / name).exists()]
-    if there and not wanted.force:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise ConfigError(f"{wanted.out / there[0]}{more}: is there already; give another folder, or --force to replace it")
 
 
 def overlay_name(name: str) -> str:

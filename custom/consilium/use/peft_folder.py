@@ -13,9 +13,9 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import UNSTATED
 from consilium.models.checkpoint_file import tensor_names
 from consilium.models.meta_device import layout
+from consilium.models.model_writer import HEAD_FILE
 from consilium.models.registry import MODELS
 from consilium.models.text_encoder import TextEncoderConfig
-from consilium.models.weight_files import HEAD_FILE
 from consilium.use.model_import import UNKNOWN, licence_of
 
 SETTINGS = "adapter_config.json"

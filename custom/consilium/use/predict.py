@@ -5,7 +5,8 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -94,9 +95,17 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     if not texts:
         return []
     try:
+        config = opened.config
+        data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
+        if config.task.name == "classification":  # records without a class
+            data = replace(data, loading=replace(data.loading, ignore_unfit=True))
+        task: Any = build_task(config, data, opened.own)
+        device = next(opened.model.parameters()).device
+        with torch.no_grad(), autocast(device, config.training.precision):
+            written: list[Any] = task.write(opened.model, "training", batch_size)
         return [
-            _answer_record(text, said)
-            for text, said in zip(texts, _generate_answers(opened, where, texts, batch_size), strict=True)
+            _asked(text) | (said if isinstance(said, dict) else {"answer": said})
+            for text, said in zip(texts, written, strict=True)
         ]
     except DataError as error:
         if len(texts) == 1:
@@ -105,28 +114,10 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
 
 
-def _generate_answers(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Any]:
-    config = opened.config
-    data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
-    if config.task.name == "classification":  # records without a class
-        data = replace(data, loading=replace(data.loading, ignore_unfit=True))
-    task: Any = build_task(config, data, opened.own)
-    device = next(opened.model.parameters()).device
-    with torch.no_grad(), autocast(device, config.training.precision):
-        written: list[Any] = task.write(opened.model, "training", batch_size)
-    return written
-
-
-def _answer_record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a record with its answer or its class, as a line of the output file."""
-    asked: dict[str, Any] = {
-        "system": text.system,
-        "history": text.history,
-        "instruction": text.instruction,
-        "input": text.input,
-    }
-    found = said if isinstance(said, dict) else {"answer": said}
-    return {"record": text.name} | {key: value for key, value in asked.items() if value} | found
+def _asked(text: Text) -> dict[str, Any]:
+    """Return a record's own part of its line in the output file."""
+    fields = ("system", "history", "instruction", "input")
+    return {"record": text.name} | {key: value for key in fields if (value := getattr(text, key))}
 
 
 # predict ---------------------------------------------------------------------------------------------------------------
@@ -156,64 +147,53 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     files would be replaced.
     """
     name = predictor.opened.config.task.name
-    work = {
-        "segmentation": _write_masks,
-        "classification": _write_classes,
-        "language": _write_answers,
-        "report": _write_answers,
-    }.get(name)
-    work = _write_answers if work is _write_classes and reads_texts(predictor.opened.config) else work
-    if work is None:
+    if name not in ("segmentation", "classification", "language", "report"):
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
+    texts = name in ("language", "report") or reads_texts(predictor.opened.config)
     apart, clashing = split_clashing(name, inputs, wanted)
     check_files(name, inputs, apart, wanted)
     private_folder(wanted.out)
     outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
     for one, _ in clashing:
         done(one)
-    asked = (
-        answers(predictor.opened, apart, predictor.batch_size) if work is _write_answers else answer_inputs(predictor, apart)
+    if name == "segmentation":
+        legend = {str(value): list(meant) for value, meant in label_legend(predictor.task.classes).items()}
+        write_atomic(wanted.out / LABELS, json.dumps(legend, indent=1).encode())
+    asked: Iterator[tuple[Input, Iterator[Any]]] = (
+        answers(predictor.opened, apart, predictor.batch_size) if texts else answer_inputs(predictor, apart)
     )
-    work(predictor, _with_error_handler(asked, outcome, done), wanted, outcome)
+    rows = list[list[Any]]()
+    for one, found in asked:
+        with _errors_added_to(outcome, one):
+            if texts:
+                _write_answers(one, found, wanted, outcome)
+            elif name == "segmentation":
+                _write_mask(predictor, one, found, wanted, outcome)
+            else:
+                rows += [_class_row(one, part, predictor.task.classes) for part in predictor.classified(one, found)]
+                outcome.written.append(one.name)
+        volumes.forget()
+        done(one)
+    if name == "classification" and not texts:
+        _write_table(wanted.out / CLASSES, rows, predictor.task.classes)
     return outcome
 
 
-Try = Callable[[Callable[[], None]], None]
-Tried = Iterator[tuple[Input, Iterator[Any], Try]]
-"""(Input, iterator of its outputs, function that runs work on it). Outputs: Prediction per part, or Answer per record."""
-
-
-def _with_error_handler(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
-    """Yield every input with its outputs and a function that runs work on it.
-
-    The function adds a DataError, or an OSError when writing, to `outcome`. It raises an OSError that is in ENDS.
-    """
-
-    def run(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except DataError as error:
-            outcome.bad.append((one.name, str(error)))
-        except OSError as error:
-            if error.errno in ENDS:
-                raise
-            why = f"{one.path}: its prediction cannot be written ({error.strerror}); look at the folder's names and rights"
-            outcome.bad.append((one.name, why))
-
-    for one, parts in asked:
-        yield one, parts, run
-        volumes.forget()
-        done(one)
+@contextmanager
+def _errors_added_to(outcome: Outcome, one: Input) -> Iterator[None]:
+    """Within the context, add a DataError, or an OSError when writing, to `outcome`. Raises an OSError that is in ENDS."""
+    try:
+        yield
+    except DataError as error:
+        outcome.bad.append((one.name, str(error)))
+    except OSError as error:
+        if error.errno in ENDS:
+            raise
+        why = f"{one.path}: its prediction cannot be written ({error.strerror}); look at the folder's names and rights"
+        outcome.bad.append((one.name, why))
 
 
 # segmentation ---------------------------------------------------------------------------------------------------------
-
-
-def _write_masks(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
-    values = {str(value): list(meant) for value, meant in label_legend(predictor.task.classes).items()}
-    write_atomic(wanted.out / LABELS, json.dumps(values, indent=1).encode())
-    for one, asked, run in tried:
-        run(lambda one=one, asked=asked: _write_mask(predictor, one, asked, wanted, outcome))  # type: ignore[misc]
 
 
 def _write_mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
@@ -306,21 +286,12 @@ def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
 # classification and language ------------------------------------------------------------------------------------------
 
 
-def _write_classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
-    rows: list[list[Any]] = []
-
-    def note(one: Input, asked: Iterator[Prediction]) -> None:
-        found = [_class_row(one, part, predictor.task.classes) for part in predictor.classified(one, asked)]
-        rows.extend(found)
-        outcome.written.append(one.name)
-
-    for one, asked, run in tried:
-        run(lambda one=one, asked=asked: note(one, asked))  # type: ignore[misc]
+def _write_table(path: Path, rows: list[list[Any]], classes: list[str]) -> None:
     file = io.StringIO()
     table = csv.writer(file, lineterminator="\n")
-    table.writerow(["image", "part", "class", "probability", *(f"p({name})" for name in predictor.task.classes)])
+    table.writerow(["image", "part", "class", "probability", *(f"p({name})" for name in classes)])
     table.writerows(rows)
-    write_atomic(wanted.out / CLASSES, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
+    write_atomic(path, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
 
 
 def _class_row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
@@ -330,15 +301,11 @@ def _class_row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
     return [harmless(one.name), part.item.part, harmless(classes[best]), *numbers]
 
 
-def _write_answers(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
-    def note(one: Input, found: Iterator[Answer]) -> None:
-        said = list(found)
-        bad = [(one.name, str(answer)) for answer in said if isinstance(answer, DataError)]
-        lines = [json.dumps(answer, ensure_ascii=False) for answer in said if not isinstance(answer, DataError)]
-        outcome.bad.extend(bad)
-        if lines or not bad:
-            write_atomic(wanted.out / one.name, "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
-            outcome.written.append(one.name)
-
-    for one, found, run in tried:
-        run(lambda one=one, found=found: note(one, found))  # type: ignore[misc]
+def _write_answers(one: Input, found: Iterator[Answer], wanted: OutputOptions, outcome: Outcome) -> None:
+    said = list(found)
+    bad = [(one.name, str(answer)) for answer in said if isinstance(answer, DataError)]
+    lines = [json.dumps(answer, ensure_ascii=False) for answer in said if not isinstance(answer, DataError)]
+    outcome.bad.extend(bad)
+    if lines or not bad:
+        write_atomic(wanted.out / one.name, "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+        outcome.written.append(one.name)

@@ -111,7 +111,10 @@ class Predictor:
             rows, columns = valid_size(shape, self.opened.config.model.image_side, self.task)
             logits = part.answer[None, :, :rows, :columns]
             found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
-            yield replace(part, answer=self._mask_unprompted(one, part.item, found))
+            if self.prompts is not None:  # classes without a prompt are not predicted
+                missing = torch.tensor([self._prompt(one, part.item, name) is None for name in self.task.classes])
+                found = found.masked_fill(missing[:, None, None], -1e4)
+            yield replace(part, answer=found)
 
     def classified(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
         """Yield each part's raw output as class probabilities (C,). Raises DataError for NaN or Inf."""
@@ -152,13 +155,6 @@ class Predictor:
         prompt = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
         return prompt if prompt is None or item.tile is None else _clip_to_tile(prompt, item.tile)
 
-    def _mask_unprompted(self, one: Input, item: Item, logits: Tensor) -> Tensor:
-        """Return the logits, set to -1e4 for classes without a prompt, so that these classes are not predicted."""
-        if self.prompts is None:
-            return logits
-        missing = torch.tensor([self._prompt(one, item, name) is None for name in self.task.classes])
-        return logits.masked_fill(missing[:, None, None], -1e4)
-
 
 def _check_finite(one: Input, part: Prediction) -> None:
     if not torch.isfinite(part.answer).all():
@@ -190,18 +186,14 @@ def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]
     columns = max(one.item.tile[0] + one.item.tile[2] for one in tiles if one.item.tile)
     if len(first.answer) * rows * columns > MOST_NUMBERS:
         raise DataError(f"{path}: {columns}x{rows} pixels are too many to hold; cut the picture into smaller ones")
-    yield _average_tiles(tiles, rows, columns)
-
-
-def _average_tiles(tiles: list[Prediction], rows: int, columns: int) -> Prediction:
-    total, count = torch.zeros(len(tiles[0].answer), rows, columns), torch.zeros(rows, columns)
+    total, count = torch.zeros(len(first.answer), rows, columns), torch.zeros(rows, columns)
     image = np.zeros((rows, columns, 3), np.uint8)
     for one in tiles:
         left, top, width, height = one.item.tile or (0, 0, columns, rows)
         total[:, top : top + height, left : left + width] += one.answer
         count[top : top + height, left : left + width] += 1
         image[top : top + height, left : left + width] = one.image
-    return Prediction(tiles[0].item, image, total / count.clamp(min=1))
+    yield Prediction(first.item, image, total / count.clamp(min=1))
 
 
 # batching --------------------------------------------------------------------------------------------------------------

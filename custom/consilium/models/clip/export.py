@@ -11,7 +11,7 @@ from transformers import ViTForImageClassification
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.models.clip import ClipConfig
 from consilium.models.clip.network import PIXEL_MEAN, PIXEL_STD, ClipClassifier
-from consilium.models.weight_files import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
 
 BILINEAR = 2  # as PIL counts filters
 _VIT = """import torch
@@ -41,7 +41,20 @@ def logits(images):
 def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any, tokenizer: Any) -> str:
     """See registry.Saved. A ViT becomes a ViTForImageClassification; CLIP's own has no such class, so its head gets a file."""
     size, outputs = config.image_size, model.head.out_features
-    _save_processor(folder, size, "CLIPImageProcessor" if config.variant == "clip" else "ViTImageProcessor")
+    settings = {
+        "image_processor_type": ("CLIPImageProcessor" if config.variant == "clip" else "ViTImageProcessor"),
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": BILINEAR,
+        "do_center_crop": False,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": PIXEL_MEAN,
+        "image_std": PIXEL_STD,
+        "do_convert_rgb": True,
+    }
+    write_atomic(folder / "preprocessor_config.json", json.dumps(settings, indent=1).encode(), PUBLIC)
     pixels = {"mean": list(PIXEL_MEAN), "std": list(PIXEL_STD), "size": size, "outputs": outputs}
     if config.variant == "clip":
         save_pretrained(folder, model.vision_model)
@@ -72,21 +85,3 @@ def _as_vit(model: ClipClassifier, classes: list[str] | None) -> ViTForImageClas
     own = {f"vit.{name}": tensor for name, tensor in tower.state_dict().items()}
     whole.load_state_dict(own | {"classifier.weight": weight, "classifier.bias": head.bias})
     return whole.eval()
-
-
-def _save_processor(folder: Path, size: int, kind: str) -> None:
-    """Write what AutoImageProcessor reads: stretch to a square, scale, normalize."""
-    settings = {
-        "image_processor_type": kind,
-        "do_resize": True,
-        "size": {"height": size, "width": size},
-        "resample": BILINEAR,
-        "do_center_crop": False,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": PIXEL_MEAN,
-        "image_std": PIXEL_STD,
-        "do_convert_rgb": True,
-    }
-    write_atomic(folder / "preprocessor_config.json", json.dumps(settings, indent=1).encode(), PUBLIC)

@@ -50,7 +50,13 @@ def read(variant: str, checkpoint: Path | None) -> Weights:
         return _transformers(checkpoint)
     state = _load(checkpoint)
     if variant == "biomedclip":
-        return Weights(checkpoint, _open_clip(checkpoint, state))
+        trunk = {name.removeprefix(TRUNK): tensor for name, tensor in state.items() if name.startswith(TRUNK)}
+        if "cls_token" not in trunk:
+            raise CheckpointError(f"model.checkpoint: {checkpoint}: holds no {TRUNK}cls_token; {_WANTED['biomedclip']}")
+        found = {f"vision_model.{n}": t for name, tensor in trunk.items() for n, t in _vit_names(name, tensor).items()}
+        if (projection := state.get("visual.head.proj.weight")) is not None:
+            found["projection.weight"] = projection
+        return Weights(checkpoint, found)
     if "vision_model.embeddings.cls_token" not in state:
         raise CheckpointError(f"model.checkpoint: {checkpoint}: holds no tiny tower; {_WANTED[variant]}")
     return Weights(checkpoint, state)
@@ -71,17 +77,6 @@ def _load(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"model.checkpoint: {path}: holds no tensors by name; fetch it again")
     return state
-
-
-def _open_clip(path: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the image half of an open_clip checkpoint with a timm trunk by ViTModel's names; its text half is left out."""
-    trunk = {name.removeprefix(TRUNK): tensor for name, tensor in state.items() if name.startswith(TRUNK)}
-    if "cls_token" not in trunk:
-        raise CheckpointError(f"model.checkpoint: {path}: holds no {TRUNK}cls_token; {_WANTED['biomedclip']}")
-    found = {f"vision_model.{n}": t for name, tensor in trunk.items() for n, t in _vit_names(name, tensor).items()}
-    if (projection := state.get("visual.head.proj.weight")) is not None:
-        found["projection.weight"] = projection
-    return found
 
 
 def _vit_names(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.models.model_writer import page, save_weights
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import join_qkv
 from consilium.models.sam.network import MASK_TOKENS, SHAPES, PromptedSam
-from consilium.models.weight_files import page, save_weights
 
 _PUBLISHED = """import torch
 from safetensors.torch import load_file
@@ -94,7 +94,7 @@ def loading_page(model: PromptedSam, config: SamConfig) -> str:
         decoder_heads=shape.decoder_heads,
     )  # fmt: skip
     begin = _PUBLISHED.format(variant=config.variant) if published else classes
-    begin += med2d.SOURCE if shape.adapted else ""
+    begin += med2d.source() if shape.adapted else ""
     loaded = {"none": _LOADED, "box": _BOXED, "point": _POINTED}[model.prompt]
     code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
     return page(_about(model, config, published), code)

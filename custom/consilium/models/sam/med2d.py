@@ -8,6 +8,8 @@ so that a block is x + MLP(norm x) + Adapter(norm x), with names as in the publi
 OpenGVLab/SAM-Med2D (Apache-2.0), rewritten here; not compared with the published weights.
 """
 
+import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,36 +18,6 @@ from torch import Tensor, nn
 
 MARK = "image_encoder.blocks.0.Adapter.norm.weight"
 """A tensor that only such a file has, not Meta's."""
-SOURCE = """
-
-class Adapter(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        hidden, nn = width // 4, torch.nn
-        self.norm = nn.LayerNorm(width)
-        self.channel = nn.Sequential(
-            nn.Linear(width, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, width, bias=False), nn.Sigmoid()
-        )
-        self.spatial = nn.Sequential(
-            nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False), nn.ReLU(),
-            nn.ConvTranspose2d(width, width, 4, stride=2, padding=1, bias=False), nn.ReLU(),
-        )
-
-    def forward(self, x):
-        share = self.channel(x.mean((1, 2)))[:, None, None]
-        return self.norm(x + self.spatial((share * x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
-
-
-def beside(block):
-    block.mlp.register_forward_hook(lambda mlp, given, output: output + block.Adapter(given[0]))
-
-
-for block in sam.image_encoder.blocks:
-    block.Adapter = Adapter(block.norm1.normalized_shape[0])
-    beside(block)
-
-"""
-"""The same code for the page of an exported model."""
 
 
 class Adapter(nn.Module):
@@ -75,14 +47,25 @@ def add_adapters(sam: Sam) -> None:
     """Put an adapter beside the MLP of every block of the image encoder, in place."""
     for block in sam.image_encoder.blocks:
         block.add_module("Adapter", Adapter(block.norm1.normalized_shape[0]))
-        _hook(block)
+        block.mlp.register_forward_hook(partial(_beside, block))
 
 
-def _hook(block: Any) -> None:
-    def beside(mlp: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + block.Adapter(given[0])
+def _beside(block: Any, mlp: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output + block.Adapter(given[0])
 
-    block.mlp.register_forward_hook(beside)
+
+_IMPORTS = """from functools import partial
+from typing import Any
+
+from segment_anything.modeling import Sam
+from torch import Tensor, nn
+"""
+
+
+def source() -> str:
+    """Return Python code that adds the adapters to a model `sam` of segment_anything, for the page of an exported model."""
+    parts = [inspect.getsource(Adapter), inspect.getsource(_beside), inspect.getsource(add_adapters)]
+    return "\n\n".join(["", _IMPORTS, *parts, "add_adapters(sam)\n\n"])
 
 
 def unwrapped(state: object) -> object:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
+from consilium.models.model_writer import page, save_weights
 from consilium.models.unet import MEAN, UnetConfig
-from consilium.models.weight_files import page, save_weights
 
 LEVELS = 5
 UNITS = {"unet": 0, "resunet": 2}

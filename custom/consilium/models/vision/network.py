@@ -12,8 +12,8 @@ from transformers import AutoModel, PreTrainedModel
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import transformers_folder
+from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
 from consilium.models.vision import VisionConfig
-from consilium.models.weight_files import HEAD_FILE, page, save_head, save_pretrained
 
 KNOWN = transformers_folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
 TEXTS = ("texts", "text_scale")

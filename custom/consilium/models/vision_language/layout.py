@@ -33,7 +33,10 @@ class Picture:
 
 def _qwen(config: Any, side: int) -> Picture:
     sees = config.vision_config
-    _require_multiple(side, sees.patch_size * sees.spatial_merge_size)
+    patch = sees.patch_size * sees.spatial_merge_size
+    if side % patch:
+        near = max(1, round(side / patch)) * patch
+        raise ConfigError(f"model.image_size: {side} is not a multiple of {patch}, a patch of this model's tokens; use {near}")
     count = (side // sees.patch_size // sees.spatial_merge_size) ** 2
     inner = (config.image_token_id,) * count
     return Picture(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
@@ -67,12 +70,6 @@ def _require_native(side: int, sees: Any) -> None:
     if side != sees.image_size:
         what = f"{side}: this folder's model takes pictures of {sees.image_size} pixels"
         raise ConfigError(f"model.image_size: {what}; use {sees.image_size}")
-
-
-def _require_multiple(side: int, patch: int) -> None:
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is not a multiple of {patch}, a patch of this model's tokens; use {near}")
 
 
 def _qwen_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:

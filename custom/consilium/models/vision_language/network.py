@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.models import transformers_folder
+from consilium.models.model_writer import page, save_text_model
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import LAYOUTS, Picture, picture_of
-from consilium.models.weight_files import page, save_text_model
 
 KNOWN = transformers_folder.Known("vision-language model", ", ".join(LAYOUTS))
 _LOAD = """import torch

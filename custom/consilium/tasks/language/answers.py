@@ -168,13 +168,9 @@ def _normalized(answer: str) -> str:
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
-    return re.sub(r"^(?:[A-Za-z] ?)?= ?", "", _behind_equation(" ".join(bare.split()).strip("*_` ")))
-
-
-def _behind_equation(bare: str) -> str:
-    """Return the right side of an equation of numbers; any other text unchanged."""
+    bare = " ".join(bare.split()).strip("*_` ")
     equation = _ARITHMETIC.match(bare)
-    return bare[equation.end() :] if equation else bare
+    return re.sub(r"^(?:[A-Za-z] ?)?= ?", "", bare[equation.end() :] if equation else bare)
 
 
 def _whole_number(bare: str) -> str | None:

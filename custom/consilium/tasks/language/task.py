@@ -19,10 +19,8 @@ from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.correctness import judged, truth
-from consilium.tasks.language.losses import learned_positions, losses_at, spread
-from consilium.tasks.language.options import Row, log_likelihoods
+from consilium.tasks.language.losses import Row, learned_positions, log_likelihoods, losses_at, reward_margins, spread
 from consilium.tasks.language.packing import grouped, packed_losses
-from consilium.tasks.language.preference import reward_margins
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
@@ -51,38 +49,39 @@ class LanguageTask:
         self.config, self.kind = config, config.evaluate
         self.num_samples, self.quiet = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: Scored | None = None
-        self._minds: bool | None = None
+        self._batch_dependent: bool | None = None
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
         self._encoder = self._encoder_of(tokenizer, max_length)
         written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
         self.data = replace(data, splits={split: tuple(text for text, *_ in rows) for split, rows in written.items()})
         self._pairs = {split: [pair for _, pair, *_ in rows] for split, rows in written.items()}
         self._worse = {split: [worse for *_, worse in rows] for split, rows in written.items() if self._compares}
-        self._truth = {split: [self._true(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"}
-        self._told = set[str]()
+        self._truth = {
+            split: [self._right_answers(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"
+        }
+        self._warned = set[str]()
         if config.labels and self.kind not in ("label", "options"):
-            self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use options or label to score by it")
-        self._tell_default_system()
+            self._warn_once(f"task.labels is not read where task.evaluate is {self.kind}; use options or label to score by it")
+        said = self._encoder.default_system
+        if said and not all(text.system for texts in self.data.splits.values() for text in texts):
+            what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
+            self._warn_once(f"{what}; a record's `system` replaces it")
         prompts, answers = _count_shortened(
             [pair for pairs in (*self._pairs.values(), *self._worse.values()) for pair in pairs]
         )
         if prompts or answers:
             what = f"{prompts} prompts lost their middle, {answers} answers their end"
-            self._tell(f"{what}: records are longer than model.max_length {max_length} tokens; raise it to keep them whole")
+            self._warn_once(
+                f"{what}: records are longer than model.max_length {max_length} tokens; raise it to keep them whole"
+            )
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
         return Encoder(tokenizer, max_length, self.config.prompt, self.config.learn == "sequence")
 
-    def _tell_default_system(self) -> None:
-        said = self._encoder.default_system
-        if said and not all(text.system for texts in self.data.splits.values() for text in texts):
-            what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
-            self._tell(f"{what}; a record's `system` replaces it")
-
-    def _tell(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         """Log a warning; each text only once."""
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
     def _written(self, text: Text) -> tuple[Any, ...]:
@@ -166,7 +165,7 @@ class LanguageTask:
         with evaluating(model):
             losses, found, ranked = (self._preferences if self._compares else self._likelihood)(model, split, batch_size)
             self.scored = self._scored(split, losses) if distances else None
-            whole, each = self._answers(model, split, batch_size, distances)
+            whole, each = self._answer_scores(model, split, batch_size, distances)
             each |= ranked
         cut = dict(zip(CUT, _count_shortened(self._pairs[split]), strict=True))
         found |= {name: number / len(self._pairs[split]) for name, number in cut.items()} | whole
@@ -178,7 +177,7 @@ class LanguageTask:
         whose = [text.patient or text.name for text in self.data.splits[split]]
         return {COUNT: float(len(whose))} | intervals_of_means(each, whose)
 
-    def _answers(
+    def _answer_scores(
         self, model: nn.Module, split: str, batch_size: int, distances: bool
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Return the scores of answers that `evaluate` asks for: (scores of the whole split, scores by record)."""
@@ -234,31 +233,32 @@ class LanguageTask:
         """
         answers, texts = list[str](), self._texts(split, indices)
         rows = self._prompts(texts, min(self._encoder.max_length, room(model, self.config.max_new_tokens)))
-        how, numbers = self._greedy(), range(len(texts)) if indices is None else indices
+        most, encoder, numbers = self.config.max_new_tokens, self._encoder, range(len(texts)) if indices is None else indices
+        greedy = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
         def given(part: Sequence[int]) -> Batch:
             return inputs_of(model, self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part]))
 
-        size = 1 if batch_size > 1 and self._apart(model, rows, given) else batch_size
+        size = 1 if batch_size > 1 and self._one_by_one(model, rows, given) else batch_size
         for part in _parts(range(len(rows)), size):
             inputs = given(part)
-            written = cast(Any, model).generate(**inputs, generation_config=how)[:, inputs["input_ids"].shape[1] :]
+            written = cast(Any, model).generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
-    def _apart(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
+    def _one_by_one(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
         """Return whether prompts must be answered one by one, because answers depend on their batch. This is tried once.
 
         A recurrent model may read the padding or mix rows, and the decoder of an encoder-decoder model may count the padding.
         """
-        if self._minds is None and _is_known(model):
-            self._minds = False
-        if self._minds is None and len(rows) > 1:
+        if self._batch_dependent is None and _is_known(model):
+            self._batch_dependent = False
+        if self._batch_dependent is None and len(rows) > 1:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-            found = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
+            found = depends_on_batch(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
             padded = len(rows[order[0]]) < len(rows[order[-1]])
-            self._minds = found or (False if padded else None)  # a trial without padding proves nothing about padding
-        return bool(self._minds)
+            self._batch_dependent = found or (False if padded else None)  # a trial without padding proves nothing about padding
+        return bool(self._batch_dependent)
 
     def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
         """Return the prompts' tokens, count the shortened ones, and warn if the model's context length is too short."""
@@ -266,12 +266,8 @@ class LanguageTask:
         self._cut_asked = sum(cut for _, cut in found)
         if most < self._encoder.max_length and self._cut_asked:
             what = f"prompts lose their middle to be answered: the model has positions for {most} tokens"
-            self._tell(f"{what} beside task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole")
+            self._warn_once(f"{what} beside task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole")
         return [tokens for tokens, _ in found]
-
-    def _greedy(self) -> GenerationConfig:
-        most, encoder = self.config.max_new_tokens, self._encoder
-        return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
     def _teacher_forced(
         self, model: nn.Module, split: str, batch_size: int
@@ -339,7 +335,7 @@ class LanguageTask:
         per_token = {"token_loss": total / count, "bits_per_token": total / count / math.log(2)}
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}, {}
 
-    def _true(self, text: Text) -> frozenset[str]:
+    def _right_answers(self, text: Text) -> frozenset[str]:
         """Return a record's right answers, see `truth`; none for an unfit record in a list that ignores unfit samples."""
         try:
             found = truth(text, self.config)
@@ -371,7 +367,9 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
         return packed_losses(model, batch)
     inputs: dict[str, Any] = dict(inputs_of(model, batch))
     device = inputs["input_ids"].device
-    if _sees_no_padding(model, device):
+    # On a CPU scores are equal to the bit without a mask, which saves a tenth of the time: no token attends to the padding on
+    # its right. Gradients would not be equal to the bit.
+    if _is_known(model) and device.type == "cpu" and not torch.is_grad_enabled():
         inputs["attention_mask"] = None
     following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
     places = learned_positions(following)
@@ -388,14 +386,6 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
         return text
     answers = moved["labels"] != IGNORED if "labels" in moved else torch.zeros_like(moved["input_ids"]).bool()
     return cast(Any, model).see(**text, images=moved["image"], answers=answers)
-
-
-def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
-    """Return whether scores are equal to the bit without an attention mask, as no token attends to the padding on its right.
-
-    This saves a tenth of the time on a CPU. Gradients would not be equal to the bit, so training uses the mask.
-    """
-    return _is_known(model) and device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def _is_known(model: nn.Module) -> bool:
@@ -439,7 +429,7 @@ ROUNDING = 0.005
 """The largest difference between float32 scores that counts as rounding, relative to the scores' standard deviation."""
 
 
-def minds_others(model: nn.Module, alone: Batch, beside: Batch, pad: int) -> bool:
+def depends_on_batch(model: nn.Module, alone: Batch, beside: Batch, pad: int) -> bool:
     """Return whether the scores of the first two generated tokens differ beyond rounding between two batches.
 
     `alone`: a batch with one prompt. `beside`: the same prompt with a second one.

@@ -23,16 +23,6 @@ LONGEST = 100_000
 """The most characters of a rendered text, plus four times the characters of the messages."""
 
 
-def _bound() -> None:
-    """Limit this process' memory, and disable core files, which could contain a record."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sizes = Path("/proc/self/statm")
-    if sizes.exists():  # on other systems than Linux only time and text length are limited
-        most = int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the rendered text and the begin and end of its marked parts, or the kind and message of an error."""
     try:
@@ -52,7 +42,12 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer requests until the pipe is closed."""
-    _bound()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sizes = Path("/proc/self/statm")
+    if sizes.exists():  # on other systems than Linux only time and text length are limited
+        most = int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     left = CPU - REFILL
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, min(left + REFILL, CPU))

@@ -21,7 +21,7 @@ from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
 from consilium.models.vision_language.network import picture
 from consilium.tasks.base import Batch
-from consilium.tasks.language.options import Row
+from consilium.tasks.language.losses import Row
 from consilium.tasks.language.task import LanguageTask, all_token_loss, full_rows
 from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.report import ReportConfig

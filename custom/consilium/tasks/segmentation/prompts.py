@@ -34,16 +34,13 @@ def points(label: Tensor, seed: int | None = None) -> Tensor:
     draw = None if seed is None else torch.rand(len(label), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for index, mask in enumerate(label):
         if len(inside := torch.nonzero(mask)):
-            row, column = _deepest(mask) if draw is None else inside[int(draw[index] * len(inside))].tolist()
+            if draw is None:
+                depth = torch.from_numpy(distance_transform_edt(pad(mask.bool(), (1, 1, 1, 1)).numpy()))[1:-1, 1:-1]
+                row, column = divmod(int(depth.flatten().argmax()), mask.shape[1])
+            else:
+                row, column = inside[int(draw[index] * len(inside))].tolist()
             found[index] = torch.tensor([column, row])
     return found
-
-
-def _deepest(mask: Tensor) -> tuple[int, int]:
-    """Return row and column of the pixel farthest from the mask's outside."""
-    depth = torch.from_numpy(distance_transform_edt(pad(mask.bool(), (1, 1, 1, 1)).numpy()))[1:-1, 1:-1]
-    row, column = divmod(int(depth.flatten().argmax()), mask.shape[1])
-    return row, column
 
 
 TAKEN = {"box": boxes, "point": points}

@@ -78,14 +78,10 @@ def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]
         far = float(np.float32(np.sqrt(sum((n * step) ** 2 for n, step in zip(guess.shape, spacing, strict=True)))))
         return far, far
     cut = _box(guess | reference)
-    surfaces = [_surface(np.pad(mask[cut], 1), spacing) for mask in (guess, reference)]
+    padded, step = [np.pad(mask[cut], 1) for mask in (guess, reference)], np.asarray(spacing, dtype=np.float64)
+    surfaces = [np.argwhere(mask ^ binary_erosion(mask)) * step for mask in padded]  # voxels at a border, (V, axes)
     both = [_nearest(*surfaces), _nearest(*reversed(surfaces))]
     return max(map(_percentile, both)), float(torch.cat(both).mean())
-
-
-def _surface(mask: np.ndarray, spacing: Sequence[float]) -> np.ndarray:
-    """Return the positions of the voxels at a mask's border (V, axes), in the unit of `spacing`."""
-    return np.argwhere(mask ^ binary_erosion(mask)) * np.asarray(spacing, dtype=np.float64)
 
 
 def _nearest(these: np.ndarray, others: np.ndarray) -> Tensor:
@@ -186,16 +182,14 @@ class Units:
     def _end(self, but: object = None) -> None:
         """Score all open units except the one named `but`."""
         for name in [name for name in self._open if name != but]:
-            self._close(self._open.pop(name))
-
-    def _close(self, unit: _Unit) -> None:
-        row = overlaps(unit.counts, self._config.empty_references == "count", self._config.iou == "both")
-        parted = (
-            self._config.per != "image" and unit.item.tile is not None
-        )  # tiles overlap and differ in scale, so they have no common surface
-        row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
-        self.shown.append(unit.shown)
-        self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
+            unit = self._open.pop(name)
+            row = overlaps(unit.counts, self._config.empty_references == "count", self._config.iou == "both")
+            parted = (
+                self._config.per != "image" and unit.item.tile is not None
+            )  # tiles overlap and differ in scale, so they have no common surface
+            row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
+            self.shown.append(unit.shown)
+            self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
 
 
 def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
