@@ -48,7 +48,7 @@ LIGHT = [
     (["study", "list"], "study_list"),
     (["compare", "none"], "compare"),
     (["privacy", "plan", "--epsilon=8", "--rounds=2", "--accountant=exact"], "privacy_plan"),
-    (["privacy", "ledger", "none"], "privacy"),
+    (["privacy", "ledger", "none"], "privacy_ledger"),
     (["audit", "none"], "audit"),
     (["evidence", "none", "--kit=none"], "site_evidence"),
     (["sites", "--kit", "none"], "sites"),

@@ -33,14 +33,6 @@ def test_message_of_missing_jobs_names_init(
     assert run(monkeypatch, "cost", "jobs/quickstart") == 0
 
 
-@pytest.mark.parametrize("words", [("show", "quickstart_cells"), ("list",)])
-def test_studies_of_the_package_are_found_from_any_folder(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "study", *words) == 0
-
-
 def test_a_misspelt_job_is_told_its_neighbour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "cost", ROOT / "jobs/quickstart_cell") == 2
     assert "(did you mean 'quickstart_cells'?)" in capsys.readouterr().err

@@ -77,10 +77,9 @@ def terminal(columns: int) -> Iterator[tuple[io.TextIOWrapper, list[bytes]]]:
     os.close(master)
 
 
-@pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.slow)])
-def test_to_a_terminal(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_a_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    with terminal(columns) as (file, seen):
+    with terminal(80) as (file, seen):
         monkeypatch.setattr(sys, "stdout", file)
         assert run(monkeypatch, words) == 0
     text = b"".join(seen).decode()

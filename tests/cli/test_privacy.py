@@ -67,11 +67,6 @@ def test_a_threshold_that_no_site_would_accept_is_refused(words: str, said: str)
         call("privacy", "plan", "--epsilon", "6", "--rounds", "10", *words.split())
 
 
-def test_where_no_shares_can_count_the_other_ways_are_shown() -> None:
-    words = "privacy plan --epsilon 6 --rounds 10 --sites 3 --colluders 2 --accountant exact --format json"
-    assert sorted(json.loads(call(*words.split()))["plans"]["exact"]["noise_to_signal"]) == ["central", "local"]
-
-
 def test_a_plan_of_steps_over_all_sites_counts_samples() -> None:
     """Against Opacus: 200 steps at rate 0.01 with this noise cost epsilon 8."""
     words = "privacy plan --epsilon 8 --rounds 200 --sites 12 --sample-rate 0.01 --accountant rdp --format json"

@@ -11,7 +11,6 @@ from consilium.config.site import Given, find_site, load_site, read_site_folder
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
 from consilium.strategies.fediat import FedIAT
-from consilium.strategies.registry import STRATEGIES
 from tests.conftest import JOBS, small_cells, small_config
 
 
@@ -33,10 +32,6 @@ def test_every_job_of_the_project_is_valid(path: Path) -> None:
     config = load_job(path)
     assemble_job(config, path)
     assert config.name == path.parts[-4]
-
-
-def test_a_job_folder_and_its_file_are_the_same() -> None:
-    assert load_job(JOBS / "quickstart") == load_job(JOBS / "quickstart/app/config/job.yaml")
 
 
 def test_classes_as_names_number_themselves() -> None:
@@ -130,19 +125,6 @@ def test_algorithms_that_are_a_step_of_the_server_are_named_there(name: str, tmp
     found = re.search(r"\(write strategy (\w+) and (server\.\w+) (\w+)\)", str(caught.value))
     assert found
     assert load_job(path, {"strategy": found[1], found[2]: found[3]}).strategy.name == "fedit"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("task.classes", "nucleus"), ("task.classes", 3), ("data", "/pictures"), ("training", 5), ("training.rounds", "four"),
-     ("training.lr", [1]), ("task.augment", "perhaps"), ("federation", ["a"]), ("model.image_size", 64.5), ("name", 3)],
-)  # fmt: skip
-def test_a_value_of_another_kind_is_told_without_pythons_words(field: str, value: object, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_job(written(tmp_path), {field: value})
-    said = str(caught.value)
-    assert f"{field}: {value!r}: expected " in said
-    assert not re.search(r"valid|dictionary|instance|Config\b|integer|tuple|boolean|None\b", said), said
 
 
 @pytest.mark.parametrize(
@@ -280,10 +262,6 @@ def test_a_site_without_data_or_checkpoints_says_so(tmp_path: Path) -> None:
     fundus = assemble_job(load_job(JOBS / "fundus_fediat", changes))
     with pytest.raises(ConfigError, match=r"model\.checkpoint: .*checkpoint folder"):
         build_site(fundus, "site-1", SiteConfig(), tmp_path, lambda event: None)
-
-
-def test_the_registry_names_every_strategy_by_its_own_name() -> None:
-    assert all(cls.name == name for name, cls in STRATEGIES.items())
 
 
 def test_yes_and_no_as_names_are_told_to_be_quoted(tmp_path: Path) -> None:

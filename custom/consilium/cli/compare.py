@@ -52,7 +52,6 @@ def compare(
         Path | None, typer.Option(metavar="FOLDER", help="folder for the pictures as PNG, PDF, SVG and CSV")
     ] = None,
     columns: Annotated[int, typer.Option(min=1, max=2, help="width of pictures in columns of a paper: 3.5 or 7.16 inches")] = 1,
-    titles: Annotated[bool, typer.Option("--titles", help="also write captions into the pictures")] = False,
     model: Annotated[Literal["global", "personalized"], typer.Option(help="model for ranks, tests and pictures")] = "global",
     metric: Annotated[
         str, typer.Option(help="score to compare, such as f1 or dice/cup; default: the task's leading score")
@@ -73,7 +72,7 @@ def compare(
     if pictures is not None:
         with named(pictures):
             width = COLUMN if columns == 1 else PAGE
-            files, undrawn = call(DRAW, private_folder(pictures), groups, stage, metric or None, width, titles)
+            files, undrawn = call(DRAW, private_folder(pictures), groups, stage, metric or None, width)
         notes += undrawn
         names = [file.name for file in files if file.suffix in (".png", ".tex")]
         if names:
@@ -143,7 +142,11 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
             record = record_of(cell.folder)
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError as error:
-            absent.append(MissingRun(labels, cell.load().training.seed, _how_far(cell.folder, error)))
+            record = record_of(cell.folder)
+            why_missing = f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
+            if record.state == "done":
+                why_missing = shown(str(error).replace("\n", "; "), 300)
+            absent.append(MissingRun(labels, cell.load().training.seed, why_missing))
     if not found:
         data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
         command = study_command("study run", path, study.size, workspace, *data)
@@ -156,14 +159,6 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
         return groups, [*notes, f"published numbers and floor are of the whole study, not of --{study.size}: not shown"], []
     alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers if not one.floor)
     return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
-
-
-def _how_far(folder: Path, error: ConfigError) -> str:
-    """Return why a cell has no scores: its state, or the error in its folder if it is done."""
-    record = record_of(folder)
-    if record.state == "done":
-        return shown(str(error).replace("\n", "; "), 300)
-    return f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
 
 
 def _check(groups: Sequence[Group], metric: str, against: str) -> None:

@@ -13,7 +13,7 @@ from consilium.cli.watch import exit_code, place, watch_job
 from consilium.core.errors import ConfigError
 from consilium.core.messages import TRAIN_LOSS, Stage
 from consilium.core.sanitize import line
-from consilium.flare.admin.session import Admin, connect, experiment_of
+from consilium.flare.admin.session import connect, experiment_of
 from consilium.flare.kit.certificates import warnings
 from consilium.report.live_view import last_round, reported, score_of, when
 from consilium.report.tables import Column, Table, columns, number
@@ -47,17 +47,17 @@ def status(
         show((line(warning, "yellow", 1000) for warning in warnings(kit)), errors=True)
         if watch:
             watch_job(admin, admin.find(job)["job_id"], Console(stderr=format == "json", soft_wrap=True, highlight=False))
-        found: Any = admin.status(job) if job else _all_jobs(admin)
+        found: Any
+        if job:
+            found = admin.status(job)
+        else:
+            jobs = admin.jobs()
+            found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in KEYS}} for one in jobs]
+            for one, reason in zip(found, admin.reasons(jobs), strict=True):
+                one |= {"reason": reason} if reason else {}
     emit(found, lines_of(found) if job else _lines_of_all(found), format)
     if watch or check:
         raise typer.Exit(exit_code(found["status"]))
-
-
-def _all_jobs(admin: Admin) -> list[dict[str, Any]]:
-    """Return all jobs. The newest failed ones have a reason."""
-    jobs = admin.jobs()
-    found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in KEYS}} for one in jobs]
-    return [one | ({"reason": reason} if reason else {}) for one, reason in zip(found, admin.reasons(jobs), strict=True)]
 
 
 def abort(

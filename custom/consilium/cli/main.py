@@ -114,7 +114,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
             {
                 **{name: f"{CLI}.trained_model:{name}" for name in ("attack", "invert")},
                 "plan": f"{CLI}.privacy_plan:plan",
-                **{name: f"{CLI}.privacy:{name}" for name in ("ledger", "sums", "accept")},
+                **{name: f"{CLI}.privacy_ledger:{name}" for name in ("ledger", "sums", "accept")},
             },
         ),
     },

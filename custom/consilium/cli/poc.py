@@ -54,7 +54,12 @@ def poc(
     Then server and sites are stopped; Ctrl-C stops them too. Exit codes are those of `status --check`.
     """
     if stop is not None:
-        return _stop(stop)
+        kits = stop / "kits" / "poc" / "prod_00"
+        if not kits.is_dir():
+            raise ConfigError(f"--stop: {stop}: no workspace of `consilium poc`; give the folder that it printed")
+        stop_all(kits)
+        typer.echo(f"{stop}: server and sites are stopped")
+        return
     if job is None and not keep:
         raise ConfigError("JOB: none; give a job folder, or --keep for a federation without a job")
     folder = workspace or Path("runs", time.strftime("poc-%Y%m%d-%H%M%S"))
@@ -95,21 +100,12 @@ def poc(
         left = f"run on; ask them with --kit {federation.kit(LEAD)}; stop them: consilium poc --stop {folder}"
     console.print(line(f"server and sites {left}", limit=1000))
     if job is None:
-        return None
+        return
     if "folder" not in status:
         reason = status.get("reason", f"see the logs in {folder}")
         raise JobError(f"{name}: {status['status']}: {reason}", exit_code(status["status"]))
     call("consilium.cli.simulate_prepare:finish", status["folder"], {}, [], format)
     raise typer.Exit(exit_code(status["status"]))
-
-
-def _stop(workspace: Path) -> None:
-    """Stop the server and the sites of a workspace. Raises ConfigError if `consilium poc` has not made the workspace."""
-    kits = workspace / "kits" / "poc" / "prod_00"
-    if not kits.is_dir():
-        raise ConfigError(f"--stop: {workspace}: no workspace of `consilium poc`; give the folder that it printed")
-    stop_all(kits)
-    typer.echo(f"{workspace}: server and sites are stopped")
 
 
 def _use_loopback() -> None:

@@ -91,7 +91,11 @@ def simulate(
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
     if together > 1 and (workers or engine == "flare"):
         raise ConfigError("--together: only in one process; leave --workers and --engine out")
-    given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
+    tracking = None
+    if mlflow:
+        check_installed()
+        tracking = validate(TrackingConfig, {"mlflow": mlflow}, Path("--mlflow"))
+    given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), tracking)
     names = site_names(sites, data)
     for note in renamed_notes({folder_of(data, name).name: name for name in names} if data else {}):
         typer.echo(f"note: {shown(note)}", err=True)
@@ -116,14 +120,6 @@ def _sites_to_resume(folder: Path, names: list[str], given: Given, chosen: bool)
     if was.sites and (chosen or not generated):
         check_same(folder, was, {name: find_site(name, given) for name in names})
     return list(was.sites) or names
-
-
-def _tracking(uri: str) -> TrackingConfig | None:
-    """Return the settings of MLflow at `uri`; None for "". Raises ConfigError."""
-    if not uri:
-        return None
-    check_installed()
-    return validate(TrackingConfig, {"mlflow": uri}, Path("--mlflow"))
 
 
 @contextmanager

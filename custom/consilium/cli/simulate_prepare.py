@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from consilium.cli.options import Format, emit, load, show
-from consilium.cli.privacy import claim_of
+from consilium.cli.privacy_ledger import claim_of
 from consilium.cli.simulate import Engine, PreparedRun, RunRequest, removed_if_empty
 from consilium.config.job import JobConfig, job_file, load_run_job
 from consilium.core.errors import ConfigError

@@ -274,20 +274,18 @@ def forget(
     if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
         raise ConfigError("--reason: empty; say why, for the record")
     names = delete_run.expired_runs(*_state(kit)) if expired else [experiment]
-    found = [_forget(name, kit, reason) for name in names]
-    lines = []
-    for one in found:
+    found, lines = [], []
+    for name in names:
+        if kit_role(kit) == "server":
+            folder = _run(name, kit / STATE)
+            one = delete_run.forget_at_server(folder, stored_jobs(kit, name), kit / STATE, reason)
+        else:
+            folder, state, _ = place_of(name, kit)
+            one = delete_run.forget(kit, folder, state, reason)
+        found.append(one)
         lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
         lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
     emit(found, lines or "nothing is past its time", format)
-
-
-def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
-    if kit_role(kit) == "server":
-        folder = _run(experiment, kit / STATE)
-        return delete_run.forget_at_server(folder, stored_jobs(kit, experiment), kit / STATE, reason)
-    folder, state, _ = place_of(experiment, kit)
-    return delete_run.forget(kit, folder, state, reason)
 
 
 def _state(kit: Path) -> tuple[Path, int]:

@@ -35,24 +35,16 @@ def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[s
         remedy = "set adapter.alpha too (equal to the rank scales by 1), or take it out of the file"
         raise ConfigError(f"{path}: adapter.rank: {overrides['adapter.rank']}: {what}; {remedy}")
     for field, value in overrides.items():
-        _override(raw, field, value, path, keys)
-
-
-def _section_to_write(raw: dict[str, Any], section: str, keys: Mapping[str, str]) -> Any:
-    """Return a section as a map to write into. It is created if missing or empty, and a kind's name becomes a map."""
-    if raw.get(section) is None:
-        raw[section] = {}
-    elif section in keys and isinstance(raw[section], str):
-        raw[section] = {keys[section]: raw[section]}
-    return raw[section]
-
-
-def _override(raw: Any, field: str, value: Any, path: Path, keys: Mapping[str, str]) -> None:
-    *sections, last = field.split(".")
-    for section in sections:
-        if not isinstance(raw, dict):
+        *sections, last = field.split(".")
+        place = raw
+        for section in sections:
+            if not isinstance(place, dict):
+                break
+            if place.get(section) is None:
+                place[section] = {}
+            elif section in keys and isinstance(place[section], str):
+                place[section] = {keys[section]: place[section]}
+            place = place[section]
+        if not isinstance(place, dict):
             raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
-        raw = _section_to_write(raw, section, keys)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
-    raw[last] = value
+        place[last] = value

@@ -358,21 +358,19 @@ def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) 
 
     `given.checkpoints` applies if these settings name no checkpoint folder. Raises ConfigError for `tracking` at a site.
     """
-    site = _find_site(name, given.data, kit_local)
+    if given.data is not None:
+        found = read_site_folder(folder_of(given.data, name))
+        if found is None:
+            remedy = (
+                f"neither site.yaml nor datalist.json for site {name}, nor training.jsonl, nor a folder per class; make one"
+            )
+            raise ConfigError(f"{given.data / name}: {remedy}")
+        site = found
+    else:
+        site = load_site(kit_local / "site.yaml") if kit_local and (kit_local / "site.yaml").is_file() else SiteConfig()
     if site.tracking:
         raise ConfigError(f"{name}: tracking: only a server tracks runs; move it to the server's site.yaml, or remove it")
     return site if site.checkpoints or not given.checkpoints else site.model_copy(update={"checkpoints": given.checkpoints})
-
-
-def _find_site(name: str, data: Path | None, kit_local: Path | None) -> SiteConfig:
-    if data is not None:
-        if found := read_site_folder(folder_of(data, name)):
-            return found
-        remedy = f"neither site.yaml nor datalist.json for site {name}, nor training.jsonl, nor a folder per class; make one"
-        raise ConfigError(f"{data / name}: {remedy}")
-    if kit_local and (kit_local / "site.yaml").is_file():
-        return load_site(kit_local / "site.yaml")
-    return SiteConfig()
 
 
 def is_site_folder(folder: Path) -> bool:

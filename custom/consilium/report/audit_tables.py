@@ -57,7 +57,14 @@ def audit_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> t
             if strict:
                 raise
             unread += 1
-    return _messages(messages, unread, run), _tensors_left(messages, run)
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    for name, tensor in (pair for message in messages for pair in message.tensors.items()):
+        key = (shown(name, 160), "x".join(map(str, tensor.shape)), shown(tensor.dtype, 20))
+        seen.setdefault(key, []).append(tensor.norm)
+    rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
+    heads = columns("tensor", "shape", "type", "times", "norm")
+    left = Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
+    return _messages(messages, unread, run), left
 
 
 def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
@@ -84,13 +91,3 @@ def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
     notes += [f"{unread} messages are not as we write them; see consilium audit."] if unread else []
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
     return Table(f"Messages that left this site{run}", heads, rows, notes)
-
-
-def _tensors_left(messages: Sequence[_Message], run: str) -> Table | None:
-    """Return a row per tensor that left: how often, and the lowest and highest norm as sent. None without tensors."""
-    seen: dict[tuple[str, str, str], list[float]] = {}
-    for name, one in (pair for message in messages for pair in message.tensors.items()):
-        seen.setdefault((shown(name, 160), "x".join(map(str, one.shape)), shown(one.dtype, 20)), []).append(one.norm)
-    rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
-    heads = columns("tensor", "shape", "type", "times", "norm")
-    return Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None

@@ -73,23 +73,19 @@ def results_table(
 
 
 def _notes(results: Results, split: str, scores: Scores) -> list[str]:
+    """Return notes on sites without the split, on structures that vanish at the model's size, and on skipped samples."""
     without = [site for site in sorted(results) if split and not any(name.startswith(f"{split}/") for name in results[site])]
     skipped = [f"{site} {one[SKIPPED]:.0f}" for site, one in sorted(results.items()) if one.get(SKIPPED)]
-    notes = [f"no {split} split, so not scored here: {', '.join(without)}"] if without else []
-    notes += _too_small_notes(results, split, scores)
-    return notes + ([f"samples left out because they cannot be read: {', '.join(skipped)}"] if skipped else [])
-
-
-def _too_small_notes(results: Results, split: str, scores: Scores) -> list[str]:
-    """Return a note with the numbers of pictures whose structure vanishes at the model's size, by site, split and class."""
-    start, found = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/")), []
-    for site, one in sorted(results.items()):
-        told = [
-            (*name.removeprefix(start).partition("/"), known(value)) for name, value in one.items() if name.startswith(start)
-        ]
-        found += [f"{site} {value:.0f} {where} of {of}" for where, _, of, value in sorted(told) if scores.too_small and value]
+    start, vanished = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/")), []
+    for site, one in sorted(results.items()) if scores.too_small else ():
+        counts = sorted((name.removeprefix(start), known(value)) for name, value in one.items() if name.startswith(start))
+        for name, count in counts:
+            where, _, of = name.partition("/")
+            vanished += [f"{site} {count:.0f} {where} of {of}"] if count else []
     what = "pictures in which nothing of a class is left at the model's size, so that single pixels stand for it"
-    return [f"{what}: {', '.join(found)}"] if found else []
+    notes = {f"no {split} split, so not scored here": without, what: vanished}
+    notes["samples left out because they cannot be read"] = skipped
+    return [f"{note}: {', '.join(found)}" for note, found in notes.items() if found]
 
 
 def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:

@@ -231,12 +231,9 @@ class RunLog:
         self._file.flush()
 
     def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
-        self._events_of(site).scalars(values, step)
+        self._events.setdefault(site, EventFile(self.folder / FOLDER / site)).scalars(values, step)
         if self._tracker:
             self._tracker.metrics(site, values, step)
-
-    def _events_of(self, site: str) -> EventFile:
-        return self._events.setdefault(site, EventFile(self.folder / FOLDER / site))
 
 
 def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:

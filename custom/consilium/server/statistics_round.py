@@ -12,7 +12,7 @@ from consilium.core.storage import write_atomic
 from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_names, grey_bin_names
 from consilium.data.datalist import SPLITS
 from consilium.privacy.statistics import Group, Portion, SiteStatistics
-from consilium.report import shift
+from consilium.report import site_statistics
 
 FILE = "statistics.json"
 SLACK = 0.02
@@ -63,8 +63,8 @@ class StatisticsRound:
         told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
         sites = {name: told[name] for name in sorted(told)}
         self._asked = set()
-        write_atomic(self.folder / "statistics.txt", shift.text(self.config.name, sites).encode())
-        shift.plot(self.folder / "statistics.png", sites)
+        write_atomic(self.folder / "statistics.txt", site_statistics.text(self.config.name, sites).encode())
+        site_statistics.plot(self.folder / "statistics.png", sites)
         write_atomic(self.folder / FILE, json.dumps({"job": self.config.name, "sites": sites}, indent=1).encode())
 
 

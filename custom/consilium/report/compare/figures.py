@@ -124,11 +124,11 @@ def wrap_name(text: str, width: int = WRAP) -> str:
 
 
 def draw(
-    folder: Path, groups: Sequence[Group], stage: Stage, metric: str | None = None, width: float = COLUMN, titles: bool = False
+    folder: Path, groups: Sequence[Group], stage: Stage, metric: str | None = None, width: float = COLUMN
 ) -> tuple[list[Path], list[str]]:
     """Write each picture that the runs allow, in each of FORMATS, with its numbers as CSV; and figures.tex with all captions.
 
-    `width`: in inches. `titles`: write the caption into the picture too. Return the files, and notes on missing pictures.
+    `width`: in inches. Return the files, and notes on missing pictures.
     """
     files: list[Path] = []
     notes: list[str] = []
@@ -142,8 +142,6 @@ def draw(
                     notes.append(group.with_group_name(f"no {name}{end}: {plot}"))
                     continue
                 caption = group.with_group_name(plot.caption)
-                if titles:
-                    plot.figure.suptitle(wrap_name(caption, int(15 * plot.figure.get_figwidth())))
                 paths = [folder / f"{name}{end}.{ending}" for ending in (*FORMATS, "csv")]
                 for path, metadata in zip(paths, FORMATS.values(), strict=False):
                     write_figure(path, plot.figure, dpi=DPI, mode=PUBLIC, metadata=metadata)
