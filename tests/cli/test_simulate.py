@@ -17,7 +17,9 @@ import yaml
 
 from consilium.cli.main import main
 from consilium.cli.simulate import site_names
+from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
+from consilium.federation.simulated_sites import kept
 from consilium.report.live_view import LiveView
 from tests.conftest import JOBS, small_config
 
@@ -228,6 +230,18 @@ def test_who_takes_part_in_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "w" / "simulation.json").write_text("{}")
     run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume")
     assert asked == [["north", "a"], ["north", "a"], ["site-1", "site-2", "site-3"]]
+
+
+def test_what_a_run_keeps_of_its_sites() -> None:
+    two = {"x": DatasetConfig(datalist=Path("/d/x.json")), "b": DatasetConfig(datalist=Path("/d/b.json"))}
+    sites = {
+        "generated": SiteConfig(checkpoints=Path("/c")),
+        "one": SiteConfig(datalist=Path("/d/../e.json")),
+        "two": SiteConfig(datasets=two),
+        "settings": SiteConfig(device="cpu"),
+    }
+    lists = {"generated": None, "one": ["/e.json"], "two": ["/d/b.json", "/d/x.json"], "settings": []}
+    assert kept(sites) == (lists, {"generated": "", "one": "", "two": " ", "settings": ""})
 
 
 def test_ctrl_c_before_the_first_round_and_with_flare(

@@ -69,3 +69,10 @@ def test_the_sites_of_a_job(width: int, monkeypatch: pytest.MonkeyPatch, capsys:
     for number in ("0.750", "0.500", "0.625", "24 (33%)"):
         assert text.count(number) == 3
     assert "6,835" in text  # KiB down
+
+
+def test_in_a_pipe_a_table_is_wide(monkeypatch: pytest.MonkeyPatch, status: Any) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    (row,) = [line for line in status(job("ward-study")).splitlines() if "ward-study" in line]
+    assert JOB in row
+    assert "FINISHED:COMPLETED" in row

@@ -39,6 +39,12 @@ def test_the_contents_stand_in_the_place_of_the_path(named: str, tmp_path: Path)
     assert load_job(sent) == config
 
 
+def test_a_path_on_the_command_line_counts_from_the_job_s_folder_too(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "base")
+    config, _ = load(_job(tmp_path, {"model_type": "llama"}), ["model.config=base"])
+    assert config.model.config == dict(sorted(config_of(folder).items()))
+
+
 def test_a_site_opens_no_path_that_a_job_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_folder(tmp_path / "base")
     path, opened = _job(tmp_path, str(tmp_path / "base")), []

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.messages import Stage
 from consilium.report.best_worst_cases import Closing, pick
+from consilium.report.predictions import draw_outlines
 from consilium.tasks.base import Answered, Classified, Scored, Segmented
 
 NAN = math.nan
@@ -122,6 +124,12 @@ def test_a_model_that_was_scored_on_other_units_is_left_out(tmp_path: Path, capl
     assert list(json.loads((tmp_path / "cases.json").read_text())["values"]) == ["global"]
 
 
+def test_a_task_that_keeps_no_units_leaves_no_file(tmp_path: Path) -> None:
+    assert write(closing(SimpleNamespace(examples=lambda model, split: None), Stage.GLOBAL), tmp_path) == []
+    assert write(closing(Pretended(None), Stage.GLOBAL), tmp_path) == []
+    assert not list(tmp_path.iterdir())
+
+
 def test_classes_and_answers_are_told_in_words(tmp_path: Path) -> None:
     def classes(count: int) -> Classified:
         pictures, names = torch.zeros(count, 3, 8, 8, dtype=torch.uint8), ("a", "b", "c", "d", "e", "f")
@@ -139,3 +147,13 @@ def test_classes_and_answers_are_told_in_words(tmp_path: Path) -> None:
     (case,) = json.loads((tmp_path / "t/cases.json").read_text())["cases"]
     assert case == {"which": "best", "unit": 0, "said": {"global": "said"}, "prompt": "ask", "reference": "true"}
     assert not (tmp_path / "t/cases").exists()
+
+
+def test_a_references_outline_is_white_on_dark_and_dark_on_white() -> None:
+    mask = torch.zeros(1, 16, 16, dtype=torch.bool)
+    mask[:, 4:12, 4:12] = True
+    for ground in (0, 255):
+        drawn = draw_outlines(Image.new("RGB", (64, 64), (ground,) * 3), mask).convert("L")
+        edge = [drawn.getpixel((x, 32)) for x in range(12, 21)]
+        assert max(edge) - min(edge) > 100
+        assert {drawn.getpixel((32, 32)), drawn.getpixel((4, 32))} == {ground}

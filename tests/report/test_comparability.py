@@ -89,6 +89,13 @@ def test_runs_from_other_frozen_weights_are_two_methods_wherever_the_files_lie(t
     ]
 
 
+def test_a_run_without_its_servers_state_is_the_method_of_its_checkpoint(tmp_path: Path) -> None:
+    model = {"name": "clip", "variant": "tiny", "image_size": 64, "checkpoint": "/one/vit.safetensors"}
+    folders = [make(tmp_path / str(seed), {"a": 0.5}, seed=seed, model=model) for seed in range(2)]
+    save_state(folders[0] / "server" / "state.safetensors", {}, {"checkpoint": "a" * 64})
+    assert group_of(*folders).methods == ["fedit"]
+
+
 def test_settings_that_differ_in_a_late_digit_are_two_methods(tmp_path: Path) -> None:
     training = small_cells("fedit").model_dump()["training"]
     rates = (0.003, 0.0030000003)

@@ -25,11 +25,12 @@ from consilium.report.compare.figures import (
     heat_map,
     lines_along,
     sort_axis_values,
+    style,
 )
 from consilium.report.compare.score_statistics import scores_of
 from consilium.report.run_record import read_finished
 from tests.conftest import run, small_cells
-from tests.report.runs import accuracy, change, made, make, result
+from tests.report.runs import accuracy, change, group_of, made, make, result
 
 
 def drawing(found: Drawn) -> Plot:
@@ -56,6 +57,8 @@ def test_pictures_are_as_wide_as_a_column_or_a_page_with_letters_of_a_paper(
         (box,) = re.findall(rb"/MediaBox \[ ?0 0 ([0-9.]+) [0-9.]+ ?\]", (pictures / f"{one}.pdf").read_bytes())
         assert float(box) == pytest.approx(72 * inches, abs=0.5)
         svg = (pictures / f"{one}.svg").read_text()
+        said = " ".join(re.sub(r"<[^>]*>", " ", svg).split())
+        assert "over 2 seeds" not in said  # the caption is beside the picture
         assert {float(size) for size in re.findall(r"font(?:-size)?: ([0-9.]+)px", svg)} <= {6.5, 7.0, 8.0}
         assert (
             rf"\includegraphics[width=\{'column' if columns == 1 else 'text'}width]{{{one}.pdf}}"
@@ -65,6 +68,17 @@ def test_pictures_are_as_wide_as_a_column_or_a_page_with_letters_of_a_paper(
     assert {(row["method"], row["seed"], row["rounds"]) for row in table} == {
         (method, seed, rounds) for method in ("fedit", "ffa_lora") for seed in "01" for rounds in "012"
     }
+
+
+def test_curves_differ_without_colours(tmp_path: Path) -> None:
+    """In grey print a marker and a line tell methods apart, and every colour is one of Okabe and Ito's or grey."""
+    found = drawing(
+        curves(accuracy(*made(tmp_path, {name: [[0.5]] for name in ("fedit", "ffa_lora", "fedprox", "local_only")})))
+    )
+    looks = {(line.get_marker(), line.get_linestyle()) for line in found.figure.axes[0].lines}
+    assert len(looks) == 4
+    okabe_ito = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9", "#7f7f7f"}
+    assert {str(line.get_color()).lower() for line in found.figure.axes[0].lines} <= okabe_ito
 
 
 def test_long_names_stay_inside_a_column(tmp_path: Path) -> None:
@@ -99,6 +113,10 @@ def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path
     (axis,) = drawing(curves(accuracy(folder))).figure.axes
     drawn = axis.lines[0]
     assert (list(drawn.get_xdata()), list(drawn.get_ydata())) == ([0, 2], [0.5, 0.5])  # type: ignore[arg-type]
+
+
+def test_no_two_of_96_methods_look_alike() -> None:
+    assert len({(one["color"], one["marker"]) for one in map(style, range(96))}) == 96
 
 
 def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> None:
@@ -148,3 +166,18 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
     assert {(row["method"], row["images"], round(row["value"], 9)) for row in drawn.rows} == {
         (f"{images}, {method}", images, round(score + 0.05, 9)) for (images, method), score in scores.items()
     }
+
+
+def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) -> None:
+    one = group_of(make(tmp_path / "a", {"a": 0.5}), make(tmp_path / "b", {"a": 0.6}, "ffa_lora"))
+    assert axis_figure(scores_of(one, Stage.GLOBAL, "accuracy")) == "no axis of a study has numbers"
+
+
+def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -> None:
+    runs = []
+    for sites in ("2", "3"):
+        folder = make(tmp_path / sites, {f"s{i}": 0.5 for i in range(int(sites))})
+        runs.append(read_finished(folder, folder.name, {"method": "FedIT", "sites": sites}))
+    groups, _ = group_comparable(runs)
+    told = "the values of sites are other data, which do not share a picture"
+    assert [axis_figure(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [told] * 2

@@ -21,6 +21,7 @@ from consilium.report.compare.tables import (
     diagnostics_table,
     records,
     scores_table,
+    trained_set,
 )
 from consilium.report.run_record import read_finished
 from tests.conftest import small_cells
@@ -142,6 +143,13 @@ def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
     ]
 
 
+def test_a_frozen_decoder_is_in_no_trained_set(tmp_path: Path) -> None:
+    run = read_finished(make(tmp_path / "a", {"s": 0.5}))
+    assert run.settings["adapter.decoder"] == "freeze"
+    assert "decoder" not in trained_set(run)
+    assert trained_set(replace(run, settings={**run.settings, "adapter.decoder": "share"})).endswith(", decoder share")
+
+
 def test_a_site_without_this_score_is_named(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.5, 0.6]], "ffa_lora": [[0.5, 0.7]]})
     for folder in folders:
@@ -247,6 +255,10 @@ def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_fo
     runs = [noted(make(tmp_path / str(n), {"s": v}, "fedit", n), [n, n]) for n, v in enumerate(scores)]
     assert correlations_over_runs(accuracy(*runs)) == ["over runs, drift/cross and the closing score: rho -0.80, n 4"]
     assert correlations_over_runs(accuracy(*runs[:3])) == []
+
+
+def test_without_diagnostics_there_is_no_such_table(tmp_path: Path) -> None:
+    assert diagnostics_table(accuracy(*made(tmp_path, {"fedit": [[0.5]]}))) == []
 
 
 def test_counts_are_whole_numbers(tmp_path: Path) -> None:

@@ -157,3 +157,9 @@ def picture(folder: Path, name: str = "validation/global") -> np.ndarray:
 
     (one,) = seen(folder).Images(name)
     return np.asarray(Image.open(io.BytesIO(one.encoded_image_string)))
+
+
+def test_a_picture_is_not_blank(done: Path) -> None:
+    pixels = picture(done / "sites" / "a" / "tb_events")
+    assert 20 < pixels.mean() < 235
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100

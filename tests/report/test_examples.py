@@ -1,5 +1,6 @@
 """The same test pictures with the predictions of several methods."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,12 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from consilium.core.messages import Stage
+from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.figures import draw_examples
 from consilium.report.predictions import LAYOUT, write_predictions
-from consilium.tasks.base import Segmented
-from tests.report.runs import group_of, made
+from consilium.report.run_record import read_finished
+from consilium.tasks.base import Classified, Segmented
+from tests.report.runs import group_of, made, make
 
 
 def masks(shift: int) -> Segmented:
@@ -68,3 +71,37 @@ def test_a_damaged_picture_is_none(wrong: str, tmp_path: Path) -> None:
         "no examples of s0: fewer than two methods have pictures of this model there; "
         "predictions.png of some is damaged, or of a former version"
     ]
+
+
+def test_the_pictures_are_of_the_seed_that_most_methods_have(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2], [0.3]], "fedprox": [[0.2]]})
+    folders.append(make(tmp_path / "late", {"s0": 0.1}, "ffa_lora", seed=1))
+    for folder in folders:
+        write_predictions(folder / "sites" / "s0" / "predictions.png", {Stage.PRETRAINED: masks(9), Stage.GLOBAL: masks(1)})
+    (tmp_path / "out").mkdir()
+    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[1] == [
+        "examples show seed 0; no run with it: ffa_lora"
+    ]  # two methods have seed 0, two seed 1
+    folders.append(make(tmp_path / "more", {"s0": 0.1}, "fedsa_lora", seed=1))
+    (folders[-1] / "sites" / "s0").mkdir(parents=True)
+    shutil.copy(folders[0] / "sites/s0/predictions.png", folders[-1] / "sites/s0")
+    files, notes = draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")
+    assert ([path.name for path in files], notes) == (["examples-s0.png"], ["examples show seed 1; no run with it: fedprox"])
+
+
+@pytest.mark.parametrize("kind", ["masks", "classes"])
+def test_long_names_that_end_apart_are_written_apart_beside_pictures(kind: str, tmp_path: Path) -> None:
+    classes = Classified(masks(0).images, torch.tensor([0, 1]), torch.tensor([[0.75, 0.25]] * 2), ("a", "b"))
+    runs = []
+    for i, strategy in enumerate(("fedit", "ffa_lora")):
+        folder = make(tmp_path / str(i), {"s0": 0.2}, strategy)
+        said = dict.fromkeys((Stage.PRETRAINED, Stage.GLOBAL), masks(1) if kind == "masks" else classes)
+        write_predictions(folder / "sites" / "s0" / "predictions.png", said)
+        runs.append(read_finished(folder, str(i), {"method": f"a rather long name of a WIDE method with setting {i}"}))
+    (tmp_path / "out").mkdir()
+    ((path,), _) = draw_examples(tmp_path / "out", group_comparable(runs)[0][0], Stage.GLOBAL, "")
+    with Image.open(path) as page:
+        # columns of 300 pixels, 12 apart, behind the picture and its reference; a heading of two lines
+        one, other = (page.crop((16 + i * 312, 16, 316 + i * 312, 96)) for i in (2, 3))
+        assert one.tobytes() != other.tobytes()
+        assert all(low < 100 for part in (one, other) for low, _ in part.getextrema())  # something is written there

@@ -52,6 +52,15 @@ def test_no_line_is_wider_and_every_name_is_another(width: int, names: list[str]
     assert not any("\x1b" in line or "\u202e" in line for line in found)
 
 
+def test_whole_names_at_80_columns_where_they_fit() -> None:
+    names = ["university-hospital-north", "university-hospital-south"]
+    view, _ = begun(80, names)
+    train(view, names)
+    text = "\n".join(lines(view, 80))
+    assert all(name in text for name in names)
+    assert "…" not in text
+
+
 def test_who_works_is_shown_and_the_others_are_counted_where_there_is_no_room() -> None:
     view, _ = begun(80, MANY)
     train(view, MANY)
@@ -66,6 +75,18 @@ def test_who_works_is_shown_and_the_others_are_counted_where_there_is_no_room() 
     assert "more:" not in "\n".join(lines(tall, 80))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_loads_is_said_until_the_first_round(width: int) -> None:
+    view, _ = begun(width, LONG)
+    view(loading("model sam vit_b"))
+    assert lines(view, width)[0].startswith("loading model sam vit_b ...")
+    view(loading("data", LONG[0]))
+    assert any("loading data" in line for line in lines(view, width))
+    train(view, LONG)
+    assert not any("loading" in line for line in lines(view, width))
+    assert lines(view, width)[0].startswith("round 4/9")
+
+
 def test_a_pipe_has_a_line_for_all_that_loads_however_many_load_it() -> None:
     view, console = begun(80, MANY, terminal=False)
     with view:
@@ -73,3 +94,12 @@ def test_a_pipe_has_a_line_for_all_that_loads_however_many_load_it() -> None:
         for name in MANY:
             view(loading("data", name))
     assert console.file.getvalue().splitlines() == ["loading model sam [red]\\x1b[31m ...", "loading data ..."]
+
+
+def test_a_site_that_a_round_does_not_ask_does_not_look_done() -> None:
+    view, _ = begun(80, ["a", "b"])
+    train(view, ["a", "b", "c", "d"])
+    view({"event": "round", "round": 4, "phase": 0, "phases": 1, "sites": ["a"]})
+    states = {line.split()[0]: line.split()[1] for line in lines(view, 80) if line.strip()[:2] in ("a ", "b ")}
+    assert states["a"] == "waiting"
+    assert states["b"] not in ("waiting", "done")

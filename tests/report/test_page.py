@@ -62,6 +62,13 @@ def test_a_page_has_every_part_of_the_run(page: Page) -> None:
     assert page.source.count("data:image/jpeg") == 2 * 3 * 4  # sites, cases, the reference and three models
 
 
+def test_what_travelled_is_summed_by_site(page: Page) -> None:
+    text = re.sub(r"\s+", " ", page.text)
+    assert "Training at the sites" in text
+    assert text.count("2.00 KiB") >= 2  # two updates of 1 KiB from each of two sites
+    assert text.count("8.00 KiB") == 1  # what both received in two rounds
+
+
 def test_a_page_needs_nothing_from_elsewhere(page: Page) -> None:
     assert {tag for tag, _ in page.tags} & {
         "script",

@@ -1,5 +1,6 @@
 """predictions.png to the pixel: masks where the references have them, words as they are, a row per site on a joint page."""
 
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from consilium.core.messages import Stage
+from consilium.report import predictions
 from consilium.report.predictions import (
     EDGE,
     GAP,
@@ -72,6 +74,13 @@ def test_a_mask_is_drawn_where_it_is() -> None:
         assert shares(line, CYAN) == len(line)
 
 
+def test_a_class_without_a_mask_changes_nothing_and_one_of_all_pixels_has_no_outline() -> None:
+    nothing, all_of_it = box(slice(0), slice(0)), box(slice(None), slice(None))
+    assert (pixels(overlay(grey()[0], nothing[None], 128)) == 100).all()
+    drawn = pixels(overlay(grey()[0], torch.stack([nothing, all_of_it]), 128))
+    assert np.abs(drawn - [0.75 * 100 + 0.25 * c for c in YELLOW]).max() <= 1
+
+
 @pytest.mark.parametrize("outer", [0, 1])
 def test_a_class_inside_another_shows_both_outlines_in_either_order(outer: int) -> None:
     masks = [box(slice(24, 40), slice(24, 40)), box(slice(24, 40), slice(24, 40))]
@@ -80,6 +89,14 @@ def test_a_class_inside_another_shows_both_outlines_in_either_order(outer: int) 
     wide, small = (CYAN, YELLOW) if outer == 0 else (YELLOW, CYAN)
     assert shares(drawn[100:150, 33], wide) == 50
     assert shares(drawn[110:146, 97], small) == 36
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (31, 31), (1, 1), (640, 640)])
+def test_any_grid_fills_its_panel(shape: tuple[int, int]) -> None:
+    image, mask = torch.full((3, *shape), 40, dtype=torch.uint8), torch.ones(1, *shape, dtype=torch.bool)
+    drawn = pixels(overlay(image, mask, 90))
+    assert drawn.shape == (90, 90, 3)
+    assert np.abs(drawn - [0.75 * 40 + 0.25 * c for c in CYAN]).max() <= 1
 
 
 def test_a_row_shows_picture_reference_and_every_models_masks_in_their_order(tmp_path: Path) -> None:
@@ -101,6 +118,14 @@ def test_a_row_shows_picture_reference_and_every_models_masks_in_their_order(tmp
             assert np.abs(square[75 + 150 * y, 75 + 150 * x] - (filled if (y, x) in masked else [100] * 3)).max() <= 1
     second = page[top + PANEL + LINE + GAP :][:PANEL]
     assert (second[:, MARGIN + 2 * (PANEL + GAP) :][:, :PANEL] == 100).all()
+
+
+def test_a_model_without_a_result_has_no_column_and_nothing_at_all_no_file(tmp_path: Path) -> None:
+    mask = box(slice(0, 32), slice(None))[None]
+    write_predictions(tmp_path / "p.png", {Stage.GLOBAL: segmented(mask), Stage.PRETRAINED: segmented(mask)})
+    assert pixels(tmp_path / "p.png").shape[1] == 2 * MARGIN + 4 * PANEL + 3 * GAP
+    write_predictions(tmp_path / "none.png", {})
+    assert not (tmp_path / "none.png").exists()
 
 
 def test_the_file_is_the_users_alone(tmp_path: Path) -> None:
@@ -146,6 +171,13 @@ def test_twelve_odd_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert all(face.getlength(fit(name, 60, face)) <= 60 for name in ODD)
 
 
+def test_no_two_classes_have_one_colour() -> None:
+    found = colours(60)
+    assert found[:12] == list(predictions.PALETTE)
+    assert min(math.dist(a, b) for i, a in enumerate(found[:12]) for b in found[:i]) > 60
+    assert len(set(found)) == 60
+
+
 def test_sites_pages_are_joined_a_row_each_under_the_widest_heading(tmp_path: Path) -> None:
     """The first site never trained; the fourth has no picture; the sixth is over the limit of four rows."""
     half, none = box(slice(0, 32), slice(None))[None], box(slice(0), slice(0))[None]
@@ -166,3 +198,8 @@ def test_sites_pages_are_joined_a_row_each_under_the_widest_heading(tmp_path: Pa
     assert (joint[:top, EDGE:] == own[:top]).all()  # the headings
     assert (joint[-MARGIN - LINE :, EDGE:] == own[-MARGIN - LINE :]).all()
     assert all((joint[top + row * step :][:PANEL, MARGIN : MARGIN + EDGE] < 60).all(-1).sum() > 20 for row in range(4))
+
+
+def test_without_a_sites_picture_there_is_no_joint_one(tmp_path: Path) -> None:
+    assert not join_predictions({"a": tmp_path / "a.png"}, tmp_path / "joint.png")
+    assert not (tmp_path / "joint.png").exists()

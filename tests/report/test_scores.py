@@ -42,6 +42,13 @@ def test_a_head_that_starts_at_zero_makes_no_common_test_split(tmp_path: Path) -
     assert accuracy(*folders).splits == [["s0"], ["s1"]]
 
 
+def test_a_site_called_as_a_column_of_many_sites_is_not_taken_for_it(tmp_path: Path) -> None:
+    table = accuracy(make(tmp_path / "a", {"worst site": 0.9, "s": 0.1}))
+    assert table.under("fedit", "worst site") == [0.9]
+    many = accuracy(make(tmp_path / "b", {"worst site": 0.9, **{f"s{i}": 0.1 + i / 100 for i in range(20)}}))
+    assert many.under("fedit", "worst site") == [0.1]
+
+
 def test_means_spread_and_weights_by_hand(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]]})
     for folder in folders:
@@ -143,6 +150,14 @@ def test_sites_that_only_test_are_in_no_mean_rank_or_test(tmp_path: Path) -> Non
     sheet = scores_table(table, scores_of(table.group, Stage.PRETRAINED, "accuracy"))
     assert "test only, in no mean, rank or test: s" in sheet.notes
     assert {"0.900", "0.100"} <= {cell for row in sheet.rows for cell in row}
+
+
+def test_where_less_is_better_the_worst_site_has_the_most(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {f"s{i}": 0.5 for i in range(21)})
+    for i in range(21):
+        change(folder, f"s{i}", test__global__loss=1.0 + i)
+    table = scores_of(group_of(folder), Stage.GLOBAL, "loss")
+    assert [table.under(table.methods[0], heading) for heading in table.columns] == [[21.0], [11.0], [1.0]]
 
 
 def test_ranks_over_data_sets(tmp_path: Path) -> None:

@@ -16,8 +16,14 @@ from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import read_finished
-from consilium.report.tables import Column, Table, latex, markdown, terminal
+from consilium.report.tables import Column, Table, difference, latex, markdown, terminal
 from tests.report.runs import make
+
+
+def test_what_prints_no_digit_has_no_sign() -> None:
+    values = [-0.0004, 0.0004, 0.0, -0.0006, 0.25]
+    assert [difference(value) for value in values] == ["0.000", "0.000", "0.000", "-0.001", "+0.250"]
+
 
 EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40
 
@@ -131,6 +137,19 @@ def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.rstrip().endswith("…")], "nothing is cut off unseen"
     assert any("750 more with larger p" in " ".join(lines[i : i + 2]) for i in range(len(lines)))
+
+
+@pytest.mark.parametrize(
+    ("width", "heading"), [(40, "Klinikum rechts der Elbe"), (25, "Klinikum rechts"), (24, "Kliniku…r Elbe")]
+)
+def test_headings_are_whole_then_in_two_lines_then_short(width: int, heading: str) -> None:
+    table = Table("t", [Column("method", right=False), Column("Klinikum rechts der Elbe")], [["FedIT", "0.5"]])
+    console = Console(width=width, file=io.StringIO())
+    console.print(terminal(table, width))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[2].split("  ")[-1].strip() == heading
+    assert ("der Elbe" in lines[3]) is (width == 25)
+    assert not any("no room" in line for line in lines)
 
 
 def test_a_table_that_no_name_can_be_shortened_for_has_a_line_per_cell_and_loses_no_number() -> None:

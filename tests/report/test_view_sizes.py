@@ -34,6 +34,17 @@ def test_no_line_is_wider_and_all_numbers_are_there(width: int) -> None:
     assert "site-1" in text
 
 
+def test_whole_names_where_they_fit_and_both_ends_elsewhere() -> None:
+    wide, narrow = (shown(result_table(dict.fromkeys(LONG, SCORES), "job", DICE, width), width) for width in (140, 80))
+    assert all(name in wide for name in LONG)
+    assert "Dice global" in wide
+    rows = [line.split()[0] for line in narrow.splitlines() if line.strip().startswith("histology")]
+    assert len(set(rows)) == 2
+    assert all("…" in row and row.endswith(("north", "south")) for row in rows)
+    fits = dict.fromkeys(("university-clinic-1", "university-clinic-2"), SCORES)
+    assert "university-clinic-2" in shown(result_table(fits, "job", DICE, 80), 80)
+
+
 @pytest.mark.parametrize("width", [1, 3, 8, 20])
 def test_shortened_names_stay_different(width: int) -> None:
     names = ["".join(parts) for parts in itertools.product(("ward-", "ward"), ("x" * 40,), ("a", "b", "c"), ("1", ""))]
@@ -42,6 +53,11 @@ def test_shortened_names_stay_different(width: int) -> None:
     assert found["w"] == "w"
     if width == 20:
         assert all(cell_len(one) <= width for one in found.values())
+
+
+def test_wide_characters_count_as_two_cells() -> None:
+    assert cell_len(shortened(["大学病院大学病院大学病院"], 10)["大学病院大学病院大学病院"]) <= 10
+    assert shortened(["大学"], 4) == {"大学": "大学"}
 
 
 def test_a_site_without_the_split_is_named() -> None:

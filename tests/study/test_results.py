@@ -54,6 +54,18 @@ def test_a_verdict_follows_from_where_the_interval_lies(expect: Side) -> None:
     assert results.verdict(effect(expect), 0.2, 0.1, 2) == "too few seeds"
 
 
+def test_effects_share_a_row_and_have_a_column_each() -> None:
+    rows = rows_of({"a": [0.5, 0.7, 0.9], "b": [0.4, 0.5, 0.6], "c": [0.5, 0.6, 0.4]})
+    found = [Effect("a's lead", "dice", ({"method": "a"},), ({"method": other},), column=f"over {other}") for other in "bc"]
+    found.append(Effect("b's lead", "dice", ({"method": "b"},), ({"method": "c"},), "0", column="over c"))
+    assert results.effects_by_column(rows, found).splitlines() == [
+        "| effect (expected above 0) | over b | over c |",
+        "| --- | --- | --- |",
+        "| a's lead | 0.700: +0.200 ± 0.248, not shown (3 of 3) | 0.700: +0.200 ± 0.657, not shown (2 of 3) |",
+        "| b's lead (expected 0) | - | 0.500: +0.000 ± 0.430, contains 0 (1 of 3) |",
+    ]
+
+
 def test_a_difference_of_differences_and_a_level() -> None:
     rows = rows_of({"a": [1.0, 2.0], "b": [0.5, 0.25], "c": [0.25, 0.5], "d": [0.125, 1.0]})
     both = Effect("", "dice", ({"method": "a"}, {"method": "d"}), ({"method": "b"}, {"method": "c"}))
@@ -67,6 +79,13 @@ def test_of_several_cells_the_best_of_what_is_there_counts_and_is_named() -> Non
     row = results.row(rows, Effect("best minus c", "dice", (several,), ({"method": "c"},)))
     assert row[:4] == ["best minus c (b)", "0.500", "+0.312 ± 0.794", "2 of 2"]  # t(0.975, 1) = 12.706
     assert results.differences(rows, Effect("", "dice", (Best(({"method": "missing"},)),))) == {}
+
+
+def test_iat_is_said_to_grow_against_each_other_split_as_its_rule_has_it() -> None:
+    grows = [one for one in EFFECTS["claim_iat"] if one.about.startswith("growing")]
+    assert {(one.plus[0]["shift"], one.minus[0]["split"]) for one in grows if isinstance(one.plus[0], dict)} == {
+        (shift, split) for shift in ("appearance", "annotation") for split in ("M1", "M2", "M3")
+    }  # fmt: skip
 
 
 def test_effects_without_cells_are_named_below_the_table(tmp_path: Path) -> None:
@@ -120,6 +139,14 @@ def test_noise_over_signal_is_what_a_page_of_arithmetic_says(privacy: str, tmp_p
     config = load_job(base, dict(map(parse_override, texts)))
     cell = Cell(identity(config, "", ""), {}, texts, tmp_path, base)
     assert measured(cell, NOISE) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("study", EFFECTS)
+def test_effects_name_what_their_study_has(study: str) -> None:
+    config = load(study).config
+    for one in EFFECTS[study]:
+        for labels in one.cells:
+            assert all(value in config.axes[axis] for axis, value in labels.items()), labels
 
 
 def test_the_tables_of_the_page_are_what_was_measured() -> None:

@@ -18,7 +18,7 @@ from consilium.data.datalist import SPLITS
 from consilium.data.settings import PictureSettings
 from consilium.federation import diagnostics
 from consilium.privacy import mechanism
-from consilium.report import data_stats, shift
+from consilium.report import data_stats, site_statistics
 from consilium.report.page.check_page import write_report
 from consilium.report.results_table import CrossSiteMatrix
 from consilium.report.run_files import RunLog
@@ -91,7 +91,7 @@ def share_out(folder: Path) -> None:
 
 def survey(folder: Path) -> None:
     """Draw the statistics that sites told."""
-    shift.plot(folder / "statistics.png", {"a": {"refused": "no answer"}})
+    site_statistics.plot(folder / "statistics.png", {"a": {"refused": "no answer"}})
 
 
 def matrix(folder: Path) -> None:
