@@ -92,7 +92,7 @@ def test_sites_stand_beside_each_other(
     tables = [one for one in shown.splitlines() if str(tmp_path) not in one]
     assert max(map(len, tables)) <= 80
     assert "site-1" in shown
-    assert "10x20" in shown
+    assert "20x10" in shown  # width x height, as `data check` has it
     kept = json.loads((tmp_path / "out/stats.json").read_text())
     assert sorted(kept) == sorted(["site-1", name])
     assert Image.open(tmp_path / "out/stats.png").width > 800
