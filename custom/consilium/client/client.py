@@ -180,6 +180,7 @@ class Client:
         self.models.save_if_best(run, Stage.PERSONALIZED, self.models.build_personalized(end, payload, closing=False), metrics)
         metrics |= {TRAIN_SECONDS: seconds} | {REPORTED[what]: value for what, value in report.numbers.items()}
         metrics |= context.skipped()
+        context.before_saving()
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         reply = replace(reply, metrics=metrics)
         context.events.round(payload.round, metrics | {"update/norm": norm(reply.tensors)})

@@ -30,7 +30,7 @@ class ClientContext:
     `limits`: the client's capacity, for algorithms with unequal ranks. `checkpoint`: the path of the base weights, None for
     weights of the package. `data`: the samples, for statistics and patients. `ranks`: the client's other devices. `watch`: the
     files that a round reads. `shares_scores`: whether model cards may show the client's scores. `backward`: computes the
-    gradients of a loss.
+    gradients of a loss. `before_saving`: called when a round's training has ended, before its result is stored.
     """
 
     name: str
@@ -50,6 +50,7 @@ class ClientContext:
     shares_scores: bool = True
     should_stop: Callable[[], None] = lambda: None
     backward: Callable[[Tensor], None] = Tensor.backward
+    before_saving: Callable[[], None] = lambda: None
     events: SiteEvents = field(init=False)
 
     def __post_init__(self) -> None:

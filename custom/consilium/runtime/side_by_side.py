@@ -4,8 +4,12 @@ Each site runs its usual code in a thread. A thread stops where it calls its mod
 have stopped, those with the same kind of request continue together: one forward pass over their batches, or one backward pass
 over their losses. Only one thread runs at a time, in a fixed order, and each has its own state of PyTorch's random generators.
 So a run is repeatable.
+
+Sites store their results when all of a group have trained. If some had stored theirs before an interruption, the others would
+train without them when the run is resumed, and on many processors a row of a product depends on how many rows it has.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +60,15 @@ class _Backward:
     loss: Tensor
 
 
+@dataclass(frozen=True)
+class _Save:
+    """A site's request to store its result; granted when all sites of the group have trained."""
+
+
+LAST = (sys.maxsize, 0)
+"""The `place` of sites that have trained."""
+
+
 def one_by_one(job: Job) -> str:
     """Return why the sites of a job cannot train side by side; "" if the job's settings allow it."""
     config, parts = job.config, job.strategy.traits.parts
@@ -87,6 +100,7 @@ class SideBySide:
             part = joined_part(site.context.model)
             vars(part)["forward"] = partial(self._forward, site.context.model, part, part.forward)
             site.context.backward = self._backward
+            site.context.before_saving = self._before_saving
 
     def run(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
         """Do each site's work. Return by site a function that returns the result or raises the error of its work."""
@@ -115,6 +129,10 @@ class SideBySide:
 
     def _answer(self, group: Sequence["_Worker"]) -> None:
         """Answer the requests of sites that are equally far (`_Worker.place`)."""
+        if group[0].place == LAST:
+            for worker in group:
+                worker.may_save, worker.answer = True, partial(_return_value, None)
+            return
         losses = [worker.request.loss for worker in group if isinstance(worker.request, _Backward)]
         if losses:
             answer = _result(lambda: torch.autograd.backward(losses))
@@ -181,13 +199,19 @@ class SideBySide:
         else:
             worker.wait(_Backward(loss))
 
+    def _before_saving(self) -> None:
+        if worker := self._running.get(threading.get_ident()):
+            worker.wait(_Save())
+
 
 class _Worker:
     """One site's thread. `go_on` lets it run, while the others wait, until its next request or its end."""
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         self.name = name
-        self.request: _Forward | _Backward | None = None
+        self.request: _Forward | _Backward | _Save | None = None
+        self.may_save = False
+        self._stop: BaseException | None = None
         self.answer: Callable[[], Any] = partial(_return_value, None)
         self.outcome: Callable[[], Any] = partial(_return_value, None)
         self._work, self._steps, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
@@ -200,6 +224,8 @@ class _Worker:
 
         The sites that are least far continue first, so that sites with more batches to score stay in step with the others.
         """
+        if isinstance(self.request, _Save):
+            return LAST
         return self._steps, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
 
     def begin(self) -> int:
@@ -209,11 +235,13 @@ class _Worker:
         return self._thread.ident
 
     def go_on(self) -> None:
-        """Let the site run until its next request or its end."""
+        """Let the site run until its next request or its end. Raises the error that ended it if this must end the run."""
         self.request = None
         set_random_state(self._random)
         self._may.release()
         self._has_stopped.acquire()
+        if self._stop is not None and not self._stopping:
+            raise self._stop
 
     def stop(self) -> None:
         """End the thread, also if it waits for an answer."""
@@ -231,12 +259,12 @@ class _Worker:
             self.answer = _result(request.call.alone)
         self._random = random_state()
 
-    def wait(self, request: _Forward | _Backward) -> Any:
-        """Block this thread until the request is answered, and return the answer. Raises Stopped if the run ends."""
+    def wait(self, request: _Forward | _Backward | _Save) -> Any:
+        """Block this thread until the request is answered, and return the answer. Raises Stopped if the run ends before."""
         self._random, self.request = random_state(), request
         self._has_stopped.release()
         self._may.acquire()
-        if self._stopping:
+        if self._stopping and not self.may_save:
             raise Stopped("the run was stopped")
         self._steps += isinstance(request, _Backward)
         return self.answer()
@@ -244,7 +272,11 @@ class _Worker:
     def _run(self) -> None:
         self._may.acquire()
         if not self._stopping:
-            self.outcome = _result(self._work)
+            try:
+                self.outcome = partial(_return_value, self._work())
+            except BaseException as error:
+                self.outcome = partial(_raise_error, error)
+                self._stop = error if isinstance(error, STOPS) else None
         self._ended = True
         self._has_stopped.release()
 
