@@ -120,7 +120,7 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
         starts = {place for place, (heading, _) in enumerate(pairs) if heading == headings[0]}
         keep, grid = most, folding(Table("", columns("", ""), pairs, sums=starts))
     gone = [one for one, column in zip(headings, table.columns, strict=True) if column.rank > keep]
-    notes = [*table.notes, *([f"no room here for: {', '.join(gone)}; {elsewhere}"] if gone else [])]
+    notes = [*table.notes, *([f"no room here for: {', '.join(dict.fromkeys(gone))}; {elsewhere}"] if gone else [])]
     title = [line(table.title, "italic", 1000)] if table.title else []
     return Group(*title, grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
 
