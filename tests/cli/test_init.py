@@ -44,3 +44,11 @@ def test_init_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert run(monkeypatch, "init", folder) == 2
         assert "exists and is not empty; give a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("words", [("show", "quickstart_cells"), ("list",)])
+def test_studies_of_the_package_are_found_from_any_folder(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "study", *words) == 0

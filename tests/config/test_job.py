@@ -11,6 +11,7 @@ from consilium.config.site import Given, find_site, load_site, read_site_folder
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
 from consilium.strategies.fediat import FedIAT
+from consilium.strategies.registry import STRATEGIES
 from tests.conftest import JOBS, small_cells, small_config
 
 
@@ -289,3 +290,24 @@ def test_a_folder_of_data_may_hold_settings_of_the_site_too(tmp_path: Path) -> N
     site = read_site_folder(tmp_path)
     assert site is not None
     assert site.datalist == tmp_path / "other.json"
+
+
+def test_a_job_folder_and_its_file_are_the_same() -> None:
+    assert load_job(JOBS / "quickstart") == load_job(JOBS / "quickstart/app/config/job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("task.classes", "nucleus"), ("task.classes", 3), ("data", "/pictures"), ("training", 5), ("training.rounds", "four"),
+     ("training.lr", [1]), ("task.augment", "perhaps"), ("federation", ["a"]), ("model.image_size", 64.5), ("name", 3)],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_told_without_pythons_words(field: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(written(tmp_path), {field: value})
+    said = str(caught.value)
+    assert f"{field}: {value!r}: expected " in said
+    assert not re.search(r"valid|dictionary|instance|Config\b|integer|tuple|boolean|None\b", said), said
+
+
+def test_the_registry_names_every_strategy_by_its_own_name() -> None:
+    assert all(cls.name == name for name, cls in STRATEGIES.items())

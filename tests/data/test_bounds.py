@@ -12,7 +12,7 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.data import nifti, volumes
 from consilium.data.codestreams import MOST_PARTS, check_decoding_cost
-from consilium.data.safe_open import most_unpacked, pages, text_lines
+from consilium.data.safe_open import most_unpacked, pages, parse_json, text_lines
 
 GIB = 2**30
 
@@ -85,3 +85,10 @@ def test_lines_come_one_by_one_and_long_ones_are_cut(tmp_path: Path) -> None:
     path.write_bytes(b"a\n\xff\n")
     with pytest.raises(DataError, match="not UTF-8"):
         list(text_lines(path, "give text"))
+
+
+def test_values_of_json_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consilium.data.safe_open.MOST_VALUES", 4)
+    assert parse_json("a", "[1, 2, {}]", "cut it") == [1, 2, {}]
+    with pytest.raises(DataError, match="more than 4 values"):
+        parse_json("a", "[1, 2, [], 4]", "cut it")

@@ -5,6 +5,7 @@ from pathlib import Path
 from consilium.data.check import check_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.tasks.language import LanguageConfig
+from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.registry import TASKS
 from tests.data.writing import write
 
@@ -33,3 +34,11 @@ def test_a_length_is_that_of_training_with_the_job_s_own_prompt(tmp_path: Path) 
     for most, told in ((whole, None), (whole - 1, {"count": 1, "first": [f"training.jsonl:1: {whole}"]})):
         found = check(tmp_path, config, tokenizer, most).to_dict()
         assert found["warnings"].get(f"longer than {most} tokens") == told
+
+
+def test_lengths_in_tokens_of_a_job(tmp_path: Path) -> None:
+    write(tmp_path, "training.jsonl", {"input": "Add the numbers.", "output": "3"}, {"input": "long " * 100, "output": "3"})
+    found = check_texts(tmp_path, Encoder(load_tokenizer("tiny", None), 64).full_length, 64).to_dict()
+    assert sum(found["sizes"].values()) == 2
+    assert found["sizes"].keys() <= {"up to 32 tokens", "up to 64 tokens", "up to 256 tokens", "up to 512 tokens"}
+    assert found["warnings"]["longer than 64 tokens"]["first"][0].startswith("training.jsonl:2: ")

@@ -18,6 +18,7 @@ from consilium.data.datalist import SPLITS, Crop, DataList, Item, read_datalist
 from consilium.data.images import read_masks, read_picture, read_sample
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
+from consilium.data.store import open_store
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.units import spacing_of
@@ -188,3 +189,11 @@ def test_a_volume_s_distances_are_of_its_crop(grid: str, tmp_path: Path) -> None
     task = scored(tmp_path, [entry], Crop(8, 0.999, 0.999), 8, scores={"per": "volume", "grid": grid})
     found = task.evaluate(Bright(), "test", 2, distances=True)
     assert found["hd95_mm"] == pytest.approx(np.hypot(1.5, 6.0))
+
+
+def test_cropped_samples_have_names_of_their_own_in_the_store(tmp_path: Path) -> None:
+    item = saved(tmp_path, np.zeros((40, 40), np.uint8))
+    store = open_store(tmp_path / "kept", 10**6)
+    assert store is not None
+    crops = (None, Crop(16, 0, 0), Crop(16, 0.5, 0), Crop(17, 0, 0))
+    assert len({store.name(replace(item, crop=crop), "s") for crop in crops}) == 4

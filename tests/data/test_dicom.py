@@ -1,5 +1,6 @@
 """Series in DICOM: where their voxels lie, in which order, and what is refused. Expected places are worked by hand."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from tests.data import dicoms  # skips where the extra is missing
 
+import highdicom  # isort: skip
 from pydicom import Dataset, dcmread  # isort: skip
 
 from consilium.core.errors import DataError
@@ -14,6 +16,10 @@ from consilium.data import volumes
 from consilium.data.datalist import read_datalist
 from consilium.data.file_kinds import is_dicom
 from consilium.data.slices import expand
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it calls itself experimental
+    from nibabel.nicom.dicomwrappers import wrapper_from_data
 
 HALF, ROOT = 0.5, np.sqrt(0.75)
 PLANES = np.random.default_rng(0).integers(0, 4000, (3, 4, 6)).astype(np.uint16)
@@ -62,6 +68,20 @@ def test_every_voxel_lies_where_dicoms_own_formula_puts_it(case: str, tmp_path: 
             assert values[tuple(np.rint(voxel[:3]).astype(int))] == one.pixel_array[row, column]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gantry"])
+def test_highdicom_and_nibabel_agree(case: str, tmp_path: Path) -> None:
+    files = written(tmp_path, case)
+    ours = volumes.header(tmp_path).grid.affine
+    flip = np.diag([-1.0, -1, 1, 1])
+    volume = highdicom.get_volume_from_series(files)  # (slice, row, column), in DICOM's axes
+    theirs = flip @ volume.affine[:, [2, 1, 0, 3]]
+    if np.dot(theirs[:3, 2], ours[:3, 2]) < 0:  # it may count slices from the other end
+        theirs[:3, 3], theirs[:3, 2] = theirs[:3, 3] + 2 * theirs[:3, 2], -theirs[:3, 2]
+    assert np.allclose(ours, theirs)
+    wrapped = wrapper_from_data(files[0]).affine[:, [1, 0, 3]]  # (row, column) of one slice; its normal points the other way
+    assert np.allclose(ours[:, [0, 1, 3]], flip @ wrapped)
+
+
 def test_columns_from_the_left_reverse_the_order_of_slices(tmp_path: Path) -> None:
     """Columns run from left to right, so the normal points down and the highest slice is the first."""
     dicoms.stack(tmp_path, PLANES, (10, 20, 30), turn=(-1, 0, 0, 0, 1, 0), spacing=(0.8, 0.6))
@@ -102,6 +122,12 @@ def test_frames_of_one_file_are_put_in_order_and_scaled_one_by_one(tmp_path: Pat
     assert np.allclose(volumes.header(path).grid.affine[:3], CASES["axial"][2])
     expected = np.stack([PLANES[k].T * (k + 1.0) - 5 for k in range(3)], axis=2)
     assert np.array_equal(volumes.voxels(path), expected)
+
+
+def test_two_frames_at_one_place_are_refused(tmp_path: Path) -> None:
+    path = dicoms.save(enhanced((0, 1, 0, 1)), tmp_path / "a.dcm")
+    with pytest.raises(DataError, match="holds 4 images at 2 places; save each echo, phase or time"):
+        volumes.header(path)
 
 
 def test_a_video_has_no_place(tmp_path: Path) -> None:

@@ -200,3 +200,11 @@ def test_the_check_of_data_looks_at_the_planes_that_training_sees(tmp_path: Path
         (6, "x".join(map(str, seen("coronal", 0).shape[::-1]))),
         (5, "x".join(map(str, seen("axial", 0).shape[::-1]))),
     ]
+
+
+@pytest.mark.parametrize("orientation", ["RAS", "LPS", "RAI", "SPL", "ASR"])
+def test_a_stored_plane_is_the_files_own(orientation: str) -> None:
+    image = stored(orientation)
+    grid, values = Grid(image.shape, image.affine), np.asarray(image.dataobj)
+    for number in range(grid.planes("stored")):
+        assert set(grid.cut(values, "stored", number).ravel()) == set(values[:, :, number].ravel())

@@ -18,6 +18,7 @@ from tests.conftest import run
 from tests.data.importing import (
     INNER,
     OUTER,
+    check_repeats,
     filled,
     groups_apart,
     items_of,
@@ -227,3 +228,7 @@ def test_the_command_lists_imports_and_fails_in_one_line(
     assert "holds sites already" in capsys.readouterr().err
     assert run(monkeypatch, "data", "import", "polyp", polyps) == 2
     assert "SOURCE and DEST: missing" in capsys.readouterr().err
+
+
+def test_same_seed_same_bytes_other_seed_other_split(polyps: Path, tmp_path: Path) -> None:
+    check_repeats("polyp", polyps, tmp_path)

@@ -260,3 +260,12 @@ def test_patients_in_two_splits_are_told(tmp_path: Path) -> None:
     assert any("3 patients are in several splits" in note for note in told["notes"])
     told = import_set("own", tmp_path / "raw", tmp_path / "anew", Options(resplit=True))
     assert not any("several splits" in note for note in told["notes"])
+
+
+def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
+    for site in ("site 1", "site-1"):
+        put(tmp_path / "raw", site, "a")
+    with pytest.raises(
+        DataError, match="'site 1' and 'site-1' would both be site 'site-1'; name one otherwise: --rename 'site-1=NAME'"
+    ):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")

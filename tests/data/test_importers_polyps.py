@@ -98,3 +98,10 @@ def test_pranet_broken(pranet: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no site is left .* or --resplit where a site has test samples only"):
         import_set("polyp-pranet", pranet / "TestDataset", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_etis_without_a_drawing_is_named(tmp_path: Path) -> None:
+    etis(tmp_path / "ETIS-LaribPolypDB/ETIS-LaribPolypDB", tmp_path / "ETIS-LaribPolypDB/Ground Truth")
+    (tmp_path / "ETIS-LaribPolypDB/Ground Truth/p7.tif").unlink()
+    with pytest.raises(DataError, match=r"7\.tif: expected a mask named p7; found none among 19; complete the set"):
+        import_set("polyp", tmp_path, tmp_path / "out")

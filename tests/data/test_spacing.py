@@ -15,7 +15,7 @@ from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.tasks.segmentation.units import spacing_of
-from tests.data.dicoms import image, placed, save
+from tests.data.dicoms import image, placed, save, stack
 
 WRONG = [0.0, -2.0, float("nan"), float("inf")]
 FORMS = [("NIfTI-2", "v.nii", "<"), ("NIfTI-1", "v.nii.gz", "<"), ("NIfTI-1", "v.nii", ">")]
@@ -102,3 +102,11 @@ def test_a_dicom_picture_without_a_place_has_its_pixels_size(tmp_path: Path) -> 
     grid = volumes.header(save(made, tmp_path / "a.dcm")).grid
     assert (grid.voxel, grid.pixel("stored")) == (None, (0.2, 0.3))
     assert spacing_of(Item(tmp_path / "a.dcm", None), (8, 3)) == pytest.approx((1, 0.1, 0.6))
+
+
+def test_one_wrong_file_of_a_series_is_named(tmp_path: Path) -> None:
+    made = stack(tmp_path / "s", np.zeros((3, 4, 4), np.int16))
+    made[1].PixelSpacing = [0, 0]
+    made[1].save_as(sorted((tmp_path / "s").iterdir())[1], enforce_file_format=True)
+    with pytest.raises(DataError, match=r"\.dcm: PixelSpacing is 0 x 0"):
+        volumes.header(tmp_path / "s")

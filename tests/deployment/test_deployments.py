@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import yaml
 
@@ -15,8 +16,9 @@ from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export
 from consilium.flare.kit.local_folder import apply_local
+from consilium.models.sam.network import build_sam
 from consilium.privacy.ledger.ledger import Ledger
-from tests.conftest import small_cells, small_config, training_only
+from tests.conftest import JOBS, small_cells, small_config, training_only
 from tests.deployment.federation import LEAD, Federation
 from tests.deployment.jobs import fingerprint_of, pin
 
@@ -183,3 +185,23 @@ def test_kits_with_own_keys_train(tmp_path: Path) -> None:
     with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
         federation.start()
         check_pins(federation)
+
+
+@pytest.mark.long
+def test_quickstart_on_kits_with_own_keys(tmp_path: Path) -> None:
+    sites = {"site-1": {}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
+        federation.start()
+        results = run_on(federation, JOBS / "quickstart")
+        for site in sites:
+            assert results[site]["test/personalized/dice"] > results[site]["test/pretrained/dice"] + 0.1
+            (folder,) = {path.parent for path in federation.kit(site).rglob("adapters/global/adapter_config.json")}
+            peft.PeftModel.from_pretrained(build_sam("tiny", None, 128, 2), str(folder))
+
+
+def run_on(federation: Federation, job: Path) -> dict[str, dict[str, float]]:
+    """Submit a job folder by FLARE's own command, and return the closing scores of its sites."""
+    command = ["nvflare", "--format", "json", "job", "submit", "-j", str(job), "--startup-kit", str(federation.kit(LEAD))]
+    done = subprocess.run(command, env=federation.environment(), capture_output=True, text=True, check=True, timeout=60)
+    assert federation.wait(json.loads(done.stdout)["data"]["job_id"], 400) == "FINISHED:COMPLETED"
+    return json.loads((federation.server_files() / "results.json").read_text())

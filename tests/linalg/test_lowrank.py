@@ -1,5 +1,7 @@
 """The global update: exact composition against a float64 dense reference, spectra with honest errors, sites' factors."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -286,3 +288,9 @@ def test_who_goes_the_other_way_is_told_so_and_who_goes_nowhere_scores_0() -> No
     step = (torch.ones(3, 1), torch.ones(1, 2))
     assert lowrank.alignments([[step, (-step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, -1])
     assert lowrank.alignments([[step, (0 * step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, 0])
+
+
+def test_the_margin_solves_its_equation() -> None:
+    eta = certified._required_margin(4096, 16, 14)
+    chebyshev = math.cosh(13 * math.acosh(1 + 2 * eta))
+    assert (math.sqrt(8192 / math.pi) / (math.sqrt(eta) * chebyshev)) ** 16 == pytest.approx(1e-12, rel=1e-6)

@@ -195,3 +195,7 @@ def test_experts_choices_that_a_folder_keeps_do_not_end_an_answer() -> None:
     model: Any = build_causal_lm("folder", None, config, weights=False)
     written = model.generate(torch.ones(2, 3, dtype=torch.long), max_new_tokens=3, eos_token_id=None, pad_token_id=0)
     assert written.shape == (2, 6)
+
+
+def test_generated_text_is_repeatable() -> None:
+    assert make_texts(0, "a", 20) == make_texts(0, "a", 20) != make_texts(0, "b", 20)

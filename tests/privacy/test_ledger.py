@@ -18,7 +18,7 @@ import pytest
 from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import RefusedError
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
-from consilium.privacy.accounting.composition import DISCRETE, Entry, epsilon_for
+from consilium.privacy.accounting.composition import DISCRETE, Entry, epsilon_for, merge, weakest
 from consilium.privacy.ledger.ledger import Ledger, check_name, summary
 
 BUDGET = {"site": BudgetConfig(epsilon=3.0, delta=1e-5)}
@@ -306,3 +306,13 @@ def test_a_row_covers_a_release_of_the_same_terms_with_noise_not_under_its_own(
         with pytest.raises(RefusedError, match="noise"):
             ledger.spend(again, BUDGET)
     assert ledger.entries() == [ONE]
+
+
+def test_merging_keeps_the_total() -> None:
+    spends = [GaussianEvent(2.0, 1.0, 3), GaussianEvent(4.0), GaussianEvent(2.0), GaussianEvent(2.0, 0.5)]
+    assert merge(spends) == [GaussianEvent(2.0, 1.0, 4), GaussianEvent(4.0), GaussianEvent(2.0, 0.5)]
+
+
+def test_the_weaker_adjacency_names_a_mixture() -> None:
+    assert weakest(["replace", "replace"]) == "replace"
+    assert weakest(["replace", "zero-out"]) == "zero-out"

@@ -214,3 +214,30 @@ def test_noise_is_gaussian_of_the_grids_deviation_and_never_repeats() -> None:
     one, other = (privatize(zero, NONE, 1.0, 2**36)[0]["w"] for _ in range(2))
     assert not torch.equal(one, other)
     assert kstest((one.double() * UNIT).flatten().numpy(), "norm").pvalue > 1e-4
+
+
+def test_noise_has_covariance_std_squared_on_the_row_space_and_none_off_it() -> None:
+    a, std = draw(R, N) * torch.tensor([[10.0], [1.0], [0.1]], dtype=torch.float64), 0.7
+    rows = samples(a, "right", std, 4000).reshape(-1, N)
+    projector = torch.linalg.pinv(a) @ a
+    covariance = rows.T @ rows / len(rows)
+    assert (covariance - std**2 * projector).abs().max() < 0.02 * std**2 * 3
+    assert (rows - rows @ projector).abs().max() < 1e-9
+    assert len(rows) == 28_000
+
+
+def test_clipping_factors_as_the_paper_prints_breaks_the_bound_and_ours_keeps_it() -> None:
+    """With singular values of 10 an update of factor norm C moves the product by 10 C."""
+    q = torch.linalg.qr(draw(N, R))[0].T
+    a, clip = 10.0 * q, 1.0
+    update = draw(M, R, seed=2)
+    printed = update * min(1.0, clip / float(update.norm()))
+    ours = released_of({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded(0))[0]["w"]
+    assert float((printed @ a).norm()) == pytest.approx(10.0 * clip)
+    assert float((ours @ a).norm()) == pytest.approx(clip)
+
+
+def test_seeded_noise_repeats_and_differs_by_seed() -> None:
+    one, again, other = (privatize({"w": torch.zeros(9)}, NONE, 1.0, 2**36, seeded(n))[0]["w"] for n in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)

@@ -198,3 +198,12 @@ def test_a_site_s_budget_must_cover_what_the_paper_s_calibration_really_costs(tm
         with pytest.raises(RefusedError, match="privacy budget") if refused else nullcontext():
             guard.authorize(Kind.HELLO, "run")
     assert job.config.title == "small (calibration: paper)"  # what the ledger says of it
+
+
+def test_noise_to_signal_of_a_vit_b() -> None:
+    """36 layers of 768 x 8, 12 sites: about 450 at sigma 11.5 with the server's noise, sqrt 12 more with local noise."""
+    central = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3, "trust": "central"})
+    dimensions = 36 * 768 * 8
+    assert noise_to_signal(central, dimensions, 12) == pytest.approx(450, rel=0.01)
+    local = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3})
+    assert noise_to_signal(local, dimensions, 12) == pytest.approx(450 * math.sqrt(12), rel=0.01)

@@ -231,3 +231,9 @@ def test_random_ranks_are_drawn_evenly() -> None:
     for seed in range(4000):
         counts[random_ranks([2] * 4, [[1] * 4], [1], seed).index(1)] += 1
     assert all(abs(count - 1000) < 137 for count in counts)
+
+
+def test_with_unequal_costs_the_default_is_not_nested() -> None:
+    rows, costs = [[0.9], [0.2, 0.1]], [4, 1]
+    assert download_ranks(rows, costs, 3) == [0, 2]
+    assert download_ranks(rows, costs, 4) == [1, 0]

@@ -195,3 +195,7 @@ def test_without_the_eliminator_both_factors_are_clipped_and_noised_by_what_all_
 def test_settings_that_do_not_go_together_are_refused(options: dict, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         strategy_of({"name": "deer"} | options)
+
+
+def test_fedit_deviates() -> None:
+    assert deviation(FedIT(), 4) > 0.05

@@ -11,12 +11,13 @@ from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.federation.job import assemble_job, build_model
 from consilium.server.aggregation import ExactMean
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.strategy import scaling_of
-from tests.conftest import small_cells, small_config, small_text
+from tests.conftest import small_cells, small_config, small_text, strategy_of
 from tests.strategies.scripted import update_of
 
 A, B = "layer.lora_A", "layer.lora_B"
@@ -162,3 +163,15 @@ def at_a_site(folder: Path) -> tuple[Client, Payload, list[dict[str, object]]]:
     drawn = {n: torch.ones_like(t) for n, t in job.initial.items()}
     state = job.strategy.initialize(drawn)
     return site, job.strategy.final(state, SITE), events
+
+
+def test_the_last_broadcast_is_at_full_rank_and_scale() -> None:
+    strategy = DPDyLoRA()
+    payload = strategy.final(replace(strategy.initialize(start()), round=2), SITE)
+    assert torch.equal(payload.tensors[A], start()[A])
+    assert scaling_of(strategy, payload) == 1
+
+
+def test_a_rank_below_one_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.rank_min: 0"):
+        strategy_of({"name": "dp_dylora", "rank_min": 0})

@@ -10,9 +10,10 @@ from torch import Tensor
 from consilium.core.messages import Payload, SiteInfo
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedhera import FedHera
+from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.heterogeneous_ranks.exact_server import global_updates, stored_spectra
 from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
-from consilium.strategies.strategy import ServerState, SiteResult
+from consilium.strategies.strategy import Role, ServerState, SiteResult
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(10)]
@@ -308,3 +309,33 @@ def test_raw_energies_compete_across_layers() -> None:
         download, _ = strategy.ranks(state, SiteInfo("a", 1))
         kept[energy] = list(download.values())
     assert kept == {"normalized": [1, 3], "raw": [4, 0]}
+
+
+def test_one_round_at_full_rank_equals_flexlora() -> None:
+    layers, sites = {"model.layers.0.q_proj": (5, 5)}, ["a", "b", "c"]
+    tiers = {"all": {"train": 5, "download": 5}}
+    ours, theirs = (cls(tiers={n: tier_of(t) for n, t in tiers.items()}, profile={"all": 1.0}) for cls in (FedHera, FlexLoRA))
+    start = initial(layers=layers, rank=5)
+    first, second = (play(strategy, strategy.initialize(start), sites) for strategy in (ours, theirs))
+    layer = next(iter(layers))
+    torch.testing.assert_close(whole(first, layer), whole(second, layer))
+    sent = (strategy.payload(state, SiteInfo("a", 1)) for strategy, state in ((ours, first), (theirs, second)))
+    torch.testing.assert_close(*(product(payload.tensors, layer) for payload in sent), rtol=1e-4, atol=1e-6)
+
+
+def test_only_the_trained_prefix_leaves() -> None:
+    strategy = hera()
+    state = play(strategy, strategy.initialize(initial()), SITES)
+    sent = strategy.payload(state, SiteInfo("site-1", 1))
+    assert any(name.endswith("tail_A") for name in sent.tensors)
+    update = answer(strategy, sent, 0)
+    assert update.tensors.keys() == set(strategy.names(sent.tensors, Role.SHARED, 1, 0))
+    assert all(name.rpartition(".")[2].startswith("lora_") for name in update.tensors)
+
+
+def test_the_order_of_answers_changes_nothing() -> None:
+    strategy = hera()
+    state = play(strategy, strategy.initialize(initial()), SITES)
+    one, other = play(strategy, state, SITES), play(strategy, state, SITES[::-1])
+    assert all(torch.equal(one.shared[n], other.shared[n]) for n in one.shared)
+    assert {n: s["alignment"] for n, s in one.sites.items()} == {n: s["alignment"] for n, s in other.sites.items()}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from consilium.core.errors import ConfigError
-from consilium.strategies.fediat import FedIAT, Sharing
+from consilium.strategies.fediat import FedIAT, Sharing, squared_cosine
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategies.strategy import Role
 from consilium.strategies.trainer import LocalStep
@@ -164,3 +164,9 @@ def test_a_relative_epsilon_does_not_see_the_scale_of_the_factors() -> None:
         found[scale] = [float(strategy.penalty(LocalStep(params, start, {}, {}))) for params, start in both]
     assert found["relative"][0] == pytest.approx(found["relative"][1], rel=1e-6)
     assert found["absolute"][1] < 1e-3 * found["absolute"][0]
+
+
+def test_gradient_of_the_squared_cosine_by_finite_differences() -> None:
+    shared = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    local = torch.randn(3, 2, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda s: squared_cosine(s, local, 1e-8), (shared,))

@@ -1,6 +1,8 @@
 """FedSCA: what travels, who gets what of whom, absent sites, ablations, groups of sites that find each other."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -268,3 +270,10 @@ def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None
     caplog.clear()
     assert strategy.diagnostics(state, {"a": results["a"]}) == {}  # a site by itself has nobody to mix
     assert caplog.text == ""
+
+
+def test_a_state_that_never_met_a_site_broadcasts_the_start() -> None:
+    strategy = FedSCA()
+    state = replace(strategy.initialize(start()), round=3)
+    assert torch.equal(strategy.payload(state, SiteInfo("late", 1)).tensors[NAMES[0]], start()[NAMES[0]])
+    assert math.isfinite(received(strategy, state, "late"))

@@ -141,3 +141,10 @@ def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
     assert [phase for _, phase in first] == [phase for _, phase in again]
     for name in tensors_of(strategy, 0):
         assert [strategy.role(name, *place) for place in first] == [strategy.role(name, *place) for place in again]
+
+
+def test_exact_mean_is_the_weighted_mean() -> None:
+    mean = ExactMean()
+    mean.add({"w": torch.tensor([1.0, 0.0])}, 3)
+    mean.add({"w": torch.tensor([5.0, 1.0])}, 1)
+    assert mean.value()["w"].tolist() == [2.0, 0.25]

@@ -192,3 +192,12 @@ def test_fedhomolora_is_fedit_at_the_lowest_rank() -> None:
         state, same = play(strategy, state, SITES), play(plain, same, SITES)
         assert state.shared.keys() == same.shared.keys()
         assert all(torch.equal(t, same.shared[n]) for n, t in state.shared.items())
+
+
+def test_flora_draws_new_factors_every_round() -> None:
+    strategy = make(FLoRA)
+    state = strategy.initialize(initial())
+    first = strategy.payload(state, SiteInfo("a", 1)).tensors
+    second = strategy.payload(play(strategy, state, SITES), SiteInfo("a", 1)).tensors
+    layer = next(iter(LAYERS))
+    assert not torch.equal(first[f"{layer}.lora_A"], second[f"{layer}.lora_A"])

@@ -14,8 +14,10 @@ import torch
 
 from consilium.core.storage import load_state
 from consilium.study.definition import Cell, load
+from tests.conftest import JOBS
 from tests.study.conftest import MakeStudy
 
+pytestmark = pytest.mark.slow
 AXES = {"method": {"FedIT": None, "FFA": {"strategy": "ffa_lora"}}}
 LONG = {"sites": 2, "training.rounds": 4}
 LIMIT = 300
@@ -82,7 +84,6 @@ def test_a_killed_study_goes_on_and_equals_one_that_was_not(study_file: MakeStud
     said, _ = again.communicate(timeout=LIMIT)
     assert again.returncode == 0, said
     assert "1 of 2 cells are done already" in said.decode()
-    assert said.decode().rstrip().endswith(f"consilium compare {path} --workspace {tmp_path / 'interrupted'}")
     assert (broken[0].folder / "metrics.jsonl").read_text() == first
     assert len(events(broken[1], "resumed")) == 1
     undisturbed = start(tmp_path, path, "--workspace", tmp_path / "whole", "--workers", 2)
@@ -130,3 +131,14 @@ def test_a_worker_that_dies_costs_its_cell_only(study_file: MakeStudy, tmp_path:
     assert "1/2 method=FedIT: failed: its process ended (exit code -9)" in said.decode()
     assert (second.folder / "results.json").is_file()
     assert not (first.folder / "results.json").exists()
+    again = start(tmp_path, path, "--workspace", tmp_path / "w")
+    again.communicate(timeout=LIMIT)
+    assert (again.returncode, (first.folder / "results.json").is_file()) == (0, True)
+
+
+def test_a_smoke_by_its_command(tmp_path: Path) -> None:
+    run = start(tmp_path, JOBS / "studies" / "iat_table1.yaml", "--smoke", "--workers", 2, "--workspace", tmp_path / "w")
+    said, error = run.communicate(timeout=LIMIT)
+    assert run.returncode == 0, error.decode()
+    assert "cells done; the runs are in" in said.decode()
+    assert said.decode().rstrip().endswith(f"consilium compare {JOBS}/studies/iat_table1.yaml --smoke --workspace {tmp_path}/w")

@@ -290,3 +290,8 @@ def test_records_without_a_label_or_final_answer_are_refused() -> None:
         make_task(text("q", "a", final_answer="e"), evaluate="label", labels=["a", "b"])
     with pytest.raises(DataError, match="has no final answer"):
         make_task(text("q", "none"), evaluate="exact")
+
+
+def test_a_tokenizer_that_begins_texts_begins_prompts() -> None:
+    ids = Encoder(cast(Any, Beginning()), 100, "{instruction}").pair(text("7", "8 9")).ids
+    assert ids == [1, 7, 8, 9, 2]

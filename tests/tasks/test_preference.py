@@ -135,3 +135,14 @@ def test_records_are_of_the_kind_that_is_learned() -> None:
 def test_settings_that_do_not_fit_what_is_learned_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(LanguageConfig, {"name": "language"} | settings, "job.yaml")
+
+
+def test_steps_make_the_better_answer_likelier() -> None:
+    model, task = adapted(), task_of(*PAIRS, beta=0.5)
+    before = task.evaluate(model, "test", 2)["reward_margin"]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(5):
+        optimizer.zero_grad()
+        task.loss(model, task.batch([0, 1], seed=0)).backward()
+        optimizer.step()
+    assert task.evaluate(model, "test", 2)["reward_margin"] > before

@@ -153,3 +153,11 @@ def test_empty_answers_score_nothing() -> None:
     assert of_records(["", ""], REFERENCES) == {"rouge_l": [0.0, 0.0], "meteor": [0.0, 0.0]}
     assert of_corpus(["", ""], REFERENCES) == {"bleu": 0.0, "nist": 0.0, "cider": 0.0}
     assert words("It's 5.") == ["it", "'", "s", "5", "."]
+
+
+def test_nist_weighs_rare_words_more() -> None:
+    # one reference "a b a": information of a is log2(3/2), of b log2(3)
+    assert nist(["b"], [["a b a"]]) < nist(["b a a"], [["a b a"]])
+    both = ["x y", "x z"]
+    assert nist(both, [["x y"], ["x z"]]) > nist(["x x", "x x"], [["x y"], ["x z"]])
+    assert nist(["", ""], REFERENCES) == 0

@@ -11,7 +11,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.privacy.dpsgd import DpSgd
 from consilium.strategies.trainer import LocalStep
 from consilium.training.device import autocast, pick_device
-from consilium.training.loop import train
+from consilium.training.loop import make_optimizer, train
 
 
 class Line(nn.Module):
@@ -233,3 +233,11 @@ def test_correction_follows_the_learning_rate() -> None:
     train(model, flat, params, {"a"}, settings, 0, lambda step: None, {}, watch, correction=correction)
     assert seen == pytest.approx([1 + 1, 1 + 1.75, 1 + 2])
     assert model.a.tolist() == pytest.approx([3.0, -2.0])
+
+
+@pytest.mark.parametrize(("name", "cls"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_optimizers_hold_only_what_they_are_given(name: str, cls: type) -> None:
+    model = Line()
+    optimizer = make_optimizer([model.b], config(optimizer=name))
+    assert type(optimizer) is cls
+    assert optimizer.param_groups[0]["params"] == [model.b]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from consilium.adapters import layers
@@ -150,3 +151,10 @@ def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
     for bad in (wanted + 2 * bound, wanted * float("nan")):
         with pytest.raises(CheckpointError, match=r"^--format merged: its logits differ by .*, so nothing was written"):
             merge.require_equal("merged", model, wanted, bad)
+
+
+def test_merged_sam_has_the_names_and_shapes_of_the_unchanged_one(tmp_path: Path) -> None:
+    config = PICTURES["q and v apart, four classes"]
+    merge.write(tmp_path, trained(config), config, None)
+    plain = build_sam("tiny", None, 64, 4).state_dict()
+    assert {n: t.shape for n, t in load_file(tmp_path / "model.safetensors").items()} == {n: t.shape for n, t in plain.items()}

@@ -378,3 +378,20 @@ def test_a_pipe_is_no_gguf_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match="no plain file"):
         import_model(tmp_path, tmp_path / "made")
+
+
+def test_a_licence_that_is_a_link_out_of_the_folder_is_not_copied(tmp_path: Path) -> None:
+    source = save_folder(tmp_path / "source")
+    (tmp_path / "private").write_text("a key")
+    (source / "LICENSE").symlink_to(tmp_path / "private")
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        import_model(source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_whole_numbers_without_scales_are_no_weights(tmp_path: Path) -> None:
+    source = save_folder(tmp_path / "source")
+    state = {name: (100 * tensor).to(torch.int8) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="weights of type I8"):
+        import_model(source, tmp_path / "made")

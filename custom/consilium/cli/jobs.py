@@ -108,7 +108,7 @@ def _site_table(progress: dict[str, Any]) -> Table:
     federation.max_weight limits the weight.
     """
     told, sites = progress["scores"], progress["sites"]
-    leading = (*map(str, told["leading"]), "loss")  # a server may send values of any type
+    leading = (*map(str, told["leading"]), "loss")  # a server can send values that are not text
     scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)

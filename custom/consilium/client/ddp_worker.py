@@ -128,7 +128,7 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def as_failure(error: Exception) -> Failed:
-    """Return the Failed message for an error. Of an unexpected error only the type is told: its text may name data."""
+    """Return the message to rank 0. Of an unexpected error FLARE logs only the type, because its text may name data."""
     line = " ".join(str(error).split())[:LONGEST] or type(error).__name__
     if isinstance(error, ConsiliumError):
         return Failed(line, error.told)

@@ -249,7 +249,7 @@ def _field_and_value(item: Any, field: str, message: str) -> str:
     if not item["loc"]:
         return ""
     section = item["type"] == "value_error" and isinstance(item["input"], dict)
-    if section and (told := re.match(r"(?!none:)[a-z_.]+(?=: )", message)):  # "none:" begins with a value, not with a field
+    if section and (told := re.match(r"(?!none:)[a-z_.]+(?=: )", message)):  # after "none:" comes a value, not a field
         return "" if told[0].startswith(f"{field}.") else f"{field}."
     return f"{field}: {_quoted(item['input'])}: expected "
 

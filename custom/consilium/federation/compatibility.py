@@ -53,9 +53,9 @@ class Verdict(IntEnum):
     REFUSE = 2
 
 
-def judge(package: str, told: str, wanted: str) -> Verdict:
-    """Return the verdict on `told`, a site's version of a package. `wanted`: the server's version, or the pinned one."""
-    rule, one, other = RULES[package], _numbers(told), _numbers(wanted)
+def judge(package: str, version: str, wanted: str) -> Verdict:
+    """Return whether a site's version of a package passes. `wanted`: the server's version, or the pinned one."""
+    rule, one, other = RULES[package], _numbers(version), _numbers(wanted)
     if one[: rule.refuse] != other[: rule.refuse]:
         return Verdict.REFUSE
     return Verdict.WARN if one[: rule.warn] != other[: rule.warn] else Verdict.PASS

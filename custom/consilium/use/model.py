@@ -54,7 +54,7 @@ def open_model(
     folder = adapter_folder(path, site, stage, best)
     kept, card = read_kept(folder)
     config = job_of(folder, allowed_plugins(own, simulated=True))
-    # The base on this machine must be the one that the adapter was trained on.
+    # The adapter works only on the base with which it was trained.
     checkpoint = checkpoint_of(config.model, own, "your")
     found = checkpoint_hash(checkpoint) if checkpoint else ""
     if found != card.base_sha256:

@@ -152,7 +152,15 @@ def test_two_runs_do_not_show_the_hospital_that_joins_or_leaves(sets: Any, hospi
 
 
 @pytest.mark.parametrize(
-    "changed", [{"training": {"lr": 1e-4}}, {"adapter": {"targets": "qv"}}, {"secure_aggregation": {"threshold": 4}}], ids=str
+    "changed",
+    [
+        {"training": {"lr": 1e-4}},
+        {"adapter": {"targets": "qv"}},
+        {"secure_aggregation": {"threshold": 4}},
+        pytest.param({"adapter": {"kind": "bottleneck"}}, marks=pytest.mark.slow),
+        pytest.param({"strategy": {"name": "ffa_lora"}}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_changed_job_changes_nothing_about_it(changed: dict, hospitals: Hospitals) -> None:
     hospitals.sum(THREE)

@@ -80,7 +80,7 @@ def test_of_all_names_only_the_roles_classes_are_ever_called(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("step", [50, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [50, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_form_hides_a_name(step: int, role: str, form: str, kits: dict[str, Path], names: list[str], tmp_path: Path) -> None:
     own = CLASSES[role][0]
     builder = Builder(kits[role], role, EMPTY, tmp_path)

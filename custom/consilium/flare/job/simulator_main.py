@@ -5,6 +5,7 @@ are forks of this server, and so is the process that checks the job; patches.SIT
 the same arguments, environment and connections as in processes that FLARE itself starts.
 """
 
+import gc
 import multiprocessing
 import os
 import select
@@ -25,7 +26,6 @@ import numpy as np
 from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare import patches
-from consilium.flare.job.gc import freeze_for_forks
 from consilium.flare.job.simulation import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
@@ -112,10 +112,10 @@ def _fork_server(pipe: connection.Connection) -> None:
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     alive, held = os.pipe()
-    freeze_for_forks()
+    gc.freeze()  # a collection in a fork would copy the memory pages that the processes share
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
-        os.chmod(address, 0o600)  # whoever may write to it runs code as this user
+        os.chmod(address, 0o600)  # a user who can write to this socket can run code as this user
         listener.listen()
         if not (number := os.fork()):
             pipe.close()
