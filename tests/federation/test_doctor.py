@@ -109,4 +109,9 @@ def test_every_data_set_is_looked_at_and_a_picture_in_two_is_a_budget_that_count
     other = DatasetConfig(datalist=make_phantoms(tmp_path / "b", "fundus", "b", 0, 2, 1, 1, 64, 0.5, 0.5))
     *_, budgets = examine_datasets(SiteConfig(datasets={"one": sets["one"], "other": other}))
     assert (budgets.ok, budgets.found) == (True, "2 in 2 data sets, no image in two")
+    texts = tmp_path / "texts" / "training.jsonl"
+    texts.parent.mkdir()
+    texts.write_text('{"question": "Fever?", "answer": "Drink."}\n' * 3)
+    *_, budgets = examine_datasets(SiteConfig(datasets={"one": sets["one"], "texts": DatasetConfig(datalist=texts.parent)}))
+    assert (budgets.ok, budgets.found) == (True, "1 in 2 data sets, no image in two")
     assert [x.check for x in examine_datasets(SiteConfig(datalist=path))] == ["data list"]

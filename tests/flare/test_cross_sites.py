@@ -130,9 +130,11 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     job = assemble_job(crossing())
     server = Coordinator(job, tmp_path / "second", lambda event: None)
     server.welcome(Hello("gives", 4, True, __version__))
+    server.welcome(Hello("new", 4, False, __version__))  # it took no part in the run, so it has no model of its own
     after = replace(job.strategy.initialize(job.initial), round=1)
     matrix = CrossSites(server, job.config.cross_site, Saved("r", None, after))
     scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
+    assert matrix.owners == ["gives"]
     sent = matrix.shared_model_payloads()["gives"]
     assert matrix.accept("gives", replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})) is None
     matrix.take_model("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))

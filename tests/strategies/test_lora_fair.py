@@ -95,3 +95,8 @@ def test_equal_sites_need_no_correction_and_nothing_stays_nothing() -> None:
     unmoved = strategy.aggregate(state, still)
     for name, tensor in state.shared.items():
         torch.testing.assert_close(unmoved.shared[name], tensor)
+
+
+def test_the_papers_settings_are_the_defaults() -> None:
+    """Bian et al. (2024, arXiv 2411.14961): the similarity is the cosine, lambda is 0.01."""
+    assert (LoraFair().loss, LoraFair().penalty) == ("cosine", 0.01)

@@ -199,6 +199,10 @@ def test_a_given_answer_equals_the_same_one_written(given: str, written: str) ->
     assert settled(given) == final_answer(written) is not None
 
 
+def test_of_a_long_answer_the_first_32768_characters_are_read() -> None:
+    assert settled("x" * 2**15 + "y") == "x" * 2**15
+
+
 ALIKE = [
     ("0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".50", "2/4", "+0.5", "5e-1", r"5 \times 10^{-1}"),
     ("3 1/2", "3.5", "7/2", r"1 5/2", r"3\frac{1}{2}", r"3\frac12", "3.50 cups"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
+from consilium.tasks.base import evaluating
 from consilium.tasks.classification import ClassificationConfig, metric_names
 from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
 from consilium.tasks.registry import TASKS
@@ -248,6 +249,22 @@ def test_the_job_says_whether_images_or_patients_are_scored(per: str, accuracy: 
     task = TASKS["classification"].build(config, model, data, None)
     found = task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.6, 0.9, 0.6, 0.05)]), "test", 3)
     assert found["accuracy"] == accuracy
+
+
+def test_the_probability_of_the_true_class_ranks_units_the_largest_first(tmp_path: Path) -> None:
+    task = by_patient(tmp_path, ["a", "b"], ["dark", "light"])
+    task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.2, 0.9)]), "test", 2, distances=True)
+    assert task.scored is not None
+    assert (task.scored.score, task.scored.lower) == ("probability of the true class", False)
+    assert task.scored.values == pytest.approx((0.8, 0.9))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_is_scored_without_dropout_and_gets_its_mode_back(training: bool) -> None:
+    model = nn.Dropout(0.5).train(training)
+    with evaluating(model):
+        assert not model.training
+    assert model.training is training
 
 
 def test_a_patient_of_two_classes_is_refused(tmp_path: Path) -> None:

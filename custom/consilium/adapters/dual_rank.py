@@ -71,7 +71,7 @@ class DualRank(layers.AdapterModule):
         device = x.device.type
         lower = device != "meta" and torch.is_autocast_enabled(device)  # on the meta device autocast is undefined
         dtype = torch.get_autocast_dtype(device) if lower else x.dtype
-        weights = self._weights()
+        weights = self._scale_per_rank()
         parts = (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
         if not (self.dropout.p and self.training and self._tail):
             return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *parts).to(y.dtype)
@@ -82,9 +82,10 @@ class DualRank(layers.AdapterModule):
 
     def weight_change(self) -> Tensor:
         """Return the change of the base's weight (out, in): s (B_tr A_tr + gate * B_tail A_tail)."""
-        return (self.up.T * self._weights()) @ self.down
+        return (self.up.T * self._scale_per_rank()) @ self.down
 
-    def _weights(self) -> Tensor:
+    def _scale_per_rank(self) -> Tensor:
+        """Return the factor (r + k,) of each rank: the scaling, times the gate for the tail's ranks."""
         return torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail)]) * self.scaling
 
     @property

@@ -15,7 +15,7 @@ from consilium.core.schema import Dropout, Positive, Rank
 PLACE = "consilium.adapters"
 
 
-def _refuse_dropout(dropout: float) -> None:
+def _refuse_dropout_under_dpsgd(dropout: float) -> None:
     """Raise ValueError for dropout, which DP-SGD does not allow."""
     if dropout:
         what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
@@ -74,7 +74,7 @@ class LoraConfig(AdapterConfig):
 
     def keep_apart(self) -> None:
         """See AdapterConfig."""
-        _refuse_dropout(self.dropout)
+        _refuse_dropout_under_dpsgd(self.dropout)
 
 
 class DualRankConfig(AdapterConfig):
@@ -93,7 +93,7 @@ class DualRankConfig(AdapterConfig):
 
     def keep_apart(self) -> None:
         """See AdapterConfig."""
-        _refuse_dropout(self.dropout)
+        _refuse_dropout_under_dpsgd(self.dropout)
 
 
 class BottleneckConfig(AdapterConfig):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from consilium.cli.site_records import is_site, site_records
+from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
 from consilium.privacy.accounting.composition import VOID
@@ -47,7 +47,7 @@ def _page(found: dict[str, Any]) -> str:
 
 def _records(where: Path) -> list[Path]:
     """Return the audit.jsonl files in `where`, sorted by modification time. Raises ConfigError for none."""
-    folder = site_records(where).root if is_site(where) else where
+    folder = find_site_records(where).root if is_site(where) else where
     records = (path for path in folder.rglob(FILE) if path.is_file())
     found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
     if not found or not all(path.is_file() for path in found):

@@ -12,8 +12,8 @@ import typer
 import yaml
 from rich.text import Text
 
+from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.cli.options import FormatOption, emit
-from consilium.cli.site_records import is_site, site_records
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import line
 from consilium.privacy.accounting.composition import VOID
@@ -56,7 +56,7 @@ def ledger(
         plain.append(one | {"budgets": limits, "epsilon": spent})
     emit({"data_sets": plain, **({"rows": every} if rows else {})}, _lines(found, every), format)
     if is_site(where):  # jobs are refused if the records of what left name rows that the ledger lacks
-        records = site_records(where)
+        records = find_site_records(where)
         check(records.root, Ledger(records.ledger))
 
 
@@ -72,7 +72,7 @@ def sums(
     refused if the difference would be about too few hospitals. If you allow it, the server may in the worst case learn the
     update of each hospital that is in only one of the sets.
     """
-    root = site_records(where).root
+    root = find_site_records(where).root
     if allow:
         if not reason.strip():
             raise ConfigError("--reason: empty; say why this sum may show what it shows")
@@ -110,7 +110,7 @@ def accept(
         raise ConfigError("--reason: empty; say what happened to the ledger")
     if wrong := [one for one in seal or () if not re.fullmatch("[0-9a-f]{64}", one)]:
         raise ConfigError(f"--seal: {wrong[0][:80]!r}: no seal; give the 64 hex digits of the site's log")
-    _, root, path = site_records(where)
+    _, root, path = find_site_records(where)
     said = go_on(root, Ledger(path), reason, seal or ())
     kept, aside = (f"; as it was: {said[key]}" if said[key] else "" for key in ("kept", "sums_set_aside"))
     lines = [f"{path}: accepted with {said['rows']} rows, {len(said['lost'])} lost seals on record{kept}"]
@@ -122,7 +122,7 @@ def accept(
 def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
     """Return the ledgers' files that `where` names; and the site's budgets, if it is a site.yaml or a kit."""
     if is_site(where):
-        site, _, path = site_records(where)
+        site, _, path = find_site_records(where)
         return [path] if path.is_file() else [], {str(unit): budget for unit, budget in site.privacy.budgets.items()}
     found = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
     if not found or not all(p.is_file() for p in found):

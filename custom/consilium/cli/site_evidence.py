@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.audit import markdown
+from consilium.cli.find_site_records import find_site_records
 from consilium.cli.options import FormatOption, emit
-from consilium.cli.site_records import site_records
 from consilium.client import approval
 from consilium.client.approval import JOB, other_files
 from consilium.config.code_digest import plugins_of
@@ -195,7 +195,7 @@ def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
     settings = kit / "local" / "site.yaml"
     if kit_role(kit) == "server" or not settings.is_file():
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
-    records = site_records(kit)
+    records = find_site_records(kit)
     return _run(experiment, records.root), records.root, records.ledger
 
 
@@ -290,7 +290,7 @@ def forget(
 
 def _state(kit: Path) -> tuple[Path, int]:
     """Return a site's state folder and the days for which it keeps runs. Raises ConfigError if site.yaml sets no limit."""
-    site, root, _ = site_records(kit)
+    site, root, _ = find_site_records(kit)
     if site.retention_days is None:
         raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
     return root, site.retention_days

@@ -25,8 +25,8 @@ from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, save_cells
 from consilium.report.tables import Table, duration, few
+from consilium.study.cost import bytes_of
 from consilium.study.definition import Study, labels_text, load, pick
-from consilium.study.estimate import bytes_of
 from consilium.study.preflight import Planner
 from consilium.study.records import CellRecord, log_of, record_of
 from consilium.study.runner import run_study

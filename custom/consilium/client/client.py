@@ -85,10 +85,10 @@ class Client:
         if self.context.plan is not None and self.context.config.dpsgd and not self._rehearsed:
             rehearse_step(self.context)
             self._rehearsed = True
-        self._begin_ranks()
+        self._start_gpu_processes()
 
     @on_all_ranks
-    def _begin_ranks(self) -> None:
+    def _start_gpu_processes(self) -> None:
         if self.context.ranks:
             self.context.ranks.start_ranks()
 

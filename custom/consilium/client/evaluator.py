@@ -99,12 +99,12 @@ class Evaluator:
             return offered[best]
         how = "having no validation split"
         if context.task.has("validation"):
-            found = {name: self._leading_score(own, one) for name, one in offered.items()}
+            found = {name: self._score_to_maximize(own, one) for name, one in offered.items()}
             best, how = max(names, key=lambda name: found[name]), "the best of its validation split"
         context.observer({"event": "chosen", "site": context.name, "text": f"tests {best}, {how}"})
         return offered[best]
 
-    def _leading_score(self, own: Tensors, payload: Payload) -> float:
+    def _score_to_maximize(self, own: Tensors, payload: Payload) -> float:
         """Return the leading validation score so that larger is better: negated if less is better, -infinity for NaN."""
         context, task = self.context, self.context.config.task
         context.receive(own, payload)

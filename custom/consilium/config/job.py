@@ -79,7 +79,7 @@ class JobConfig(Section):
     cross_site: Annotated[
         CrossSiteConfig | None, Field(description="score the models of a finished run at every site; no training")
     ] = None
-    diagnostics: Annotated[DiagnosticsConfig, Field(description="measurements beside the scores")] = DiagnosticsConfig()
+    diagnostics: Annotated[DiagnosticsConfig, Field(description="measurements in addition to the scores")] = DiagnosticsConfig()
 
     @property
     def digest(self) -> str:

@@ -261,7 +261,7 @@ class CrossSiteConfig(Section):
 
 
 # diagnostics -----------------------------------------------------------------------------------------------------------
-# The `diagnostics:` section of job.yaml: measurements of a run beside the scores.
+# The `diagnostics:` section of job.yaml: measurements of a run in addition to the scores.
 
 Every = Annotated[int, Field(ge=1, le=100_000, description="measure in rounds `every`, 2 `every`, ..., counted from 1")]
 SiteCount = Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites are measured, drawn by the seed")]
@@ -280,7 +280,7 @@ class OracleConfig(Section):
 
 
 class DiagnosticsConfig(Section):
-    """Measurements of a run beside the scores. Their figures are in the run's folder and in the sites' folders."""
+    """Measurements in addition to the scores. Their numbers are written to the run's folder and the sites' folders."""
 
     deviation: Annotated[
         bool,

@@ -144,7 +144,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     raw = read_list(path)
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
-    _check_fields(str(path), {"annotated": raw.get("annotated")})
+    _check_values(str(path), {"annotated": raw.get("annotated")})
     splits: dict[str, tuple[Item, ...]] = {}
     for split in SPLITS:
         entries, found = raw.get(split, []), list[Item]()
@@ -259,7 +259,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """By an entry's key: a test of its value, and the end of the error for any other value. A null value counts as absent."""
 
 
-def _check_fields(where: str, entry: dict[str, Any]) -> None:
+def _check_values(where: str, entry: dict[str, Any]) -> None:
     """Raise DataError for a value that its key does not allow."""
     for key, (fits, what) in _FIELDS.items():
         if (value := entry.get(key)) is not None and not fits(value):
@@ -279,7 +279,7 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
         raise DataError(f"{where}: unknown key {unknown[0][:80]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
     if broken := [value for value in entry.values() if isinstance(value, str) and not is_encodable(value)]:
         raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
-    _check_fields(where, entry)
+    _check_values(where, entry)
     label = entry.get("label")
     if isinstance(label, str) and not (not Path(label).suffix if classes is None else classes):
         label = place_of(path.parent, label)

@@ -95,7 +95,10 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
 
 
 def _chat_from_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
-    """Return a prompt with its better and its worse answer. Raises DataError if these answer different prompts."""
+    """Return a Chat with the better answer in `answer` and the worse in `rejected`.
+
+    Raises DataError if these answer different prompts.
+    """
     both = list[Chat]()
     for key in FORMS["chosen"]:
         if "prompt" in raw or not isinstance(raw.get(key), list):

@@ -17,8 +17,8 @@ from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.models.gguf import refuse_gguf
 from consilium.models.listed_keys import listed
 from consilium.models.model_writer import no_progress_bar
-from consilium.models.tokenizer_bounds import check_backend
 from consilium.models.untrusted_folder import TOKENS, WANTED, read_json, tokenizer_of, weights_of
+from consilium.models.untrusted_tokenizer import check_backend
 
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _PACKED = "weights that are quantized already are not read; use the original folder, with model.dtype: nf4 or int8"

@@ -20,7 +20,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.sanitize import shown
 from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
-from consilium.models.tokenizer_bounds import check_program
+from consilium.models.untrusted_tokenizer import check_program
 
 WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 CODELESS = (

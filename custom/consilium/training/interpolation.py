@@ -28,7 +28,7 @@ def interpolated(
     `cut`: the point in the model whose output is the representation of a sample; None for a fixed weight.
     """
     examples, handle = interpolation.examples, None
-    if cut is not None and examples and len(known := references(model, cut, task, mix, examples, seed)):
+    if cut is not None and examples and len(known := reference_features(model, cut, task, mix, examples, seed)):
 
         def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
             mix(1.0)
@@ -46,8 +46,11 @@ def interpolated(
         mix(0.0)
 
 
-def references(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, seed: int) -> Tensor:
-    """Return the representations (S, F) of `count` random training records, or of fewer if not all can be read."""
+def reference_features(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, seed: int) -> Tensor:
+    """Return the representations (S, F) of `count` random training records, with the local adapter at weight 1.
+
+    There are fewer if not all records can be read.
+    """
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
     batch = task.batch(order[:count], seed_for(seed, "references"))
     if not batch:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
-from consilium.privacy.statistics import disclose
+from consilium.privacy.statistics import SiteStatistics, disclose
 from consilium.server.statistics_round import FILE, StatisticsRound
 from tests.adversary.fuzzing import VALUES, attack, fuzzed
 from tests.conftest import small_cells, small_config
@@ -24,6 +25,15 @@ def honest() -> dict[str, Any]:
     counted = masks({"disc": "+" * 24, "cup": "+" * 24}, 24)
     counted.sizes["64 to 128"] = list(range(24))
     return disclose(counted, config(), 10).model_dump(mode="json")
+
+
+def test_a_message_has_at_most_256_groups() -> None:
+    told = honest()
+    for place in ("sizes", "greys"):
+        one = {"names": ["a"], "samples": 24} if place == "sizes" else {"names": ["a"], "share": 0.5}
+        assert len(getattr(SiteStatistics.model_validate(told | {place: [one] * 256}), place)) == 256
+        with pytest.raises(ValidationError, match="at most 256"):
+            SiteStatistics.model_validate(told | {place: [one] * 257})
 
 
 def survey(folder: Path) -> StatisticsRound:
@@ -50,6 +60,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("minimum", True),
         ("more", 1),
         ("splits", {}),
+        ("splits", {"training": honest()["splits"]["training"]}),
         ("splits/training/samples", 9),
         ("splits/training/samples", 1e300),
         ("splits/training/samples", 10**12),

@@ -212,16 +212,16 @@ def _refuge(folder: Path) -> Iterator[SourceSample]:
         yield with_drawings(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
 
 
-def cup_from_dark(only: bool, mask: Path) -> np.ndarray:
+def cup_from_dark(exact: bool, mask: Path) -> np.ndarray:
     """Return labels (H, W) of a mask that is dark in the cup and bright in the background, by thresholds at 50 and 200.
 
-    `only`: DataError is raised for values other than 0, 128 and 255. Without it, edges may be smoothed, and DataError is raised
-    if a corner is not background.
+    `exact`: DataError is raised for values other than 0, 128 and 255. Without it, edges may be smoothed, and DataError is
+    raised if a corner is not background.
     """
     values = grey_values(mask)
-    if only and (unknown := values[~np.isin(values, (0, 128, 255))]).size:
+    if exact and (unknown := values[~np.isin(values, (0, 128, 255))]).size:
         raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {unknown.min()}")
-    if not only and values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
+    if not exact and values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
         raise DataError(f"{mask}: expected 255 (background) in the corners, 128 (rim) and 0 (cup); found a dark corner")
     return (values <= 50).astype(np.uint8) + (values <= 200)
 

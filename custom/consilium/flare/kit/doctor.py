@@ -243,11 +243,11 @@ def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
     if mode != "enforce":
         return Finding("allow-list", f"lets every class run (mode {mode})", "set class_list_enforcement_mode to enforce")
     if wide := [entry for entry in listed if _is_prefix(entry)]:
-        remedy = f"run `consilium allow KIT`; {_needs(role)}" if is_ours(wide[0]) else "name single classes"
+        remedy = f"run `consilium allow KIT`; {_required_classes_text(role)}" if is_ours(wide[0]) else "name single classes"
         return Finding("allow-list", f"{wide[0]!r} is a prefix: a job can call any name under it, with any arguments", remedy)
     if wrong := sorted({entry for entry in listed if is_ours(entry)} ^ set(CLASSES[role])):
         what = "is missing" if wrong[0] in CLASSES[role] else f"is none that a {role} needs"
-        return Finding("allow-list", f"{wrong[0]!r} {what}", f"run `consilium allow KIT`; {_needs(role)}")
+        return Finding("allow-list", f"{wrong[0]!r} {what}", f"run `consilium allow KIT`; {_required_classes_text(role)}")
     others = [entry for entry in listed if not is_ours(entry)]
     found = f"just the classes of ours that a {role} needs, enforced"
     if not others:
@@ -259,7 +259,7 @@ def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
     return Finding("allow-list", found, advice=advice)
 
 
-def _needs(role: str) -> str:
+def _required_classes_text(role: str) -> str:
     return f"a {role} needs {', '.join(CLASSES[role])}"
 
 

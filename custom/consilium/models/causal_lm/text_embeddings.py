@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from consilium.models.tokenizer_bounds import plain_failure
 from consilium.models.transformers_folder import positions
+from consilium.models.untrusted_tokenizer import plain_failure
 
 LONGEST = 512
 """The most tokens of a text that are read."""

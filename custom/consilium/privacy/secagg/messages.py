@@ -133,7 +133,9 @@ def is_open(values: Mapping[str, Any], place: Place) -> bool:
     return last is not None and not last["proved"] and last["phase"] != [place.round, place.phase]
 
 
-def check_past(values: dict[str, Any], past: Any, terms: Terms, keys: Keys, context: Callable[[Place], bytes]) -> None:
+def check_last_model_was_shared(
+    values: dict[str, Any], past: Any, terms: Terms, keys: Keys, context: Callable[[Place], bytes]
+) -> None:
     """Raise RefusedError unless enough sites confirmed a sum of the last phase that started from the model sent to this site.
 
     `past`: the attempt that was opened, with its mask keys, survivors and confirmations; `context`: returns the prepare context

@@ -14,7 +14,7 @@ from consilium.data.datalist import SPLITS, DataList
 from consilium.data.images import Sample
 from consilium.data.text import Text
 from consilium.models.text_encoder import PAD
-from consilium.models.tokenizer_bounds import plain_failure
+from consilium.models.untrusted_tokenizer import plain_failure
 
 T = TypeVar("T")
 

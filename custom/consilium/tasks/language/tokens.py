@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from consilium.core.errors import UnfitError
 from consilium.data.text import Text
-from consilium.models.tokenizer_bounds import plain_failure
+from consilium.models.untrusted_tokenizer import plain_failure
 from consilium.tasks.language.prompts import Prompt, specials
 
 IGNORED = -100

@@ -20,7 +20,7 @@ def is_site(where: Path) -> bool:
     return where.suffix in (".yaml", ".yml") or (where / "local" / "site.yaml").is_file()
 
 
-def site_records(where: Path) -> SiteRecords:
+def find_site_records(where: Path) -> SiteRecords:
     """Return the records of the site whose site.yaml or startup kit is `where`. Raises ConfigError."""
     settings = where / "local" / "site.yaml" if where.is_dir() else where
     site = load_site(settings)
