@@ -21,7 +21,7 @@ from consilium.privacy.secagg.messages import (
     TRAINED,
     check_cancelled,
     check_confirmed,
-    check_last_model_was_shared,
+    check_model_was_shared,
     check_prepared,
     check_survivors,
     is_open,
@@ -87,7 +87,7 @@ class Party:
             return self.record.once(values["attempt"], "prepare", question, dict)
         if last is not None and place < last:
             raise refused(f"attempt {place} is stale, this site is at {last}")
-        self._check_last_model_was_shared(values, place, past)
+        self._check_model_was_shared(values, place, past)
         if "entry" not in values:
             what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
             raise refused(what, Reason.LEDGER)
@@ -106,7 +106,7 @@ class Party:
         values |= {"place": [place.round, place.phase, place.attempt], "roster": question["roster"], "attempt": attempt}
         return self.record.once(attempt, "prepare", question, lambda: self._make_shares(values, attempt, context, terms))
 
-    def _check_last_model_was_shared(self, values: dict[str, Any], place: Place, past: Any) -> None:
+    def _check_model_was_shared(self, values: dict[str, Any], place: Place, past: Any) -> None:
         """Raise RefusedError if there is no proof that the model sent to this site in the last phase went to others too."""
         if not is_open(values, place):
             return
@@ -114,9 +114,7 @@ class Party:
         terms = terms_of(self.config, len(cohort))
         keys = self._public_keys(values, values["attempt"])
         rounds = values[TRAINED]["rounds"]
-        check_last_model_was_shared(
-            values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds)
-        )
+        check_model_was_shared(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
 
     def _least_shown(self, terms: Terms) -> int:
         """Return the least number of hospitals that any combination of sums without noise may show."""

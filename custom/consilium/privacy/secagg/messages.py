@@ -133,7 +133,7 @@ def is_open(values: Mapping[str, Any], place: Place) -> bool:
     return last is not None and not last["proved"] and last["phase"] != [place.round, place.phase]
 
 
-def check_last_model_was_shared(
+def check_model_was_shared(
     values: dict[str, Any], past: Any, terms: Terms, keys: Keys, context: Callable[[Place], bytes]
 ) -> None:
     """Raise RefusedError unless enough sites confirmed a sum of the last phase that started from the model sent to this site.
