@@ -12,7 +12,7 @@ from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnect
 
 from consilium.cli.watch import exit_code
 from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
-from consilium.flare.admin.session import Admin, connect, reason_left
+from consilium.flare.admin.session import Admin, connect, stored_reason
 
 REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
   File "json_scanner.py", line 99, in _do_scan
@@ -91,11 +91,11 @@ def left(folder: Path, stopped: str = "", log: str = "") -> Path:
 
 
 def test_reason_is_ours_else_flares(tmp_path: Path) -> None:
-    assert reason_left(left(tmp_path / "ours", "round 2: too few\n", REFUSED)) == "round 2: too few"
-    refused = reason_left(left(tmp_path / "raised", log=REFUSED))
+    assert stored_reason(left(tmp_path / "ours", "round 2: too few\n", REFUSED)) == "round 2: too few"
+    refused = stored_reason(left(tmp_path / "raised", log=REFUSED))
     assert refused.startswith("nvflare.fuel.common.excepts.ComponentNotAuthorized: component not authorized: Component 'subp")
-    assert reason_left(left(tmp_path / "said", log=PANIC)) == "Aborting current RUN - panic"
-    assert reason_left(left(tmp_path / "none")) is None
+    assert stored_reason(left(tmp_path / "said", log=PANIC)) == "Aborting current RUN - panic"
+    assert stored_reason(left(tmp_path / "none")) is None
 
 
 def test_incomplete_result_has_a_reason(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from consilium.core.schema import validate
 from consilium.data.datalist import DataList
 from consilium.federation.job import build_model, build_task
 from consilium.federation.saved_model import load_values
-from consilium.report.private_logging import log_only_to
+from consilium.report.private_logging import route_data_logs
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, pick_device
 from consilium.training.sharding import hand_over, shard, world
@@ -176,7 +176,7 @@ def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
 def run_rank(pipe: connection.Connection) -> None:
     """Run a rank: build model and task, then process messages until rank 0 has ended. The main function of a child process."""
     exit_with_parent()
-    log_only_to(logging.NullHandler())  # rank 0 logs the same lines
+    route_data_logs(logging.NullHandler())  # rank 0 logs the same lines
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)
         try:

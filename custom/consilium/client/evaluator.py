@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage, Tensors
 from consilium.core.storage import digest
-from consilium.federation.saved_model import SavedModel, check_forward, run_as_kept
+from consilium.federation.saved_model import SavedModel, check_scaling_and_share, run_as_kept
 from consilium.models.registry import MODELS
 from consilium.report.best_worst_cases import Closing
 from consilium.strategies.traits import Interpolation
@@ -83,7 +83,7 @@ class Evaluator:
                 what = "the payload is not a site's model, which has the scalars scaling and share; nothing was scored"
                 raise RefusedError(f"{context.name}: {what}", Reason.TASK)
             kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
-            check_forward(kept, "the model that the server sent")
+            check_scaling_and_share(kept, "the model that the server sent")
             context.load(kept.values)
             run_as_kept(context.model, context.config, kept)
         metrics = self.evaluate(split, stage, payload, full=True) if context.task.has(split) else {}

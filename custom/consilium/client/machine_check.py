@@ -27,7 +27,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.messages import LIBRARIES
 from consilium.core.storage import file_hash
 from consilium.data.datalist import Item
-from consilium.data.patients import item_patient, patients_and_most_samples
+from consilium.data.patients import item_pseudonym, patients_and_most_samples
 from consilium.data.text import read_named_list
 from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
@@ -98,7 +98,7 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
     with suppress(ConsiliumError):  # another check reports a list that cannot be read
         samples = read_named_list(path).splits["training"]
         patients, most = patients_and_most_samples(samples)
-        nameless = sum(not item_patient(item) for item in samples)
+        nameless = sum(not item_pseudonym(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
             found = (
                 f"{nameless} of {len(samples)} training entries name no patient, so jobs of privacy.unit patient leave them out"

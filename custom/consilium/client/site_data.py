@@ -18,7 +18,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
 from consilium.data.label_map import with_job_labels
 from consilium.data.loading import MOST_WORKERS, Loading
-from consilium.data.patients import by_patient, item_patient, patients_and_most_samples
+from consilium.data.patients import by_patient, item_pseudonym, patients_and_most_samples
 from consilium.data.sample_check import FileWatch, count_lost, without_faults
 from consilium.data.store import open_store
 from consilium.data.synthetic.phantoms import make_phantoms
@@ -167,7 +167,7 @@ def warn_about_patients(config: JobConfig, data: DataList) -> str | None:
     """
     samples = data.splits["training"]
     patients, most = patients_and_most_samples(samples)
-    nameless = sum(not item_patient(item) for item in samples)
+    nameless = sum(not item_pseudonym(item) for item in samples)
     if per_patient(config.privacy) and nameless:
         what = f"{nameless} of {len(samples)} training samples name no patient, and are left out"
         return f'privacy.unit patient: {what}; write "patient" into every entry of the list'

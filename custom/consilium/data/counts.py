@@ -46,7 +46,7 @@ def grey_bin_names(count: int) -> tuple[str, ...]:
     return tuple(f"{n * 256 // count} to {(n + 1) * 256 // count - 1}" for n in range(count))
 
 
-def class_names(task: Any) -> tuple[tuple[str, ...], bool]:
+def class_cells(task: Any) -> tuple[tuple[str, ...], bool]:
     """Return the cells of a task's classes, () without classes, and whether each sample is in exactly one of them."""
     found = getattr(task, "classes", None)
     single = not isinstance(found, Mapping)
@@ -80,7 +80,7 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
     Every label and every training picture is read. A sample that does not fit the job counts under OTHERS, or shows no class. A
     picture that is too large for the job has the last size. `stop`: called before each sample, may raise. Raises DataError.
     """
-    names, single = class_names(task)
+    names, single = class_cells(task)
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
     found = Tally(sizes={n: [] for n in SIZES}, spacing={n: [] for n in SPACING}, lengths={n: [] for n in LENGTHS})
     found.areas = {name: [] for name in names}

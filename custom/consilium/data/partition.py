@@ -37,7 +37,7 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
-from consilium.data.patients import item_patient, samples_by_patient
+from consilium.data.patients import item_pseudonym, samples_by_patient
 from consilium.data.safe_open import text_lines
 from consilium.data.text import FILES, read_texts
 
@@ -96,7 +96,7 @@ def partition(
         text = json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1)
         write_atomic(folder / name / "datalist.json", text.encode(), PUBLIC)
     notes = []
-    if nameless := sum(not item_patient(item) for item in splits["training"]):
+    if nameless := sum(not item_pseudonym(item) for item in splits["training"]):
         of = f"{nameless} of {len(splits['training'])} training samples"
         what = f"{of} name no patient, so one patient's pictures may be at several sites"
         notes.append(f"{what}; name them as `patient` in the list, if you know them")
@@ -158,8 +158,8 @@ def share_out(
                 found[name][split] += [mine[i] for i in part]
     _top_up([found[name]["training"] for name in names], minimum, rng)
     # a patient with training samples at a site has the validation samples there, too
-    owner = {who: name for name, own in found.items() for one in own["training"] if (who := item_patient(one[0]))}
-    placed = [(owner.get(item_patient(one[0]), name), one) for name, own in found.items() for one in own["validation"]]
+    owner = {who: name for name, own in found.items() for one in own["training"] if (who := item_pseudonym(one[0]))}
+    placed = [(owner.get(item_pseudonym(one[0]), name), one) for name, own in found.items() for one in own["validation"]]
     for name, own in found.items():
         own["validation"] = [one for place, one in placed if place == name]
     cut = {name: {split: list(chain(*patients)) for split, patients in own.items()} for name, own in found.items()}

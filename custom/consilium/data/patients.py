@@ -19,14 +19,14 @@ def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     """
     found: dict[str, list[int]] = {}
     for place, item in enumerate(data.splits["training"]):
-        if whose := item_patient(item):
+        if whose := item_pseudonym(item):
             found.setdefault(whose, []).append(place)
     return tuple(map(tuple, found.values()))
 
 
 def patients_and_most_samples(samples: Sequence[Any]) -> tuple[int, int]:
     """Return the number of patients that samples name, and the largest number of samples of one patient."""
-    counts = Counter(whose for item in samples if (whose := item_patient(item)))
+    counts = Counter(whose for item in samples if (whose := item_pseudonym(item)))
     return len(counts), max(counts.values(), default=0)
 
 
@@ -34,7 +34,7 @@ def samples_by_patient(samples: Sequence[S]) -> list[list[S]]:
     """Return a group of samples per patient, in the order of first samples. A sample without a patient is a group alone."""
     found: dict[str | int, list[S]] = {}
     for place, item in enumerate(samples):
-        found.setdefault(item_patient(item) or place, []).append(item)
+        found.setdefault(item_pseudonym(item) or place, []).append(item)
     return list(found.values())
 
 
@@ -64,11 +64,11 @@ def warn_of_alike(data: DataList) -> None:
     first: dict[str, str] = {}
     for split, items in data.splits.items():
         for item in items:
-            first.setdefault(item_patient(item), f"{split}: {item.name}")
+            first.setdefault(item_pseudonym(item), f"{split}: {item.name}")
     for group in alike_pseudonyms(first):
         _log.warning(f"{ALIKE}: {' ~ '.join(first[one] for one in group)}; give one person one identifier")
 
 
-def item_patient(item: Any) -> str:
+def item_pseudonym(item: Any) -> str:
     """Return the pseudonym of a sample's patient, "" if unknown."""
     return str(getattr(item, "patient", ""))

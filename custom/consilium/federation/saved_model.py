@@ -95,7 +95,7 @@ def read_kept(folder: Path) -> tuple[SavedModel, Card]:
         raise CheckpointError(f"{path}: tensor {bad[0]!r} has NaN or Inf; take the adapter of another round or run")
     try:
         kept, card = SavedModel(values, **meta["forward"]), Card.from_dict(meta["card"])
-        check_forward(kept, path)
+        check_scaling_and_share(kept, path)
     except (KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{path}: is of another version of consilium ({error}); open it with the one that made it"
@@ -103,7 +103,7 @@ def read_kept(folder: Path) -> tuple[SavedModel, Card]:
     return kept, card
 
 
-def check_forward(kept: SavedModel, path: Path | str) -> None:
+def check_scaling_and_share(kept: SavedModel, path: Path | str) -> None:
     """Raise CheckpointError for a scaling or share that a forward pass cannot have, TypeError for a value that is no number."""
     if not math.isfinite(kept.scaling):
         raise CheckpointError(f"{path}: scaling {kept.scaling}: is not a finite number; take what the run wrote")

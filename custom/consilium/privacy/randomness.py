@@ -1,10 +1,11 @@
 """Secret randomness: every random draw on which a privacy promise depends comes from this module.
 
-Its users are noise, Poisson sampling, the choice among a patient's samples, seeds of augmentation under DP-SGD, masks, key
-shares, nonces and keys. `secret_bytes` reads the operating system's generator. `Randomness` is a stream of bytes: the key
-stream of AES-256 in counter mode (from `cryptography`), with a key of 256 bits from the operating system's generator. An
-attacker who knows a whole stream except one number must still search 2^256 keys. The generators of torch, numpy and `random`
-must not be used here. Their seeds have 32 to 64 bits (torch on the CPU: 32), and their output reveals their state.
+Its users are noise, Poisson sampling, the choice among a patient's samples, masks, key shares, nonces and keys, and the seeds
+of augmentation under DP-SGD, though no promise depends on these. `secret_bytes` reads the operating system's generator.
+`Randomness` is a stream of bytes: the key stream of AES-256 in counter mode (from `cryptography`), with a key of 256 bits
+from the operating system's generator. An attacker who knows a whole stream except one number must still search 2^256 keys.
+The generators of torch, numpy and `random` must not be used here. Their seeds have 32 to 64 bits (torch on the CPU: 32), and
+their output reveals their state.
 
 `Randomness.seeded` is for tests and reproduction. Its stream follows from a seed, so anyone who knows or guesses the seed can
 subtract the noise. It is marked as not private, and the ledger, results, report and evidence of such a run say so.

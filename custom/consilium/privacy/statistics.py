@@ -26,7 +26,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.schema import Section
 from consilium.core.storage import locked, write_atomic
-from consilium.data.counts import Tally, class_names, grey_bin_names
+from consilium.data.counts import Tally, class_cells, grey_bin_names
 from consilium.data.settings import PictureSettings
 
 FOLDER = "statistics"
@@ -221,7 +221,7 @@ def separable_classes(counted: Tally, split: str, minimum: int) -> list[str]:
 
 def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
     """Return the part of a site's counts that may leave."""
-    _, single = class_names(config.task)
+    _, single = class_cells(config.task)
     enough = {split for split, people in counted.people.items() if len(set(people)) >= minimum}
     splits: Any = {
         split: _split_statistics(counted, split, single, minimum) if split in enough else None for split in counted.people

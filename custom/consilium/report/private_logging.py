@@ -24,7 +24,7 @@ PLACES = ("event", "site", "round", "phase", "stage", "what", "reason")
 _log = logging.getLogger(__name__)
 
 
-def log_only_to(handler: logging.Handler) -> None:
+def route_data_logs(handler: logging.Handler) -> None:
     """Send the lines of the loggers in OF_DATA to `handler` only, from now on in this process."""
     for logger in map(logging.getLogger, OF_DATA):
         logger.handlers, logger.propagate = [handler], False

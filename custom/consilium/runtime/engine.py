@@ -50,7 +50,7 @@ def simulate(
     if resume:
         _check_goes_on(job, workspace)
     if workers:
-        _check_apart(job, sites)
+        _check_workers(job, sites)
     if together > 1 and (why := one_by_one(job)):
         observer(one_by_one_event(why))
         together = 1
@@ -98,7 +98,7 @@ def _check_goes_on(job: Job, workspace: Path) -> None:
         raise ConfigError(f"{what}; start anew in another --workspace")
 
 
-def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
+def _check_workers(job: Job, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError if the sites cannot run in worker processes: they must be in this process, or have several devices."""
     if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
         raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")

@@ -9,7 +9,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Observer
 from consilium.core.storage import write_atomic
-from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_names, grey_bin_names
+from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
 from consilium.data.datalist import SPLITS
 from consilium.privacy.statistics import Group, Portion, SiteStatistics
 from consilium.report import site_statistics
@@ -73,7 +73,7 @@ def check(config: JobConfig, found: SiteStatistics) -> None:
     section = config.statistics
     if section is None or found.minimum < section.minimum:
         raise RefusedError("statistics with a smaller minimum than the job's")
-    names, single = class_names(config.task)
+    names, single = class_cells(config.task)
     training = found.splits.get("training")
     if found.splits.keys() != set(SPLITS):
         raise RefusedError("statistics without all three splits")

@@ -21,7 +21,12 @@ from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, global_updates
-from consilium.strategies.heterogeneous_ranks.layers import expanded, non_lora_tensors, prefix_and_tail, whole_numbers
+from consilium.strategies.heterogeneous_ranks.layers import (
+    non_lora_tensors,
+    prefix_and_tail,
+    whole_numbers,
+    with_factored_tails,
+)
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult
 from consilium.strategies.traits import Traits
@@ -67,7 +72,7 @@ class FLoRA(ExactServer):
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the payload's tensors, with every tail as a pair of factors."""
-        return expanded(payload.tensors)
+        return with_factored_tails(payload.tensors)
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the stack of the sites' products."""

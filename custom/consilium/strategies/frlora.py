@@ -32,7 +32,7 @@ from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
 from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layers import expanded, factors, pair, shapes, whole_numbers
+from consilium.strategies.heterogeneous_ranks.layers import factors, pair, shapes, whole_numbers, with_factored_tails
 from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
 from consilium.strategies.traits import Traits
 
@@ -89,7 +89,7 @@ class FRLoRA(Strategy):
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the payload's tensors, with every tail as a pair of factors. A site stores nothing between rounds."""
-        return expanded(payload.tensors)
+        return with_factored_tails(payload.tensors)
 
 
 def principal(weight: Tensor, rank: int, scaling: float) -> Product:

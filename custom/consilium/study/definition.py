@@ -46,16 +46,16 @@ def _parse_axis(raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return raw
     if len(raw) == 1 and isinstance(values := next(iter(raw.values())), list):
-        pairs = [(_parse_label(value), {next(iter(raw)): value}) for value in values]
+        pairs = [(_name_as_text(value), {next(iter(raw)): value}) for value in values]
     else:
-        pairs = [(_parse_label(name), {} if value is None else value) for name, value in raw.items()]
+        pairs = [(_name_as_text(name), {} if value is None else value) for name, value in raw.items()]
     counts = Counter(name for name, _ in pairs)  # 1 and "1" are different keys with the same name
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{twice[0]!r} is there twice; keep one, or give it another name")
     return dict(pairs)
 
 
-def _parse_label(name: Any) -> str:
+def _name_as_text(name: Any) -> str:
     """Return a name as text. Raises ValueError for a value that is neither text nor a number."""
     if isinstance(name, bool) or not isinstance(name, str | int | float):
         raise ValueError(f"a name that is text or a number, not {name!r}; put it in quotes, or name the values one by one")
@@ -83,7 +83,7 @@ AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _d
 Overrides = dict[str, Any]
 Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_parse_axis)]
 Labels = Annotated[
-    list[Label], BeforeValidator(lambda raw: [_parse_label(x) for x in (raw if isinstance(raw, list) else [raw])])
+    list[Label], BeforeValidator(lambda raw: [_name_as_text(x) for x in (raw if isinstance(raw, list) else [raw])])
 ]
 Choice = dict[AxisName, Labels]
 

@@ -39,7 +39,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, DataList
-from consilium.data.patients import item_patient
+from consilium.data.patients import item_pseudonym
 from consilium.federation.job import build_task
 from consilium.privacy.accounting.accountant import epsilon_of
 from consilium.privacy.accounting.composition import within
@@ -267,7 +267,7 @@ def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool, seed
 def _group_units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
     found: dict[object, list[Any]] = {}
     for place, item in enumerate(samples):
-        found.setdefault((item_patient(item) or place) if by_patient else place, []).append(item)
+        found.setdefault((item_pseudonym(item) or place) if by_patient else place, []).append(item)
     return found
 
 

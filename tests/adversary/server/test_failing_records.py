@@ -93,12 +93,12 @@ def test_a_record_that_fails_is_a_record_without_a_gradient(
 
 
 def test_what_is_logged_of_a_record_stays_in_the_sites_private_file() -> None:
-    from consilium.report.private_logging import log_only_to
+    from consilium.report.private_logging import route_data_logs
 
     logger, handler = logging.getLogger("consilium.privacy.dpsgd"), logging.NullHandler()
     was = logger.handlers, logger.propagate
     try:
-        log_only_to(handler)
+        route_data_logs(handler)
         assert logger.handlers == [handler]
         assert not logger.propagate
     finally:

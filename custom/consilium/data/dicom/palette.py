@@ -1,7 +1,7 @@
 """Colours of PALETTE COLOR images: tables of red, green and blue by stored value (DICOM PS3.3, C.7.6.3.1.5 and C.7.9.2).
 
-Own code, because files differ from the standard: entries of a table may have 8 bits, or use the low byte only, whatever the
-table's descriptor says. Entries of big-endian files are big-endian.
+Own code, because files differ from the standard: entries of a table may have 8 bits, or use the low byte only, though the
+table's descriptor says 16. Entries of big-endian files are big-endian.
 """
 
 from collections.abc import Callable, Sequence

@@ -296,7 +296,7 @@ def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
     below = (three.name for own in classes.values() for two in own for three in subfolders(two))
     if any(map(_DIAGNOSIS.search, below)):
         return None  # the innermost folders are classes
-    return _read_patients(
+    return _samples_by_patient(
         folder, [(two, one, path) for one, own in classes.items() for two in own for path in files(two, PICTURES)]
     )
 
@@ -315,10 +315,10 @@ def _read_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
     found = [(one, two, path) for one, inner in patients.items() for two in inner for path in files(two, PICTURES)]
     if not found or any(path.parent != two for _, two, path in found) or len({one for one, _, _ in found}) < len(patients):
         return None
-    return _read_patients(folder, found)
+    return _samples_by_patient(folder, found)
 
 
-def _read_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
+def _samples_by_patient(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
     """Return the samples of (folder of a patient, folder of a class, picture) triples."""
     site = folder.resolve().name
     return [

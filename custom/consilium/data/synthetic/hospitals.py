@@ -16,7 +16,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.pixel_values import windowed
 from consilium.data.settings import PictureSettings
 from consilium.data.synthetic.drawing import write_list
-from consilium.data.synthetic.organs import LABELS, WINDOW, Study, draw_anatomy, draw_study, scan
+from consilium.data.synthetic.organs import LABELS, WINDOW, Study, draw_anatomy, draw_study, scan_geometry
 
 Files = Literal["nifti", "dicom", "png"]
 Entries = list[dict[str, Any]]
@@ -53,7 +53,7 @@ def draw(spec: dict[str, Any], split: str, number: int, look: np.ndarray, hand: 
         seed_for(spec["seed"], "organ", spec["site"], split, what, n) for what, n in (("patient", patient), ("study", number))
     )
     rng = np.random.default_rng(seed)
-    shape, affine = scan(rng, spec["size"], look)
+    shape, affine = scan_geometry(rng, spec["size"], look)
     values, labels = draw_study(rng, draw_anatomy(np.random.default_rng(who)), shape, affine, look, hand)
     name = f"{split}-{number:03d}"
     return Study(values, labels, affine, f"{spec['site']}-{split}-patient-{patient:03d}", f"{spec['site']}-{name}", name, seed)

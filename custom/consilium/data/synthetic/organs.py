@@ -89,7 +89,7 @@ def _bumps(away: np.ndarray, waves: np.ndarray) -> np.ndarray:
     return sum(waves[n] @ np.cos((n + 2) * way.reshape(3, -1)) for n in range(3)).reshape(away.shape[1:])
 
 
-def scan(rng: Generator, size: int, look: np.ndarray) -> tuple[tuple[int, int, int], np.ndarray]:
+def scan_geometry(rng: Generator, size: int, look: np.ndarray) -> tuple[tuple[int, int, int], np.ndarray]:
     """Return a study's shape (i, j, k) and its affine (4, 4) to mm: thick slices, oriented as on this site's scanner.
 
     Without a shift, the slices of every site are axial. look[3:6] tilts them; look[7] beyond 0.35 makes them coronal, below

@@ -197,10 +197,10 @@ class Admin:
                 result = self.download(job_id, Path(folder))
             except FLARE_ERRORS:
                 return {"progress": None}
-            finished = _progress_left(result)
+            finished = _finished_progress(result)
             if finished and finished["finished"]:
                 return {"progress": finished}
-            reason = reason_left(result)
+            reason = stored_reason(result)
             return {"progress": finished} | ({"reason": reason} if reason else {})
 
     def download(self, job_id: str, destination: Path) -> Path:
@@ -256,7 +256,7 @@ def _experiment_in(file: Path | zipfile.Path) -> str | None:
     return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
 
 
-def _progress_left(result: Path) -> Job | None:
+def _finished_progress(result: Path) -> Job | None:
     """Return an ended job's progress from its result.
 
     None if the result has no metrics, or if its files are incomplete, as after a full disk.
@@ -267,7 +267,7 @@ def _progress_left(result: Path) -> Job | None:
         return None
 
 
-def reason_left(result: Path) -> str | None:
+def stored_reason(result: Path) -> str | None:
     """Return why a job ended early, from its downloaded result. None if nothing is found.
 
     The reason is the text of stopped.txt in our folder, else the first error in FLARE's log.

@@ -17,7 +17,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.storage import private_folder
 from consilium.federation.run_folders import ERRORS
 from consilium.flare.job import job_context
-from consilium.report.private_logging import log_only_to
+from consilium.report.private_logging import route_data_logs
 
 MAX_BYTES = 1_000_000
 """Largest size of a job's file in bytes. One rotated file is kept beside it."""
@@ -43,9 +43,9 @@ class PrivateFile(RotatingFileHandler):
 def keep_apart(fl_ctx: FLContext) -> None:
     """From now on in this process, write log lines of the code that reads samples to the job's private file."""
     if not job_context.simulated():
-        log_only_to(logging.NullHandler())
+        route_data_logs(logging.NullHandler())
         with suppress(OSError):  # a full disk: the texts are lost, and `log_failure` says so
-            log_only_to(PrivateFile(fl_ctx))
+            route_data_logs(PrivateFile(fl_ctx))
 
 
 def log_failure(component: FLComponent, fl_ctx: FLContext, error: BaseException, what: str = "unexpected error") -> None:

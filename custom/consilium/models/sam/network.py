@@ -15,7 +15,7 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.checkpoint_file import load_tensors, refuse_adapter
 from consilium.models.sam import med2d, positions
 from consilium.models.sam.attention import use_fused
-from consilium.models.sam.prompts import Prompt, fill_missing_boxes, fill_missing_points, require
+from consilium.models.sam.missing_prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
 MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whole, part, sub-part

@@ -17,7 +17,7 @@ from consilium.models import transformers_folder
 from consilium.models.model_writer import page, save_pretrained
 from consilium.models.registry import pattern_of
 from consilium.models.sam import SamConfig, positions
-from consilium.models.sam.prompts import Prompt, fill_missing_boxes, fill_missing_points, require
+from consilium.models.sam.missing_prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 from consilium.models.targets import layers_of
 
 KNOWN = transformers_folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")

@@ -397,18 +397,18 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return a row per run, site, model and metric, with all numbers that tables and tests use. A missing value is None."""
     found = []
     for group, (method, seed), run in ((one, key, run) for one in groups for key, run in one.runs.items()):
-        whole = {"bytes": _as_int(run.bytes), "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
+        whole = {"bytes": _int_if_whole(run.bytes), "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
         metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])
         for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
             if (value := run.score(site, stage, metric)) is not None:
                 ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
                 one: dict[str, Any] = {"group": group.name, "method": method, "seed": seed, "site": site, "model": str(stage)}
                 one |= {"split": run.split, "metric": metric, "value": known(value)}
-                found.append(one | {"n": _as_int(run.score(site, stage, COUNT))} | ends | whole)
+                found.append(one | {"n": _int_if_whole(run.score(site, stage, COUNT))} | ends | whole)
     return found
 
 
-def _as_int(value: float | None) -> float | None:
+def _int_if_whole(value: float | None) -> float | None:
     """Return a value as an int if it is a whole number."""
     return value if known(value) is None or not float(value or 0).is_integer() else int(value or 0)
 

@@ -44,7 +44,7 @@ def prefix_and_tail(layer: str, product: Product, rank: int, gate: float) -> Ten
     return tensors
 
 
-def expanded(tensors: Mapping[str, Tensor]) -> Tensors:
+def with_factored_tails(tensors: Mapping[str, Tensor]) -> Tensors:
     """Return `tensors` with every tail as two factors: a tail sent as one matrix (out, in) is paired with an identity."""
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{WHOLE}")}
     for name in sorted(tensors.keys() - found.keys()):
