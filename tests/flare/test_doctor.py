@@ -19,6 +19,7 @@ import yaml
 from consilium.client.finding import Finding
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, doctor
+from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import update_local
@@ -99,7 +100,25 @@ def test_other_server_is_a_problem(kit: Path, made: Path, tmp_path: Path, server
     shutil.copy(stranger / "clinic/startup/rootCA.pem", kit / "startup/rootCA.pem")
     found = problems(kit)
     assert "CERTIFICATE_VERIFY_FAILED" in found["server"]
+    assert f": {Cause.PROJECT}: " in found["server"]
     assert "was altered" in found["signature"]
+
+
+@pytest.mark.parametrize("name", ["clinic", "a@hub.example"])
+def test_a_kit_of_another_project_is_named_as_the_cause(name: str, made: Path, tmp_path: Path, server: None) -> None:
+    """Both kits are whole, with the same names and the same address: only the roots differ."""
+    found = problems(provision(made.parents[1] / "sites.yml", tmp_path / "other") / name)
+    assert found.keys() == {"server"}
+    assert ": wrong project: no root of this kit has signed its certificate" in found["server"]
+    assert "ask the hub for this project's kit" in found["server"]
+
+
+def test_a_server_of_another_name_is_no_other_project(kit: Path, server: None) -> None:
+    path = kit / "startup/fed_client.json"
+    path.write_text(path.read_text().replace("localhost:", "127.0.0.1:"))
+    found = problems(kit)["server"]
+    assert "address has changed" in found
+    assert "wrong project" not in found
 
 
 @pytest.mark.parametrize(
