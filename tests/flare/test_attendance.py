@@ -222,7 +222,8 @@ def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def beat(kit: Path) -> None:
     """Start a server's component in this kit and let a first heartbeat be processed."""
-    engine = SimpleNamespace(get_clients=list, run_processes={})
+    manager = SimpleNamespace(disabled_clients=set())
+    engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
     fl_ctx: Any = SimpleNamespace(
         get_prop=lambda key: SimpleNamespace(get_root_dir=lambda: str(kit)), get_engine=lambda: engine
     )

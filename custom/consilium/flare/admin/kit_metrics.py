@@ -107,7 +107,8 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
     of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
         yield Sample("refused", 1, of | {"cause": one["cause"]})
-    yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
+    if "last_seen" in one:  # not for a site that was refused before its first heartbeat
+        yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
     for fact, metric in SITE_FACTS.items():
         if fact in one | health:
             yield Sample(metric, float((one | health)[fact]), of)

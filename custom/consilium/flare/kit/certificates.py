@@ -31,8 +31,8 @@ NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 OUT_OF_DATE = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 OTHER_ROOT = (18, 19, 20, 21)
-"""OpenSSL's X509_V_ERR_* of a certificate that no known root has signed: DEPTH_ZERO_SELF_SIGNED_CERT, SELF_SIGNED_CERT_IN_CHAIN,
-UNABLE_TO_GET_ISSUER_CERT_LOCALLY and UNABLE_TO_VERIFY_LEAF_SIGNATURE."""
+"""OpenSSL's errors of a certificate that no known root has signed: X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT,
+_SELF_SIGNED_CERT_IN_CHAIN, _UNABLE_TO_GET_ISSUER_CERT_LOCALLY and _UNABLE_TO_VERIFY_LEAF_SIGNATURE."""
 TIMEOUT = 5.0
 """Seconds to wait for the server."""
 
@@ -92,7 +92,7 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OTHER_ROOT:
             found = f"{target}: {Cause.PROJECT}: no root of this kit has signed its certificate ({error})"
             return Finding("server", found, f"{Cause.PROJECT.remedy}, or the network's people not to open TLS")
-        remedy = "ask the hub whether the server's address has changed (then for a new kit), the network's people not to open TLS"
+        remedy = "ask the hub whether the server's address has changed, the network's people not to open TLS"
         return Finding("server", f"{target}: {error}", remedy)
     except OSError as error:
         return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
