@@ -11,11 +11,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from consilium.client import machine_check
 from consilium.client.finding import Finding
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, doctor
@@ -250,6 +252,41 @@ def test_a_servers_state_is_private_writable_and_lasting(made: Path, tmp_path: P
     assert "cannot write there" in found().found
     change("resources.json", lambda r: r.pop("components"))(kit)
     assert "names no folder of jobs" in found().found
+
+
+def test_a_servers_full_disk_is_a_problem(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of its jobs' folder, which need not be the kit's."""
+    kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
+    (state := tmp_path / "state").mkdir(mode=0o700)
+    change("resources.json", lambda r: r["components"][1]["args"].update(uri_root=str(state / "jobs")))(kit)
+    usage = machine_check.shutil.disk_usage
+    asked: list[Path] = []
+
+    def nearly_full(path: Path) -> Any:
+        asked.append(path)
+        return usage(path)._replace(free=2**30)
+
+    monkeypatch.setattr(machine_check.shutil, "disk_usage", nearly_full)
+    told = f"PROBLEM  disk: {state}: 1.0 GiB free; free at least 5 GiB, or set `state:` in sites.yml to a larger disk"
+    assert problems(kit)["disk"] == told
+    assert asked == [state]
+
+
+def test_a_port_that_needs_more_rights_is_a_problem(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's refusal is by hand: tests may run as root, whom it allows every port."""
+    kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
+    path = kit / "startup/fed_server.json"
+    port = certificates.server_address(kit).rpartition(":")[2]
+    path.write_text(path.read_text().replace(f":{port}", ":443"))
+
+    class Refusing(socket.socket):
+        def bind(self, address: Any) -> None:
+            raise PermissionError(13, "Permission denied") if address == ("", 443) else AssertionError(address)
+
+    monkeypatch.setattr(doctor, "socket", SimpleNamespace(**vars(socket) | {"socket": Refusing}))
+    told = problems(kit)["port"]
+    assert told.startswith("PROBLEM  port: 443: this user may not listen there; run it as a service with CAP_NET_BIND_SERVICE")
+    assert "a `port` over 1023 in sites.yml" in told
 
 
 def test_a_servers_port_is_free_before_it_runs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

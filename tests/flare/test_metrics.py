@@ -154,12 +154,14 @@ HEALTH |= {"data_checked": 1_000_001.0, "refusal": "budget", "refused_at": 1_000
 
 
 def test_what_sites_say_of_themselves_becomes_metrics_of_the_server(server: Path) -> None:
-    attend(server, a={"health": HEALTH, "skew": -3.5, "certificate_ends": 2_000_000.0}, b={"cause": "ended", "here": False})
+    said = {"health": HEALTH, "skew": -3.5, "certificate_ends": 2_000_000.0, "version": "0.3.1"}
+    attend(server, a=said, b={"cause": "ended", "here": False})
     found = {name: value for name, value in numbers(server).items() if "consilium_site_" in name and 'site="a"' in name}
     seen = {name: found.pop(name) for name in list(found) if "last_seen" in name}
     assert len(seen) == 1
     assert found == {
         'consilium_site_last_heartbeat_timestamp_seconds{site="a"}': 1_000_000,
+        'consilium_site_info{site="a",version="0.3.1"}': 1,
         'consilium_site_clock_ahead_seconds{site="a"}': -3.5,
         'consilium_site_certificate_end_timestamp_seconds{site="a"}': 2_000_000,
         'consilium_site_disk_free_bytes{site="a"}': 7 * 10**9,
@@ -338,7 +340,7 @@ def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, 
     AuditLog(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     stop(server, "no room", 1_000_030.0)
     admission.note_cause(site, admission.Cause.REVOKED)
-    attend(server, a={"health": HEALTH, "skew": 0.0, "certificate_ends": 2_000_000.0})
+    attend(server, a={"health": HEALTH, "skew": 0.0, "certificate_ends": 2_000_000.0, "version": "0.3.0"})
     assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1
     written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}
     spoken = {name for rule in alerts.values() for name in re.findall(r"consilium_\w+", rule)}

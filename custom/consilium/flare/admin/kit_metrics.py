@@ -57,6 +57,7 @@ HELP = {
     "run_refusals_total": "results of a site that were refused or did not arrive",
     "site_last_seen_timestamp_seconds": "when a site's last result or hello was accepted",
     "site_last_heartbeat_timestamp_seconds": "when a site's last heartbeat was accepted",
+    "site_info": "version of the package at a site, as label, at its last heartbeat",
     "site_clock_ahead_seconds": "how far a site's clock is ahead of the server's",
     "site_certificate_end_timestamp_seconds": "when a site's certificate expires",
     "site_disk_free_bytes": "free disk of a site that shares its health",
@@ -110,6 +111,8 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("refused", 1, of | {"cause": one["cause"]})
     if "last_seen" in one:  # not for a site that was refused before its first heartbeat
         yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
+    if "version" in one:
+        yield Sample("site_info", 1, of | {"version": one["version"]})
     for fact, metric in SITE_FACTS.items():
         if fact in one | health:
             yield Sample(metric, float((one | health)[fact]), of)
