@@ -171,10 +171,19 @@ def test_start_sh_opens_a_locked_kit_by_its_passphrase_only(tmp_path: Path) -> N
             env = federation.environment() | ({"CONSILIUM_PASSPHRASE_FILE": str(tmp_path / name)} if name else {})
             done = subprocess.run(script, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
             assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+        under_systemd = ["/bin/bash", script[0].replace("start.sh", "sub_start.sh"), "--once"]  # it asks nobody
         env = federation.environment() | {"CONSILIUM_PASSPHRASE_FILE": str(tmp_path / "right")}
+        done = subprocess.run(under_systemd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, "client.key" in done.stdout + done.stderr) == (1, True), done.stdout + done.stderr
         with open(federation.folder / "site-1.log", "wb") as log:
             subprocess.run(script, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, timeout=120)
         federation.until(lambda: "Successfully registered client" in federation.log("site-1"), 120, "site-1 to be in")
         federation.kill("site-1")
         key_lock.lock(kit)
         assert not (kit / "startup/client.key").exists()
+        key_lock.unlock(kit, "five words by telephone")  # what the page says to do by hand
+        before = federation.log("site-1").count("Successfully registered client")
+        federation.start("site-1", wait=0)
+        federation.until(lambda: federation.log("site-1").count("Successfully registered client") > before, 120, "site-1 again")
+        federation.kill("site-1")
+        key_lock.lock(kit)

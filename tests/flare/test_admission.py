@@ -7,15 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.private.fed.server.client_manager import ClientManager
+from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.cli.sites import site_rows
+from consilium.flare.admin.kit_metrics import HELP, collect
 from consilium.flare.kit import admission
 from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, cause_of, refusal
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.revocation import REFUSED, revoke
+from consilium.report.exposition import exposition
+from tests.conftest import run
 
 SITES = Path(__file__).parents[2] / "provisioning" / "sites.yml"
 SAID = {
@@ -120,10 +126,41 @@ def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeyp
     revoke("a", kit)
     revoke("e", kit)
     server._sites["e"]["last_seen"] = now + 10  # by a later kit
-    manager = SimpleNamespace(is_client_disabled=lambda name: name == "c")
+    for never_seen in ("f", "person@hub.example"):
+        revoke(never_seen, kit)
+    manager = SimpleNamespace(disabled_clients={"c", "g"})
     engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
     server._engine = engine  # type: ignore[assignment]
     rows = {row["site"]: row for row in site_rows(server._status_facts(), now)}
-    states = {"a": "revoked", "b": "ended", "c": "refused", "d": "gone", "e": "gone"}
+    states = {"a": "revoked", "b": "ended", "c": "refused", "d": "gone", "e": "gone", "f": "revoked", "g": "refused"}
     assert {name: row["state"] for name, row in rows.items()} == states
-    assert rows["a"]["notes"] == ["its credential was revoked, so the server does not let it in"]
+    assert list(rows) == sorted(rows)
+    for name in ("a", "f"):
+        assert rows[name]["notes"] == ["its credential was revoked, so the server does not let it in"]
+    assert rows["f"]["seen_seconds_ago"] is None
+
+
+def test_a_site_that_was_revoked_before_its_first_heartbeat_is_listed_when_it_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No site has sent a heartbeat. The list at the server's kit, the metrics and a restarted server's list agree."""
+    kit = Path(shutil.copytree(provision(SITES, tmp_path / "made") / "fl.hub.example", tmp_path / "server", symlinks=True))
+    for owner, name in ((ClientManager, "heartbeat"), (TrainingCommandModule, "check_status")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    manager = SimpleNamespace(disabled_clients=set())
+    engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
+    workspace = SimpleNamespace(get_root_dir=lambda: str(kit))
+    fl_ctx: Any = SimpleNamespace(get_prop=lambda key: workspace, get_engine=lambda: engine)
+    server = Attendance()
+    server.handle_event(EventType.SYSTEM_BOOTSTRAP, fl_ctx)
+    revoke("hospital-a", kit)
+    server.handle_event(EventType.CLIENT_REGISTER_RECEIVED, fl_ctx)
+    assert run(monkeypatch, "sites", "--kit", kit) == 0
+    told = capsys.readouterr().out
+    assert "revoked, never" in told
+    assert "hospital-a: its credential was revoked" in told
+    assert 'consilium_refused{site="hospital-a",cause="revoked"} 1' in exposition(collect(kit), HELP)
+    again = Attendance()
+    again.handle_event(EventType.SYSTEM_BOOTSTRAP, fl_ctx)
+    assert again._sites == {}
+    assert list(again._status_facts()["sites"]) == ["hospital-a"]

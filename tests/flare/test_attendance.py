@@ -19,8 +19,8 @@ from consilium.cli.sites import describe_health, site_rows
 from consilium.core.errors import ConfigError
 from consilium.core.messages import PROTOCOL
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.flare.kit import heartbeat_server
-from consilium.flare.kit.health import DATA_PERIOD, HealthReport, checked_health
+from consilium.flare.kit import health, heartbeat_server
+from consilium.flare.kit.health import DATA_PERIOD, STEP, HealthReport, checked_health, gpus
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
@@ -159,6 +159,36 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     assert report.look() is None
 
 
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo '40384, 40960'; echo '100, 81559'", [[40384 * 2**20 // STEP * STEP, 40960 * 2**20], [0, 81559 * 2**20]]),
+        ("for n in $(seq 100); do echo '128, 256'; done", [[2**27, 2**28]] * 64),
+        ("echo '[N/A], [N/A]'", []),
+        ("echo '1, 2, 3'", []),
+        ("echo 'No devices were found'", []),
+        ("echo '128, 256'; exit 9", []),
+        ("exec sleep 60", []),
+        ("", []),
+    ],
+)
+def test_gpus_by_what_nvidias_tool_prints(
+    script: str, found: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiB become bytes, and free memory is rounded down. Output of another form is no GPU and no error."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        f'#!/bin/sh\n[ "$*" = "--query-gpu=memory.free,memory.total --format=csv,noheader,nounits" ] || exit 2\n{script}\n'
+    )
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(health, "PATIENCE", 0.5 if "sleep" in script else 10.0)
+    assert gpus() == found
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus() == []
+
+
 def test_a_hanging_disk_stops_health_and_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HealthReport, "look", lambda self: threading.Event().wait(60))
     report = HealthReport(tmp_path)
@@ -222,7 +252,8 @@ def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def beat(kit: Path) -> None:
     """Start a server's component in this kit and let a first heartbeat be processed."""
-    engine = SimpleNamespace(get_clients=list, run_processes={})
+    manager = SimpleNamespace(disabled_clients=set())
+    engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
     fl_ctx: Any = SimpleNamespace(
         get_prop=lambda key: SimpleNamespace(get_root_dir=lambda: str(kit)), get_engine=lambda: engine
     )

@@ -11,14 +11,17 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from consilium.client import machine_check
 from consilium.client.finding import Finding
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, doctor
+from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import update_local
@@ -99,7 +102,25 @@ def test_other_server_is_a_problem(kit: Path, made: Path, tmp_path: Path, server
     shutil.copy(stranger / "clinic/startup/rootCA.pem", kit / "startup/rootCA.pem")
     found = problems(kit)
     assert "CERTIFICATE_VERIFY_FAILED" in found["server"]
+    assert f": {Cause.PROJECT}: " in found["server"]
     assert "was altered" in found["signature"]
+
+
+@pytest.mark.parametrize("name", ["clinic", "a@hub.example"])
+def test_a_kit_of_another_project_is_named_as_the_cause(name: str, made: Path, tmp_path: Path, server: None) -> None:
+    """Both kits are whole, with the same names and the same address: only the roots differ."""
+    found = problems(provision(made.parents[1] / "sites.yml", tmp_path / "other") / name)
+    assert found.keys() == {"server"}
+    assert ": wrong project: no root of this kit has signed its certificate" in found["server"]
+    assert "ask the hub for this project's kit" in found["server"]
+
+
+def test_a_server_of_another_name_is_no_other_project(kit: Path, server: None) -> None:
+    path = kit / "startup/fed_client.json"
+    path.write_text(path.read_text().replace("localhost:", "127.0.0.1:"))
+    found = problems(kit)["server"]
+    assert "address has changed" in found
+    assert "wrong project" not in found
 
 
 @pytest.mark.parametrize(
@@ -231,6 +252,41 @@ def test_a_servers_state_is_private_writable_and_lasting(made: Path, tmp_path: P
     assert "cannot write there" in found().found
     change("resources.json", lambda r: r.pop("components"))(kit)
     assert "names no folder of jobs" in found().found
+
+
+def test_a_servers_full_disk_is_a_problem(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of its jobs' folder, which need not be the kit's."""
+    kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
+    (state := tmp_path / "state").mkdir(mode=0o700)
+    change("resources.json", lambda r: r["components"][1]["args"].update(uri_root=str(state / "jobs")))(kit)
+    usage = machine_check.shutil.disk_usage
+    asked: list[Path] = []
+
+    def nearly_full(path: Path) -> Any:
+        asked.append(path)
+        return usage(path)._replace(free=2**30)
+
+    monkeypatch.setattr(machine_check.shutil, "disk_usage", nearly_full)
+    told = f"PROBLEM  disk: {state}: 1.0 GiB free; free at least 5 GiB, or set `state:` in sites.yml to a larger disk"
+    assert problems(kit)["disk"] == told
+    assert asked == [state]
+
+
+def test_a_port_that_needs_more_rights_is_a_problem(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's refusal is by hand: tests may run as root, whom it allows every port."""
+    kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
+    path = kit / "startup/fed_server.json"
+    port = certificates.server_address(kit).rpartition(":")[2]
+    path.write_text(path.read_text().replace(f":{port}", ":443"))
+
+    class Refusing(socket.socket):
+        def bind(self, address: Any) -> None:
+            raise PermissionError(13, "Permission denied") if address == ("", 443) else AssertionError(address)
+
+    monkeypatch.setattr(doctor, "socket", SimpleNamespace(**vars(socket) | {"socket": Refusing}))
+    told = problems(kit)["port"]
+    assert told.startswith("PROBLEM  port: 443: this user may not listen there; run it as a service with CAP_NET_BIND_SERVICE")
+    assert "a `port` over 1023 in sites.yml" in told
 
 
 def test_a_servers_port_is_free_before_it_runs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import yaml
 
 from consilium.core.errors import ConfigError
+from consilium.core.storage import file_lock
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.kit_metrics import HELP, collect
 from consilium.flare.kit import admission
@@ -20,7 +23,8 @@ from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import FILE, AuditLog
 from consilium.report.exposition import Sample, exposition
-from tests.conftest import run
+from consilium.report.run_files import LOCK, RunLog
+from tests.conftest import run, small_config
 
 ALERTS = Path(__file__).parents[2] / "provisioning/alerts.yml"
 BUDGET = {"dataset": "ward", "budgets": {"site": {"epsilon": 5}}}
@@ -42,8 +46,8 @@ def site(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(made: Path, tmp_path: Path) -> Path:
-    """Return a server's kit with a run of which two of three rounds are done; a site's answer was refused once."""
+def server(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """Return a server's kit with a running run of which two of three rounds are done; a site's answer was refused once."""
     kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
     folder, t = kit / STATE / "runs" / "fundus-1", 1_000_000.0
     folder.mkdir(parents=True)
@@ -58,7 +62,13 @@ def server(made: Path, tmp_path: Path) -> Path:
         ]
     lines.append({"time": t + 20, "event": "refused", "site": "b", "round": 2, "reason": "late"})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"time": 1, "ev')
-    return kit
+    with file_lock(folder / LOCK):  # as the run's process holds it
+        yield kit
+
+
+def crash(kit: Path) -> None:
+    """Let the run's lock go, as the end of its process does."""
+    (kit / STATE / "runs/fundus-1" / LOCK).unlink()
 
 
 def numbers(kit: Path) -> dict[str, float]:
@@ -113,6 +123,26 @@ def test_a_run_that_was_stopped_says_when_and_why_until_it_is_resumed(server: Pa
     assert not [name for name in found if "run_stopped" in name]
 
 
+def test_a_run_whose_process_has_ended_without_a_result_is_lost(server: Path) -> None:
+    assert states(numbers(server)) == {"running": 1}
+    crash(server)
+    assert states(numbers(server)) == {"lost": 1}
+    with file_lock(server / STATE / "runs/fundus-1" / LOCK):
+        assert states(numbers(server)) == {"running": 1}
+    stop(server, "no room", 1_000_030.0)
+    assert states(numbers(server)) == {"stopped": 1}
+
+
+def test_a_run_is_resumed_while_its_metrics_are_written(server: Path) -> None:
+    """The look takes the run's lock for an instant, and no resume may fail by it."""
+    crash(server)
+    path = server / STATE / "runs/fundus-1"
+    look = file_lock(path / LOCK)
+    look.acquire()
+    threading.Timer(0.3, look.release).start()
+    RunLog(path, small_config("fedit"), resume=True).close()
+
+
 def attend(kit: Path, **sites: dict[str, Any]) -> None:
     """Write the server's list of sites."""
     rows = {name: {"last_seen": 1_000_000.0, "here": True, "jobs": []} | facts for name, facts in sites.items()}
@@ -124,12 +154,14 @@ HEALTH |= {"data_checked": 1_000_001.0, "refusal": "budget", "refused_at": 1_000
 
 
 def test_what_sites_say_of_themselves_becomes_metrics_of_the_server(server: Path) -> None:
-    attend(server, a={"health": HEALTH, "skew": -3.5, "certificate_ends": 2_000_000.0}, b={"cause": "ended", "here": False})
+    said = {"health": HEALTH, "skew": -3.5, "certificate_ends": 2_000_000.0, "version": "0.3.1"}
+    attend(server, a=said, b={"cause": "ended", "here": False})
     found = {name: value for name, value in numbers(server).items() if "consilium_site_" in name and 'site="a"' in name}
     seen = {name: found.pop(name) for name in list(found) if "last_seen" in name}
     assert len(seen) == 1
     assert found == {
         'consilium_site_last_heartbeat_timestamp_seconds{site="a"}': 1_000_000,
+        'consilium_site_info{site="a",version="0.3.1"}': 1,
         'consilium_site_clock_ahead_seconds{site="a"}': -3.5,
         'consilium_site_certificate_end_timestamp_seconds{site="a"}': 2_000_000,
         'consilium_site_disk_free_bytes{site="a"}': 7 * 10**9,
@@ -242,7 +274,14 @@ def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, 
     assert firing(alerts["RunStands"], [server], t + 7199) == set()
     assert firing(alerts["RunStands"], [server], t + 7201) == {run}
     assert firing(alerts["RunStopped"], [server], t) == set()
+    assert firing(alerts["RunStands"], [server], t + 29 * DAY) == {run}  # a process that hangs does so until it is ended
+    assert firing(alerts["RunLost"], [server], t) == set()
+    crash(server)
+    assert firing(alerts["RunStands"], [server], t + 7201) == set()
+    assert firing(alerts["RunLost"], [server], t + DAY - 1) == {run}
+    assert firing(alerts["RunLost"], [server], t + DAY + 1) == set()
     stop(server, "no room", t)
+    assert firing(alerts["RunLost"], [server], t) == set()
     assert firing(alerts["RunStands"], [server], t + 30 * DAY) == set()  # no false alarm for a run that has ended
     assert firing(alerts["RunStopped"], [server], t + DAY - 1) == {'{run="fundus-1",cause="no room"}'}
     assert firing(alerts["RunStopped"], [server], t + DAY + 1) == set()
@@ -294,14 +333,14 @@ def test_each_alert_fires_at_its_bound_and_not_before(
     for more, many in ((3, False), (4, True)):
         path.write_text("\n".join([line] * more) + "\n" + first)
         check("Refusals", server, *(['{run="fundus-1",site="b"}'] if many else []), before=before)
-    assert fired | {"RunStands", "RunStopped", "SiteSilent", "LedgerBroken", "MetricsOld"} == alerts.keys()
+    assert fired | {"RunStands", "RunLost", "RunStopped", "SiteSilent", "LedgerBroken", "MetricsOld"} == alerts.keys()
 
 
 def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
     AuditLog(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     stop(server, "no room", 1_000_030.0)
     admission.note_cause(site, admission.Cause.REVOKED)
-    attend(server, a={"health": HEALTH, "skew": 0.0, "certificate_ends": 2_000_000.0})
+    attend(server, a={"health": HEALTH, "skew": 0.0, "certificate_ends": 2_000_000.0, "version": "0.3.0"})
     assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1
     written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}
     spoken = {name for rule in alerts.values() for name in re.findall(r"consilium_\w+", rule)}

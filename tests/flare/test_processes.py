@@ -4,8 +4,9 @@ import builtins
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,14 +17,17 @@ from nvflare.lighter.provisioner import Provisioner
 
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
-from consilium.flare.kit import deploy_prepare, processes
+from consilium.flare.kit import deploy_prepare, key_lock, processes
+from consilium.flare.kit.kit_contents import LOCKED
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
-from consilium.flare.kit.renewal import update_kit
+from consilium.flare.kit.renewal import renew, update_kit
 
 ROOT = Path(__file__).parents[2]
 SITES = ROOT / "provisioning" / "sites.yml"
 CLIENT = "nvflare.private.fed.app.client.client_train"
+SERVER = "nvflare.private.fed.app.server.server_train"
+PASSPHRASE = "five words of a telephone call"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,7 @@ CHANGES: list[Callable[[Path], object]] = [
     lambda kit: apply_local(SITES, kit),
     lambda kit: update_kit(kit, kit),
     lambda kit: deploy_prepare.prepare(kit, ROOT / "provisioning/container/slurm.yaml", kit.with_name("out")),
+    lambda kit: key_lock.lock(kit, PASSPHRASE),
 ]
 
 
@@ -81,6 +86,43 @@ def test_a_running_kit_is_refused_before_anything_is_written(
     with suppress(ConfigError):  # another fault of these hand-made calls
         change(path)
     processes.check_stopped(path)
+
+
+def test_a_running_kit_stays_locked_or_open(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may read the key again. `unlock` alone is allowed: a logout may have emptied the folder in memory."""
+    monkeypatch.setitem(key_lock.COST, "n", 2**10)
+    key_lock.lock(kit, PASSPHRASE)
+    key_lock.unlock(kit, PASSPHRASE)
+    before = content(kit)
+    for process in sleeping("-m", CLIENT, "-m", kit, "-s", "fed_client.json"):
+        for change in (lambda: key_lock.lock(kit), lambda: key_lock.unlock(kit, PASSPHRASE, for_good=True)):
+            with pytest.raises(ConfigError, match=f"runs from it; stop it first: kill {process.pid}$"):
+                change()
+        assert content(kit) == before
+        shutil.rmtree((kit / "startup/client.key").resolve().parent)
+        key_lock.unlock(kit, PASSPHRASE)
+        assert content(kit) == before
+    key_lock.unlock(kit, PASSPHRASE, for_good=True)
+    assert not (kit / LOCKED).exists()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_server_is_never_renewed_while_it_runs(started: bool, tmp_path: Path) -> None:
+    """With --running it is refused even when stopped; without, it is refused while it runs."""
+    kit = provision(SITES, tmp_path) / "fl.hub.example"
+    time.sleep(1.1)  # certificates end at whole seconds, and a renewed one ends later
+    new = renew(SITES, tmp_path, ["fl.hub.example"]) / "fl.hub.example"
+    before = content(kit)
+    with ExitStack() as stack:
+        if started:
+            process = stack.enter_context(contextmanager(sleeping)("-m", SERVER, "-m", kit, "-s", "fed_server.json"))
+            with pytest.raises(ConfigError, match=f"stop it first: kill {process.pid}$"):
+                update_kit(kit, new)
+        with pytest.raises(ConfigError, match="a server reads its certificate at its start; stop it, and leave out --running"):
+            update_kit(kit, new, running=True)
+    assert content(kit) == before
+    update_kit(kit, new)
+    assert content(kit) != before
 
 
 def test_pid_files_and_others_commands_are_no_sign_of_a_running_kit(kit: Path) -> None:

@@ -1,6 +1,7 @@
 """FLARE's runtimes on our kits keep the kits' policies, and the container's files are shut."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from consilium import __version__
 from consilium.flare.kit.class_allow_list import CLASSES
 from consilium.flare.kit.kit_hardening import is_pinned
 from consilium.flare.kit.provision import provision
@@ -107,7 +109,12 @@ def test_copy_into_the_kit_is_refused(kits: Path, monkeypatch: pytest.MonkeyPatc
 def test_compose_services_are_closed(tmp_path: Path) -> None:
     services = yaml.safe_load((CONTAINER / "compose.yaml").read_text())["services"]
     assert services.keys() == {"site", "site-gpu", "server"}
+    (check,) = re.findall("^HEALTHCHECK (.*) CMD (.*)$", (CONTAINER / "Dockerfile").read_text(), re.MULTILINE)
+    times = {name.replace("-", "_"): value for name, value in re.findall(r"--([\w-]+)=(\w+)", check[0])}
+    assert times.keys() == {"interval", "timeout", "start_period", "retries"}
     for one in services.values():
+        assert one["healthcheck"]["test"] == ["CMD", *json.loads(check[1])] == ["CMD", "consilium", "doctor", "/kit"]
+        assert {name: str(value) for name, value in one["healthcheck"].items() if name != "test"} == times
         assert one["read_only"] is True
         assert one["cap_drop"] == ["ALL"]
         assert one["security_opt"] == ["no-new-privileges:true"]
@@ -117,6 +124,11 @@ def test_compose_services_are_closed(tmp_path: Path) -> None:
         assert not any("docker.sock" in str(volume) for volume in one["volumes"])
     assert "ports" not in services["site"]
     assert "ports" not in services["site-gpu"]
+
+
+def test_kubernetes_names_the_image_of_this_version() -> None:
+    image = yaml.safe_load((CONTAINER / "kubernetes.yaml").read_text())["parent"]["docker_image"]
+    assert image == f"registry.example/consilium:{__version__.rpartition('.')[0]}"
 
 
 IMAGE = ["hadolint", str(CONTAINER / "Dockerfile")]

@@ -117,7 +117,10 @@ def _use_loopback() -> None:
 
 
 def _await(federation: LocalFederation) -> None:
-    """Wait until all sites are connected. Raises ConsiliumError if a process ends, or after PATIENCE seconds."""
+    """Wait until all sites are connected.
+
+    Raises ConsiliumError if a process ends; and after PATIENCE seconds, UnreachableError if the server does not answer.
+    """
     ends = time.monotonic() + PATIENCE
     while True:
         federation.check_alive()
@@ -125,6 +128,8 @@ def _await(federation: LocalFederation) -> None:
             with connect(federation.kit(LEAD)) as admin:
                 missing = admin.await_sites(set(federation.sites), 2)
         except UnreachableError:
+            if time.monotonic() > ends:
+                raise
             missing = set(federation.sites)
             time.sleep(1)
         if not missing:

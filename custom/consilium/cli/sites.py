@@ -49,8 +49,9 @@ def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) ->
     yield line(f"server: consilium {server['version']}, protocol {server['protocol']}; {len(rows)} sites seen")
     cells = []
     for row in rows:
-        days, ahead, ago = row["certificate_days_left"], row["clock_ahead_seconds"], _ago(row["seen_seconds_ago"])
-        seen = f"{ago} ago" if row["state"] == "here" else f"{row['state']}, {ago} ago"
+        days, ahead, seconds = row["certificate_days_left"], row["clock_ahead_seconds"], row["seen_seconds_ago"]
+        ago = "never" if seconds is None else f"{_ago(seconds)} ago"
+        seen = ago if row["state"] == "here" else f"{row['state']}, {ago}"
         cell = [row["site"], seen, shown(row["version"] or "-", 20), "-" if row["protocol"] is None else str(row["protocol"])]
         cell += ["-" if ahead is None else f"{ahead:+.0f} s", "-" if days is None else f"{days} days"]
         cells.append([*cell, ", ".join(job[:8] for job in row["jobs"]) or "-"])
@@ -63,16 +64,16 @@ def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) ->
 
 
 def site_rows(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
-    """Return a row per site as JSON values. `state` is here, silent, gone, or a Cause. None means not reported."""
+    """Return a row per site as JSON values. `state` is here, silent, gone, or a Cause. None: not reported, or never seen."""
     return [_row(name, one, found["server"], now) for name, one in found["sites"].items()]
 
 
 def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: float) -> dict[str, Any]:
     days = None if "certificate_ends" not in one else int((one["certificate_ends"] - now) // 86400)
-    ago = round(max(now - one["last_seen"], 0.0))
+    ago = round(max(now - one["last_seen"], 0.0)) if "last_seen" in one else None
     return {
         "site": name,
-        "state": one.get("cause") or "gone" if not one["here"] else "silent" if ago > SILENT else "here",
+        "state": one.get("cause") or "gone" if not one["here"] else "silent" if ago is None or ago > SILENT else "here",
         "seen_seconds_ago": ago,
         "version": one.get("version"),
         "protocol": one.get("protocol"),

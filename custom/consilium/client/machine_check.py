@@ -157,11 +157,11 @@ def examine_device(site: SiteConfig, promised: int) -> Finding:
     return checked("device", look)
 
 
-def examine_disk(folder: Path) -> Finding:
-    """Return the free disk space for the site's state, in `folder`."""
+def examine_disk(folder: Path, settings: str = "site.yaml") -> Finding:
+    """Return the free disk space for a participant's state, in `folder`. `settings`: the file that names this folder."""
     there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
     free = shutil.disk_usage(there).free / 2**30
-    enough = "" if free >= DISK_GIB else f"free at least {DISK_GIB:g} GiB, or set `state:` in site.yaml to a larger disk"
+    enough = "" if free >= DISK_GIB else f"free at least {DISK_GIB:g} GiB, or set `state:` in {settings} to a larger disk"
     return Finding("disk", f"{there}: {free:.1f} GiB free", enough)
 
 

@@ -33,7 +33,8 @@ from consilium.report.tracking import Tracker
 from consilium.report.untrusted_files import place_of, read_lines
 from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
 
-LOCK = ".run.lock"
+LOCK, MOMENT = ".run.lock", 1.0
+"""LOCK: the file that a run's process locks. MOMENT: seconds to wait for it, since `has_process` takes it for an instant."""
 MEANS = "(mean of sites)"
 """TensorBoard's folder for means over sites. No site can have this name."""
 VERSIONS, THEN = "versions.json", ", then "
@@ -244,7 +245,7 @@ def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
     if path.exists() and not resume:
         raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name")
     try:
-        lock.acquire()
+        lock.acquire(MOMENT)
     except Timeout:
         raise ConfigError(f"{path.parent}: the run is going on in another process; wait until it has ended") from None
     except OSError as error:
@@ -253,6 +254,18 @@ def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
     if resume and not path.read_text(encoding="utf-8").endswith("\n"):
         file.write("\n")  # the last line was cut off by a crash
     return file
+
+
+def has_process(folder: Path) -> bool:
+    """Return whether a process writes to the run in a folder, on any machine that shares the folder's file system.
+
+    True if this cannot be found out, such as on a file system without locks.
+    """
+    try:
+        with file_lock(folder / LOCK, wait=False):
+            return False
+    except (Timeout, OSError):
+        return True
 
 
 def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:

@@ -181,7 +181,7 @@ def test_heartbeats_by_a_clock_that_was_set_back_do_not_lower_the_latest_time(
     """The server's certificate is of 30 days ago and the clinic's of a day ago. One heartbeat came by the right clock."""
     monkeypatch.setattr(TrainingCommandModule, "check_status", TrainingCommandModule.check_status)
     monkeypatch.setattr(ClientManager, "heartbeat", ClientManager.heartbeat)
-    allowed = SimpleNamespace(is_client_disabled=lambda name: False)
+    allowed = SimpleNamespace(disabled_clients=set())
     engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=allowed))
     fl_ctx: Any = SimpleNamespace(
         get_prop=lambda key: (

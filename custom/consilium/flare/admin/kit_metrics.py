@@ -26,6 +26,7 @@ from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.report.exposition import Sample
+from consilium.report.run_files import has_process
 from consilium.report.untrusted_files import read_events
 
 RECENT = 30 * 86400.0
@@ -48,7 +49,7 @@ HELP = {
     "refused": "1 if the server refuses a site, with the cause as label",
     "run_round": "rounds of a run that are finished",
     "run_rounds": "planned rounds of a run",
-    "run_state": "1 for the state in the label: running, completed or stopped; a run whose server died counts as running",
+    "run_state": "1 for the state in the label: running, completed, stopped, or lost: its process ended without a result",
     "run_end_timestamp_seconds": "when a run was completed or stopped",
     "run_stopped": "1 if a run was stopped early, with the cause as label",
     "run_last_event_timestamp_seconds": "time of a run's last event",
@@ -56,6 +57,7 @@ HELP = {
     "run_refusals_total": "results of a site that were refused or did not arrive",
     "site_last_seen_timestamp_seconds": "when a site's last result or hello was accepted",
     "site_last_heartbeat_timestamp_seconds": "when a site's last heartbeat was accepted",
+    "site_info": "version of the package at a site, as label, at its last heartbeat",
     "site_clock_ahead_seconds": "how far a site's clock is ahead of the server's",
     "site_certificate_end_timestamp_seconds": "when a site's certificate expires",
     "site_disk_free_bytes": "free disk of a site that shares its health",
@@ -107,7 +109,10 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
     of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
         yield Sample("refused", 1, of | {"cause": one["cause"]})
-    yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
+    if "last_seen" in one:  # not for a site that was refused before its first heartbeat
+        yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
+    if "version" in one:
+        yield Sample("site_info", 1, of | {"version": one["version"]})
     for fact, metric in SITE_FACTS.items():
         if fact in one | health:
             yield Sample(metric, float((one | health)[fact]), of)
@@ -151,7 +156,7 @@ def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, 
         yield Sample("run_state", 1, of | {"state": "completed"})
         yield Sample("run_end_timestamp_seconds", results.stat().st_mtime, of)
     else:
-        yield Sample("run_state", 1, of | {"state": "running"})
+        yield Sample("run_state", 1, of | {"state": "running" if has_process(folder) else "lost"})
 
 
 def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:

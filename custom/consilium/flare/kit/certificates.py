@@ -17,6 +17,7 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
+from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.kit_contents import certificate, load_certificate, private_key, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
@@ -29,6 +30,9 @@ NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 """Environment variables in the order in which gRPC reads them, lower case only."""
 OUT_OF_DATE = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+OTHER_ROOT = (18, 19, 20, 21)
+"""OpenSSL's errors of a certificate that no known root has signed: X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT,
+_SELF_SIGNED_CERT_IN_CHAIN, _UNABLE_TO_GET_ISSUER_CERT_LOCALLY and _UNABLE_TO_VERIFY_LEAF_SIGNATURE."""
 TIMEOUT = 5.0
 """Seconds to wait for the server."""
 
@@ -85,7 +89,10 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
             now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
             return Finding("server", f"{target}: its certificate is not valid now, {now}", f"set the clock, or {RENEW_SERVER}")
-        remedy = "ask the hub whether the root has changed (then for a new kit), the network's people not to open TLS"
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OTHER_ROOT:
+            found = f"{target}: {Cause.PROJECT}: no root of this kit has signed its certificate ({error})"
+            return Finding("server", found, f"{Cause.PROJECT.remedy}, or the network's people not to open TLS")
+        remedy = "ask the hub whether the server's address has changed, the network's people not to open TLS"
         return Finding("server", f"{target}: {error}", remedy)
     except OSError as error:
         return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")

@@ -97,7 +97,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     if role == "server":
         yield checked("revocation", lambda: _revocation(kit))
         yield checked("state", lambda: _state(server_folders(kit)[0].parent))
-        yield checked("disk", lambda: examine_disk(server_folders(kit)[0]))
+        yield checked("disk", lambda: examine_disk(server_folders(kit)[0], "sites.yml"))
         yield checked("port", lambda: _port(kit, int(server_address(kit).rpartition(":")[2])))
         yield checked("relays", lambda: _relays(_json(kit / "startup" / "fed_server.json"), kit))
     else:

@@ -38,6 +38,8 @@ MAX_SITES = 10_000
 """Largest number of sites in the list. Each of them has shown a certificate of the project."""
 EVERY = 10.0
 """Seconds between two writes of the file."""
+PERSON = "@"
+"""Every person's name has this character, and no site's: the list of revoked names has both."""
 COMPONENT = {"id": "attendance", "path": "consilium.flare.kit.heartbeat_server.Attendance"}
 """The entry of this component in the server kit's local/resources.json."""
 
@@ -59,7 +61,10 @@ class Attendance(FLComponent):
         patches.STATUS.wrap(self._add_sites_to_status)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """At the start, read the list from its file. At heartbeats, write it every ten seconds and rotate audit.log."""
+        """At the start, read the list from its file. Later, write it and rotate audit.log.
+
+        It is written at heartbeats, and when a site tries to register, which a refused site does. At most every ten seconds.
+        """
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
             self._latest = latest_heartbeat(self._kit / STATE / ATTENDANCE)
@@ -68,9 +73,11 @@ class Attendance(FLComponent):
             with suppress(ConfigError):  # there is no file yet, or it is damaged and is replaced
                 former = read_attendance(self._kit)["sites"]
                 self._sites = {
-                    n: {k: v for k, v in one.items() if k not in ("here", "jobs", "cause")} for n, one in former.items()
+                    n: {k: v for k, v in one.items() if k not in ("here", "jobs", "cause")}
+                    for n, one in former.items()
+                    if "last_seen" in one
                 }
-        elif event_type == EventType.CLIENT_HEARTBEAT_PROCESSED:
+        elif event_type in (EventType.CLIENT_HEARTBEAT_PROCESSED, EventType.CLIENT_REGISTER_RECEIVED):
             self._engine = fl_ctx.get_engine()
             if self._kit and time.monotonic() - self._written >= EVERY:
                 self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
@@ -100,27 +107,34 @@ class Attendance(FLComponent):
             conn.update_meta({KEY: self._status_facts()})
 
     def _status_facts(self) -> Facts:
-        """Return {"server": the server's facts, "sites": {name: facts}}. "here" in a site's facts says if it is connected."""
+        """Return {"server": the server's facts, "sites": {name: facts}}. "here" in a site's facts says if it is connected.
+
+        A site that was revoked or disabled before its first heartbeat is listed too, without "last_seen".
+        """
         jobs: dict[str, list[str]] = {}
         here: set[str] = set()
         disabled: set[str] = set()
         if self._engine:
             here = {client.name for client in self._engine.get_clients()}
-            disabled = {name for name in self._sites if self._engine.server.client_manager.is_client_disabled(name)}
+            disabled = set(self._engine.server.client_manager.disabled_clients)
             for job_id, process in list(self._engine.run_processes.items()):
                 for client in process[RunProcessKey.PARTICIPANTS].values():
                     jobs.setdefault(client.name, []).append(job_id)
         sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(self._sites.items())}
         for name, cause in self._refusal_causes(here, disabled).items():
-            sites[name]["cause"] = cause
-        return {"server": own_facts(), "sites": sites}
+            sites.setdefault(name, {"here": False, "jobs": []})["cause"] = cause
+        return {"server": own_facts(), "sites": dict(sorted(sites.items()))}
 
     def _refusal_causes(self, here: set[str], disabled: set[str]) -> dict[str, Cause]:
-        """Return, for sites that are not connected, why the server would refuse them, as far as it knows."""
+        """Return, for sites that are not connected, why the server would refuse them, as far as it knows.
+
+        The server knows the expiry of a certificate only from a heartbeat. It does not see the name of a site whose connection
+        fails before the registration: a kit of another project, or a clock at which the certificate is not yet valid.
+        """
         found = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
         with suppress(ConfigError):  # a damaged revocation list is reported by the doctor
             revoked = revocation.revoked_until(self._kit / "local") if self._kit else {}
-            late = {n: self._sites[n]["last_seen"] for n in revoked.keys() & self._sites.keys()}
+            late = {n: self._sites.get(n, {}).get("last_seen", 0.0) for n in revoked if PERSON not in n}
             found |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # a later one is of a newer kit
         return {n: cause for n, cause in (found | dict.fromkeys(disabled, Cause.REFUSED)).items() if n not in here}
 
@@ -176,7 +190,7 @@ def _is_site_entry(one: Facts) -> bool:
     skew, jobs = one.get("skew", 0.0), one["jobs"]
     return (
         all(VALID[name](one[name]) for name in VALID.keys() & one.keys())
-        and is_time(one["last_seen"])
+        and (is_time(one["last_seen"]) if "last_seen" in one else one["cause"] is not None)
         and type(one["here"]) is bool
         and one.get("cause") in (None, *Cause)
         and isinstance(jobs, list)

@@ -120,9 +120,12 @@ def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
     Returns the folder that holds the keys.
 
     The kit stays unlocked until `lock` is called or the machine restarts. `for_good`: write the keys into startup/ itself and
-    delete the encrypted file. Raises ConfigError for a wrong passphrase, for a damaged file, and for other keys in startup/.
+    delete the encrypted file; the kit must not run. Raises ConfigError for a wrong passphrase, for a damaged file, for other
+    keys in startup/, and with `for_good` for a kit that runs.
     """
     path, startup = kit / LOCKED, kit / "startup"
+    if for_good:
+        check_stopped(kit)
     keys = _decrypt_keys(path, passphrase)
     _check_same_keys(in_clear(kit), keys, path)
     memory = next((place for place in IN_MEMORY if place and os.access(place, os.W_OK)), None)
