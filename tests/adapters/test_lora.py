@@ -211,3 +211,13 @@ def test_dora_is_refused_where_its_lengths_have_no_rule() -> None:
             assemble_job(job(strategy, dora=True))
     with pytest.raises(ConfigError, match=r"adapter\.dora: true: targets 'qv' are parts of layers"):
         assemble_job(job(dora=True, targets="qv"))
+
+
+def test_a_rank_above_a_layers_size_is_refused_and_the_largest_one_is_taken() -> None:
+    """The least of a layer's two sizes is named."""
+    model = build_sam("tiny", None, 64, 2)
+    target = SAM.target("encoder-qkv")
+    most = min(min(layer.weight.shape) for name, layer in model.named_modules() if name.endswith("attn.qkv"))
+    assert set(rank for name, (rank, _) in lora.shapes(model, most, target).items() if name.endswith("lora_A")) == {most}
+    with pytest.raises(ConfigError, match=rf"adapter\.rank: {most + 1}: .*; use at most {most}, or other targets"):
+        lora.shapes(model, most + 1, target)

@@ -37,7 +37,7 @@ def trained(config: JobConfig, seed: int = 0) -> nn.Module:
 def stir(model: nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for tensor in layers.tensors(model).values():
-        step = 0.05 if tensor.ndim > 1 and not tensor.any() else 0.1 * float(tensor.std()) if tensor.numel() > 1 else 0.05
+        step = 0.1 * float(tensor.std()) if tensor.numel() > 1 and tensor.any() else 0.05
         tensor += step * torch.randn(tensor.shape, generator=generator)
 
 
