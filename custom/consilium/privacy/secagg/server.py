@@ -94,7 +94,7 @@ class Attempt:
     # prepare -----------------------------------------------------------------------------------------------------------
 
     def prepare_question(self, past: Message | None = None) -> Message:
-        """Return the question of the prepare step. `past`: the proof of an earlier phase, see messages.check_last_model_was_shared."""
+        """Return the question of the prepare step. `past`: see messages.check_last_model_was_shared."""
         asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
         return self._question("prepare", past=past or {}, **asks)
 
