@@ -44,6 +44,30 @@ def test_cost_in_both_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     said = capsys.readouterr().out
     for told in (f"{own['total']:,}", " MiB at 3 sites\n", "  the run at 3 sites: "):
         assert told in said
+    assert "masks" not in own
+    assert "masks" not in said
+
+
+@pytest.mark.parametrize(
+    ("noise", "promise"),
+    [
+        ((), "masks without noise hide a site's update within this run; over many runs only noise protects (privacy:)"),
+        (("--set", "privacy.trust=central"), "over many runs only noise protects"),
+        (
+            ("--set", "privacy.trust=local"),
+            "within this run; over many runs its noise does, as far as the ledger's epsilon says",
+        ),
+    ],
+)
+def test_cost_says_what_masks_hide_over_many_runs(
+    noise: tuple[str, ...], promise: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = ("--set", "privacy={unit: site, noise_multiplier: 1.0, clip: 1.0}") if noise else ()
+    assert run(monkeypatch, "cost", JOBS / "quickstart_secagg", *private, *noise, "--format", "json") == 0
+    own = json.loads(capsys.readouterr().out)[0]
+    assert promise in own["masks"]
+    assert run(monkeypatch, "cost", JOBS / "quickstart_secagg", *private, *noise) == 0
+    assert f"* {own['masks']}" in capsys.readouterr().out
 
 
 def test_data_check_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,17 @@ def test_monuseg_polygons_patients_and_number_of_sites(tmp_path: Path) -> None:
     assert np.array_equal(values == 1, filled((slice(2, 7), slice(3, 9))))
     picture(source.parent / "MoNuSegTestData/TCGA-2Z-A9J9-01A-01-TS1.tif")
     aperio(source.parent / "MoNuSegTestData/TCGA-2Z-A9J9-01A-01-TS1.xml", [("", 1, 1, 4, 4)])
+    annotation = source / "Annotations/TCGA-18-0001-01Z-00-DX1.xml"
+    before = annotation.read_text()
+    annotation.write_text(before.replace('X="3.0"', 'X="nan"', 1))
+    with pytest.raises(
+        DataError, match=r"0001-01Z-00-DX1\.xml: .*a coordinate is no finite number.*; give the publisher's file"
+    ):
+        run_import("monuseg", source.parent, tmp_path / "bad")
+    annotation.write_text(f'<!DOCTYPE A [<!ENTITY a "b">]>{before.removeprefix(chr(65279))}')
+    with pytest.raises(DataError, match=r"0001-01Z-00-DX1\.xml: .*document type.*; give the publisher's file"):
+        run_import("monuseg", source.parent, tmp_path / "bad")
+    annotation.write_text(before)
     found = run_import("monuseg", source.parent, tmp_path / "two", sites=2, validation=0.2)
     assert found["sites"]["site-1"] == {"training": 8, "validation": 2, "test": 1}
     assert found["sites"]["site-2"] == {"training": 6, "validation": 2, "test": 2}

@@ -155,6 +155,12 @@ def test_medquads_sources_are_sites_and_empty_answers_are_left_out(tmp_path: Pat
     (source / "1_CancerGov_QA/0000001_1.xml").write_text("<Document>")
     with pytest.raises(DataError, match=r"0000001_1\.xml: expected XML of QAPairs; found otherwise"):
         import_set("medquad", source, tmp_path / "bad")
+    (source / "1_CancerGov_QA/0000001_1.xml").write_text('<!DOCTYPE D [<!ENTITY a "b">]><D>&a;</D>')
+    with pytest.raises(DataError, match=r"0000001_1\.xml: .*declares a document type.*; give the publisher's file"):
+        import_set("medquad", source, tmp_path / "bad")
+    (source / "1_CancerGov_QA/0000001_1.xml").write_text("<D>" * 65 + "</D>" * 65)
+    with pytest.raises(DataError, match=r"0000001_1\.xml: .*nested over 64 deep.*; give the publisher's file"):
+        import_set("medquad", source, tmp_path / "bad")
     with pytest.raises(DataError, match=r"expected folders such as 1_CancerGov_QA .*; found other\.xml"):
         import_set("medquad", source / "QA-TestSet", tmp_path / "bad")
 

@@ -219,9 +219,24 @@ def test_fingerprint_formats(
 ) -> None:
     for form, words in told(root).items():
         assert run(monkeypatch, "evidence", made, "--verify", "--fingerprint", words) == 0, (form, capsys.readouterr().err)
+
+
+def test_wrong_fingerprint_does_not_call_a_genuine_archive_forged(
+    made: Path, hub: Path, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped fingerprint and an archive of another project look alike; an archive that was changed does not."""
     for words in told("ab" * 32).values():
         assert run(monkeypatch, "evidence", made, "--verify", "--fingerprint", words) == 1
-        assert "its root is another one" in capsys.readouterr().err
+        said = " ".join(capsys.readouterr().err.split())
+        assert "is intact and signed, but its root is another one than --fingerprint or --kit names" in said
+        assert "ask the hub for its root's fingerprint again" in said
+        assert "forged" not in said
+    files = content(made)
+    signed_by("other")(files, hub)
+    changed = write(tmp_path / "changed.zip", files)
+    for words in (root, "ab" * 32):
+        assert run(monkeypatch, "evidence", changed, "--verify", "--fingerprint", words) == 1
+        assert "the archive is forged" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("words", ["", "SHA256:", "ab", "MD5:" + "ab:" * 15 + "ab", "ab" * 20, "zz" * 32, "SHA256:" + "A" * 42])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from unittest.mock import patch
 
 import pytest
@@ -141,6 +142,19 @@ def test_a_refusal_after_an_answer_is_no_second_answer(make: Make) -> None:
     guard.release_scores(guard.authorize(Kind.EVALUATE, "r", Payload(2, 0, {})), Payload(2, 0, {}))
     assert guard.refuse(Reason.TRAINING) is Reason.TRAINING
     assert len(guard.ledger.entries()) == 1
+
+
+def test_a_refusal_after_another_message_is_no_answer_to_the_task_before(make: Make) -> None:
+    """A message that names no round of the job ends the task. Its failure must not stay as the answer of the round before."""
+    job = private_job()
+    guard = make(job)
+    ask(guard, job)
+    with pytest.raises(RefusedError, match="no task train in round"):
+        ask(guard, job, round=2)
+    assert guard.refuse(Reason.TRAINING) is Reason.TRAINING
+    assert [row.count for row in guard.ledger.entries() if row.count] == []
+    train(guard, "r", broadcast(job), result(job))
+    assert [row.count for row in guard.ledger.entries() if row.count] == [1]
 
 
 @pytest.mark.parametrize("unit", ["site", "record"])
@@ -465,6 +479,28 @@ def test_two_processes_release_a_phase_once(make: Make) -> None:
         one, other = pool.map(lambda guard, task: guard.release(task, result(job)), guards, tasks)
     assert all(torch.equal(one.tensors[n], t) for n, t in other.tensors.items())
     assert len(guards[0].ledger.entries()) == 1
+
+
+def test_a_process_waits_while_another_one_makes_the_release(make: Make) -> None:
+    """The first has drawn its noise and not stored it yet when the second one answers."""
+    job = private_job()
+    first, second = make(job), make(job)
+    tasks = [ask(guard, job) for guard in (first, second)]
+    drawn, answered = Event(), Event()
+
+    def hold(event: object) -> None:
+        drawn.set()
+        answered.wait(1.0)  # the second one waits for the first, so that this runs out
+
+    first.observer = hold
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.release, tasks[0], result(job))
+        assert drawn.wait(30.0)
+        other = second.release(tasks[1], result(job))
+        answered.set()
+        one = waiting.result()
+    assert all(torch.equal(one.tensors[n], t) for n, t in other.tensors.items())
+    assert len(first.ledger.entries()) == 1
 
 
 def test_a_server_that_asks_for_more_rounds_than_the_job_has_gets_nothing(make: Make) -> None:

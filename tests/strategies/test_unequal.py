@@ -149,6 +149,21 @@ def test_hetlora_keeps_a_rank_of_one() -> None:
         assert strategy.rank_of(state, site) == 1
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(1, 0.0), (2, 3.0), (3, 7.5)])
+def test_hetlora_s_penalty_leaves_a_rank_alone(rank: int, expected: float) -> None:
+    """Half of 1, 2 and 3 ranks, rounded down, of which one at least stays. Weight 0.5.
+
+    Rank 1 has no penalty. Ranks 2: ||B[:, 1]|| ||A[1]|| = 2 * 3, times 0.5. Ranks 3: sqrt(2^2 + 1^2) * sqrt(3^2 + 6^2) = 15,
+    times 0.5.
+    """
+    a = torch.tensor([[3.0, 4.0], [0.0, 3.0], [6.0, 0.0]])[:rank]
+    b = torch.tensor([[2.0, 2.0, 0.0], [0.0, 0.0, 1.0]])[:, :rank]
+    params = {"model.layers.0.q_proj.lora_A": a, "model.layers.0.q_proj.lora_B": b}
+    found = HetLoRA(prune=0.5, prune_weight=0.5).penalty(LocalStep(params, params, {}, {}))
+    assert found is not None
+    assert float(found) == pytest.approx(expected)
+
+
 def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
     params = {n: torch.zeros_like(t).requires_grad_() for n, t in initial().items()}
     HetLoRA(prune_weight=1.0).penalty(LocalStep(params, params, {}, {})).backward()

@@ -393,6 +393,50 @@ def csv_table(path: Path) -> None:
     os.truncate(path, 512 * MIB)
 
 
+# XML: texts in MedQuAD's files (names that begin with "texts"), outlines in MoNuSeg's
+
+
+def _page(answer: str, declared: str = "") -> str:
+    pair = f"<QAPair><Question>What?</Question><Answer>{answer}</Answer></QAPair>"
+    return f"{declared}<Document><QAPairs>{pair}</QAPairs></Document>"
+
+
+def xml_laughs(path: Path) -> None:
+    """Write entities of ten of the one before, which are 10 GB together."""
+    listed = [f'<!ENTITY a0 "{"x" * 1000}">', *(f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 8))]
+    path.write_text(_page("&a7;", f"<!DOCTYPE Document [{''.join(listed)}]>"))
+
+
+def xml_entity(path: Path) -> None:
+    """Write an entity of 900 kB that comes 95 times: expat's own limit is 100 times the file."""
+    path.write_text(_page("&a;" * 95, f'<!DOCTYPE Document [<!ENTITY a "{"xy " * 300_000}">]>'))
+
+
+def xml_text(path: Path) -> None:
+    """Write an answer of 30 million words, 90 MB, which are 2 GB as words."""
+    path.write_text(_page("ab " * 30_000_000))
+
+
+def xml_lines(path: Path) -> None:
+    """Write 11 million lines of text between the elements, 33 MB: the reader gives each a text of its own."""
+    path.write_text("<Annotations>" + "ab\n" * 11_000_000 + "</Annotations>")
+
+
+def xml_elements(path: Path) -> None:
+    """Write 3.5 million elements with an attribute, 31 MB."""
+    path.write_text("<Annotations>" + '<a b=""/>' * 3_500_000 + "</Annotations>")
+
+
+def xml_deep_regions(path: Path) -> None:
+    """Write regions within each other, 100,000 deep: a search below each goes over all that are in it."""
+    path.write_text("<Annotation>" * 100_000 + "</Annotation>" * 100_000)
+
+
+def xml_deep_pages(path: Path) -> None:
+    """Write questions within the answers of others, 50,000 deep, each of whose texts holds all below it."""
+    path.write_text("<QAPair><Question>q</Question><Answer>x" * 50_000 + "</Answer></QAPair>" * 50_000)
+
+
 SLICES = 500
 
 
@@ -420,6 +464,14 @@ def large_frames(path: Path) -> None:
 def large_picture(path: Path) -> None:
     """Write a PNG of 4,096 x 4,096 pixels."""
     png(path, side=4096)
+
+
+def large_outlines(path: Path) -> None:
+    """Write 2,000 nuclei of 100 points each, indented as Aperio's program does: 13 MB."""
+    point = '\r\n\t\t\t\t\t<Vertex X="{}.123456" Y="{}.123456" Z="0" />'
+    points = "".join(point.format(n % 10, n // 10) for n in range(100))
+    nuclei = f'<Region Id="1"><Attributes /><Vertices>{points}</Vertices></Region>' * 2000
+    path.write_text(f'<?xml version="1.0"?><Annotations><Annotation><Regions>{nuclei}</Regions></Annotation></Annotations>')
 
 
 def large_slide(path: Path) -> None:
@@ -473,6 +525,8 @@ def _said(path: Path) -> str:
     try:
         if path.suffix == ".csv":
             return repr(read_table(path, Options()))
+        if path.suffix == ".xml":
+            return _imported(path)
         if path.suffix == ".jsonl":
             found = check_texts(path.parent)
         elif path.suffix == ".json":
@@ -486,6 +540,25 @@ def _said(path: Path) -> str:
     except ConsiliumError as error:
         return str(error)
     return " ".join(line for lines in found.problems.values() for line in lines)
+
+
+def _imported(path: Path) -> str:
+    """Import a set of one XML file; return "" if that is done. Raises DataError."""
+    from PIL import Image
+
+    from consilium.data.importers.base import Options
+    from consilium.data.importers.registry import import_set
+
+    name = "medquad" if path.name.startswith("texts") else "monuseg"
+    source = path.with_suffix(".set")
+    folder = source / ("1_One_QA" if name == "medquad" else "Annotations")
+    folder.mkdir(parents=True)
+    (folder / path.name).hardlink_to(path)
+    if name == "monuseg":
+        (source / "Tissue Images").mkdir()
+        Image.new("L", (64, 64)).save(source / "Tissue Images" / f"{path.stem}.tif")
+    import_set(name, source, path.with_suffix(".imported"), Options(minimum=0, validation=0, test=0))
+    return ""
 
 
 def measured(paths: Sequence[Path], seconds: int = 20) -> list[dict[str, Any]]:

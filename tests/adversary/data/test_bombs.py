@@ -17,6 +17,17 @@ MOST = 2**29
 """Bytes that a bomb may take of memory beside what the process has."""
 SECONDS = 20
 Bombs = dict[str, Callable[[Path], None]]
+XML: Bombs = {
+    "texts-laughs.xml": bombs.xml_laughs,
+    "texts-entity.xml": bombs.xml_entity,
+    "texts-words.xml": bombs.xml_text,
+    "texts-elements.xml": bombs.xml_elements,
+    "texts-deep.xml": bombs.xml_deep_pages,
+    "laughs.xml": bombs.xml_laughs,
+    "words.xml": bombs.xml_text,
+    "elements.xml": bombs.xml_elements,
+    "deep.xml": bombs.xml_deep_regions,
+}
 QUICK: Bombs = {
     "beyond.dcm": bombs.deflated_beyond,
     "pixels.dcm": bombs.deflated_pixels,
@@ -42,6 +53,7 @@ QUICK: Bombs = {
     "tiled-slide.svs": bombs.slide_tile,
     "training.jsonl": bombs.one_line,
     "table.csv": bombs.csv_table,
+    **XML,
 }
 """By the name of the file: what opens it goes by that."""
 READ: Bombs = {
@@ -49,6 +61,7 @@ READ: Bombs = {
     "exif.png": bombs.png_exif,
     "tags.tif": bombs.tiff_tags,
     "runs.bmp": bombs.bmp_runs,
+    "lines.xml": bombs.xml_lines,
 }
 """Those whose picture is within bounds, and read as such: what is behind it, or around it, is left."""
 LONG: Bombs = {
@@ -62,6 +75,7 @@ LONG: Bombs = {
 }
 LARGE: Bombs = {
     "ct.nii.gz": bombs.large_ct,
+    "outlines.xml": bombs.large_outlines,
     "frames.dcm": bombs.large_frames,
     "picture.png": bombs.large_picture,
     "tiled-slide.tif": bombs.large_slide,
@@ -100,7 +114,7 @@ def test_neither_does_a_longer_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_large_files_in_earnest_are_read(tmp_path: Path) -> None:
-    """A CT of 262 MB, in a file of its own or in frames, a picture of 16 million pixels, a slide of a gigapixel by tiles."""
+    """A CT of 262 MB, alone or in frames, a picture of 16 million pixels, a gigapixel by tiles, a slide's 2,000 outlines."""
     found = took(tmp_path, LARGE)
     assert {name: one for name, one in found.items() if one["said"] or one["bytes"] > 3 * 2**29} == {}
     assert max(found[name]["bytes"] for name in ("picture.png", "tiled-slide.tif")) < MOST

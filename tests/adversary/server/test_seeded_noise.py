@@ -108,13 +108,14 @@ def test_noise_on_a_released_step_has_the_law_of_the_plan() -> None:
 # what is behind a promise ---------------------------------------------------------------------------------------------
 
 SOURCE = Path(consilium.__file__).parent
-PROMISES = ("privacy", "training")
+PROMISES = ("privacy", "training", "client", "server")
 DRAWS = {"random", "secrets", "numpy.random", "torch.random", "torch.cuda.random"}
 """Modules that draw."""
 GENERATORS = {
     "Generator", "RandomState", "SystemRandom", "default_rng", "manual_seed", "urandom", "getrandom", "rand", "randn",
     "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_",
     "bernoulli", "bernoulli_", "multinomial", "exponential_", "dropout", "random_", "getrandbits", "uuid4",
+    "cauchy_", "log_normal_", "geometric_", "poisson", "standard_normal", "laplace", "gauss", "normalvariate",
 }  # fmt: skip
 """Names of functions and classes that draw, in whatever library."""
 HARMLESS = {"collections.abc"}
@@ -123,35 +124,56 @@ ALLOWED = {
     ("privacy/randomness.py", "os.urandom"): "the module itself",
     ("privacy/randomness.py", "secrets.randbelow"): "the module itself",
     ("privacy/dpsgd.py", "get_rng_state"): "draws nothing: sees whether a model drew, which is refused",
+    ("privacy/dpsgd.py", "rehearse"): "draws nothing: puts the generators back after a step on made-up samples",
     ("training/loop.py", "train"): "torch.manual_seed for models that draw, which DP-SGD refuses; order of batches without DP",
     ("training/loop.py", "_calls"): "the order of batches without DP",
-    (
-        "training/gradient_probe.py",
-        "BatchGradients",
-    ): "looks at gradients: refused with DP-SGD, hidden by the noise of a whole site",
-    ("training/interpolation.py", "references"): "a personalized model, which never leaves",
+    ("training/gradient_probe.py", "BatchGradients.__init__"): "order of a probe: not with DP-SGD, else under a site's noise",
+    ("training/gradient_probe.py", "BatchGradients.__call__"): "draws nothing: puts the generators back after a probe",
+    ("training/interpolation.py", "reference_features"): "a personalized model, which never leaves",
     ("training/joint_forward.py", "check_rows"): "numbers that a simulation compares two passes by; DP-SGD has no joined pass",
+    ("client/ddp_worker.py", "_compute_share"): "dropout on several devices, which DP-SGD refuses",
+    ("client/capacity_probe.py", "_training_mode"): "draws nothing: puts the generators back after a step on made-up samples",
+    ("client/site_data.py", "cut"): "which samples a job leaves out, by its public seed; no cost counts on a secret choice",
+    ("server/coordinator.py", "secrets.token_hex"): "the name of a run, from the operating system",
+    ("server/coordinator.py", "import random"): "for the two choices of sites below",
+    ("server/coordinator.py", "Coordinator._sample_sites"): "the sites of a round, by a public seed, which lowers no cost",
+    ("server/coordinator.py", "Coordinator.evaluation_payloads"): "the sites that evaluate only, by a public seed",
 }
-"""Where a generator stands: by file, and function (or the one call of it), with the reason why no promise rests on it."""
+"""Where a generator stands: by file, and function or method (or the one call of it), and why no promise rests on it."""
 
 
 def draws(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield (function or class at the top of the file, name) of every use of something that draws."""
+    """Yield (function or Class.method, name) of every use of something that draws."""
     imports = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names = {alias.asname or alias.name: alias.name for alias in imports}
+    for where, node in _nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in HARMLESS:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module in DRAWS or {a.name for a in node.names} & GENERATORS):
+            yield where, f"from {node.module}"
+        elif isinstance(node, ast.Import) and {alias.name for alias in node.names} & (DRAWS - {"secrets"}):
+            yield where, f"import {node.names[0].name}"
+        elif isinstance(node, ast.Attribute):
+            owner = _dotted(node.value, names)
+            if node.attr in GENERATORS or owner in DRAWS:
+                yield where, f"{owner}.{node.attr}".lstrip(".")
+
+
+def _nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Yield (function or Class.method, node) of a module; "" for what stands in no function or class."""
     for top in tree.body:
         where = getattr(top, "name", "")
-        for node in ast.walk(top):
-            if isinstance(node, ast.ImportFrom) and node.module in HARMLESS:
-                continue
-            if isinstance(node, ast.ImportFrom) and (node.module in DRAWS or {a.name for a in node.names} & GENERATORS):
-                yield where, f"from {node.module}"
-            elif isinstance(node, ast.Import) and {alias.name for alias in node.names} & (DRAWS - {"secrets"}):
-                yield where, f"import {node.names[0].name}"
-            elif isinstance(node, ast.Attribute):
-                owner = names.get(node.value.id, "") if isinstance(node.value, ast.Name) else ""
-                if node.attr in GENERATORS or owner in DRAWS:
-                    yield where, f"{owner}.{node.attr}".lstrip(".")
+        for part in top.body if isinstance(top, ast.ClassDef) else [top]:
+            inner = f"{where}.{getattr(part, 'name', '')}".rstrip(".") if isinstance(top, ast.ClassDef) else where
+            yield from ((inner, node) for node in ast.walk(part))
+
+
+def _dotted(value: ast.expr, names: dict[str, str]) -> str:
+    """Return the full name of an imported module or of a part of it, as `numpy.random`; "" for anything else."""
+    if isinstance(value, ast.Name):
+        return names.get(value.id, "")
+    owner = _dotted(value.value, names) if isinstance(value, ast.Attribute) else ""
+    return f"{owner}.{value.attr}" if owner and isinstance(value, ast.Attribute) else ""
 
 
 def found_in(code: str) -> list[str]:
@@ -176,7 +198,11 @@ def test_the_walk_sees_each_way_to_draw() -> None:
     assert found_in("import numpy as np\nx = np.random.default_rng(3)")
     assert found_in("from random import Random\nx = Random(3)")
     assert found_in("import random\nx = random.random()")
+    assert found_in("import numpy as np\nx = np.random.random(3)") == ["numpy.random.random"]
+    assert found_in("import torch\nwith torch.random.fork_rng():\n    pass") == ["torch.random.fork_rng"]
     assert found_in("x.normal_(0, 1)") == ["normal_"]
+    method = ast.parse("class A:\n    def f(self):\n        return os.urandom(8)\n    def g(self):\n        return 3")
+    assert [where for where, _ in draws(method)] == ["A.f"]
     assert found_in("import torch\nx = torch.zeros(3)") == []
 
 

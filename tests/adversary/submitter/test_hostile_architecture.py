@@ -18,6 +18,7 @@ from consilium.models.causal_lm import CausalLmConfig
 from consilium.models.meta_device import layout
 from consilium.models.registry import MODELS
 from consilium.models.sam import SamConfig
+from consilium.models.text_encoder import TextEncoderConfig
 from consilium.models.vision import VisionConfig
 from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.segmentation import SegmentationConfig
@@ -31,11 +32,17 @@ TEXT = {
 MORE = ("mixtral", "gemma3_text", "gpt2", "gpt_neox", "falcon", "mamba", "qwen3_moe", "phi3")
 SPOKEN = {kind: TEXT for kind in (*CausalLmConfig.apart, *MORE)}
 SPOKEN["falcon"] = {key: size for key, size in TEXT.items() if key != "head_dim"}  # it works its own out
+READING = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SMALL = {"distilbert": {"vocab_size": 64, "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48}}
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: ("causal_lm", sizes) for kind, sizes in SPOKEN.items()},
     **{kind: ("vision", sizes) for kind, sizes in CLASSIFIERS.items()},
     **{kind: ("sam", sizes) for kind, sizes in PROMPTABLE.items()},
     **{kind: ("vision_language", sizes) for kind, sizes in SPEAKING.items()},
+    **{kind: ("text_encoder", SMALL.get(kind, READING)) for kind in TextEncoderConfig.apart},
 }
 OWN: dict[str, dict[str, Any]] = {
     "sam": {"variant": "tiny", "image_size": 64},
@@ -179,9 +186,11 @@ def _at(config: Any, path: tuple[Any, ...]) -> Any:
 
 
 def given(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    side = {} if name == "causal_lm" else {"image_size": SIDE}
-    more = {"max_length": 32} if name in ("causal_lm", "vision_language") else {}
-    return {"name": name, "variant": "folder", "checkpoint": "x", "config": config} | side | more
+    section = {"name": name, "variant": "folder", "checkpoint": "x", "config": config}
+    side = {} if name in ("causal_lm", "text_encoder") else {"image_size": SIDE}
+    more = {"max_length": 32} if name in ("causal_lm", "vision_language", "text_encoder") else {}
+    pools = {"features": "mean"} if name == "text_encoder" else {}  # what all of them have: distilbert and electra pool nothing
+    return section | side | more | pools
 
 
 def lay_out(name: str, section: dict[str, Any]) -> None:
@@ -209,14 +218,14 @@ def require_harmless(what: str, name: str, section: dict[str, Any]) -> bool:
     return bool(lines)
 
 
-QUICK = ("llama", "clip")
+QUICK = ("llama", "clip", "bert")
 SAMPLED = [pytest.param(kind, False, marks=() if kind in QUICK else pytest.mark.slow) for kind in FOLDERS]
 WHOLE = [pytest.param(kind, True, marks=pytest.mark.long) for kind in FOLDERS]
 
 
 @pytest.mark.parametrize(("kind", "whole"), SAMPLED + WHOLE)
 def test_a_hostile_value_at_any_leaf_is_refused_or_harmless(kind: str, whole: bool) -> None:
-    """Every 7th value and all keys beside the model's own: two classes by default, all in the slow suite; all values: long."""
+    """Every 7th value, and keys beside the model's own: three classes by default, all in the slow suite. All values: long."""
     name, config = FOLDERS[kind][0], full(kind)
     lay_out(name, given(name, config))  # as it is, it is taken
     every = list(attacks(config))
@@ -244,7 +253,7 @@ def test_plain_attention_may_be_named(attention: str) -> None:
     lay_out("causal_lm", given("causal_lm", {"model_type": "llama", **TEXT, "attn_implementation": attention}))
 
 
-@pytest.mark.parametrize("kind", [VisionConfig, SamConfig, CausalLmConfig])
+@pytest.mark.parametrize("kind", [VisionConfig, SamConfig, CausalLmConfig, TextEncoderConfig])
 def test_every_architecture_that_may_be_private_is_attacked(kind: Any) -> None:
     assert set(kind.apart) <= FOLDERS.keys()
 

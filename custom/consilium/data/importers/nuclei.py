@@ -5,8 +5,8 @@ Masks have the value 1 for every nucleus, or with --types a value per class of c
 
 import re
 from functools import partial
+from math import isfinite
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 from consilium.core.errors import DataError
 from consilium.data import pictures
 from consilium.data.importers.base import (
+    GIVE,
     NO_PATIENTS,
     DerivedFile,
     Importer,
@@ -29,6 +30,7 @@ from consilium.data.importers.base import (
     mask_png,
     wrong_layout,
 )
+from consilium.data.importers.xml_files import read_xml
 from consilium.data.site_names import slug
 
 NUCLEUS = {"nucleus": [1]}
@@ -153,9 +155,9 @@ def _sample_from_polygons(site: str, image: Path, xml: Path, apart: bool | None,
 def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
     """Return label values (H, W) of the filled regions: 1, or a value per class. Later regions cover earlier ones."""
     canvas = Image.new("L", pictures.size(image)[::-1], 0)
-    draw = ImageDraw.Draw(canvas)
+    draw, expected = ImageDraw.Draw(canvas), "Aperio regions of vertices with X and Y"
+    root = read_xml(xml, expected, keeps_text=False)
     try:
-        root = ElementTree.parse(xml).getroot()
         for annotation in root.iter("Annotation"):
             regions, value = list(annotation.iter("Region")), 1
             if apart is not None and regions:
@@ -166,10 +168,12 @@ def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
                 value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if apart else 1
             for region in regions:
                 points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iter("Vertex")]
+                if not all(isfinite(x) and isfinite(y) for x, y in points):
+                    raise ValueError("a coordinate is no finite number")
                 if value and len(points) > 2:
                     draw.polygon(points, fill=value)
-    except (OSError, ElementTree.ParseError, KeyError, ValueError) as error:
-        raise DataError(f"{xml}: expected Aperio regions of vertices with X and Y; found otherwise ({error})") from None
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{xml}: expected {expected}; found otherwise ({error}); {GIVE}") from None
     return np.asarray(canvas)
 
 

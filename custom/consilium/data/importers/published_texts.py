@@ -27,8 +27,9 @@ from consilium.data.importers.base import (
     files,
     wrong_layout,
 )
+from consilium.data.importers.xml_files import read_xml
 from consilium.data.patients import first_linked
-from consilium.data.safe_open import MOST_CHARACTERS, check_file, check_line, parse_json, read_text, text_lines
+from consilium.data.safe_open import MOST_CHARACTERS, check_line, parse_json, read_text, text_lines
 from consilium.data.site_names import slug
 
 RESULT = "The answer is:"
@@ -310,11 +311,7 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
     for path in files(source, [".xml"]):
         if not (found := re.fullmatch(r"\d+_(.+?)_QA(_XML)?", path.parent.name, re.IGNORECASE)):
             continue
-        check_file(path, GIVE)
-        try:
-            root = ElementTree.parse(path).getroot()
-        except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding
-            raise DataError(f"{path}: expected XML of QAPairs; found otherwise ({error}); {GIVE}") from None
+        root = read_xml(path, "XML of QAPairs", keeps_text=True)
         site, focus = slug(found[1]), _element_text(root.find("Focus"))
         for pair in root.iter("QAPair"):
             question, answer = pair.find("Question"), _element_text(pair.find("Answer"))

@@ -144,13 +144,12 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     """Verify an archive's signature and digests. `fingerprint`: that of the root's certificate or key, see `root_fingerprint`.
 
     Returns JSON values: "site", "experiment", "made" (ISO time), "files", and the values of `check_chains`. Raises
-    ConsiliumError if the archive was altered or forged, ConfigError if it is no archive of this kind. No file is unpacked.
+    ConsiliumError if the archive was altered or forged, or if its root is another one. Raises ConfigError if it is no archive
+    of this kind. No file is unpacked.
     """
     wanted, files = named_root(fingerprint), _read_archive(path)
     manifest = _read_manifest(path, files)
     own, root = _read_certificates(path, files)
-    if wanted not in fingerprints(root):
-        raise ConsiliumError(f"{path}: its root is another one ({fingerprints(root)[0]}); it is of another project, or forged")
     _check_signature(path, manifest, files, own, root)
     content = {name: body for name, body in files.items() if name not in (MANIFEST, SIGNATURE)}
     for name in sorted(content.keys() | manifest.files.keys()):
@@ -163,6 +162,10 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
         else:
             continue
         raise ConsiliumError(f"{path}: {name}: {problem}; the archive was changed")
+    if wanted not in fingerprints(root):
+        what = f"is intact and signed, but its root is another one than --fingerprint or --kit names ({fingerprints(root)[0]})"
+        remedy = "ask the hub for its root's fingerprint again; if that differs too, the archive is not of the hub's project"
+        raise ConsiliumError(f"{path}: {what}; {remedy}")
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
     about = {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content)}
     return about | check_chains(content)
