@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -149,9 +150,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[first], ordered[count - 1 - first]
 
 
-def bench(config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: int) -> Bench:
+def bench(
+    config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: int, say: Callable[[str], None] = lambda line: None
+) -> Bench:
     """Measure `turns` turns of `steps` steps each way, after some that do not count. Raises what a site's start raises.
 
+    `say` gets a line for each measurement, when it is done.
     Raises ConfigError under DP-SGD, whose steps a bare loop does not have.
     """
     if config.dpsgd is not None:
@@ -161,12 +165,14 @@ def bench(config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: i
     task = build_task(config, data, site)
     ways = _ways(job, site, task, build_task(config, data, site), steps)
     for way in ways:
+        say(f"warming up {way.name}")
         way.run(steps)
         if device.type == "cpu" and not config.training.compile:
             way.weighed()
     for turn in range(turns):
         for way in ways[:: 1 if turn % 2 else -1]:
             way.timed(steps, device)
+            say(f"turn {turn + 1}/{turns}  {way.name}: {way.seconds[-1]:.3f} s a step")
     unit, units = _units(task, config, steps)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
     peak = next((float(tflops) for part, tflops in PEAKS.items() if device.type == "cuda" and part in name), None)
@@ -251,8 +257,13 @@ def _bare(config: JobConfig, loaded: tuple[nn.Module, dict[str, Tensor]], task: 
     return Way("bare", run, model)
 
 
+def progress(line: str) -> None:
+    """Print a line on standard error at once; the figures go to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def main() -> None:
-    """Measure a job's steps here and print the figures as JSON."""
+    """Measure a job's steps here and print the figures as JSON, with a line of progress for each measurement."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--data", type=Path, help="a site's folder; without it the job's generated data")
@@ -266,7 +277,7 @@ def main() -> None:
     if given.checkpoints:
         one["checkpoints"] = given.checkpoints
     with tempfile.TemporaryDirectory() as folder:
-        found = bench(load_job(given.job), site.model_copy(update=one), Path(folder), given.steps, given.turns)
+        found = bench(load_job(given.job), site.model_copy(update=one), Path(folder), given.steps, given.turns, progress)
     print(json.dumps(found.to_dict(), indent=1))
 
 

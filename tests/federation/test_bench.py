@@ -1,5 +1,6 @@
 """The bench: ways take turns, ratios are medians over them, and what a bare loop trains is what the job trains."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,12 @@ def test_the_bare_loop_is_the_same_training(tmp_path: Path) -> None:
 
 
 def test_every_way_takes_as_many_steps(tmp_path: Path) -> None:
-    found = bench(small_cells("fedit"), SiteConfig(device="cpu"), tmp_path, 1, 2)
+    said = list[str]()
+    found = bench(small_cells("fedit"), SiteConfig(device="cpu"), tmp_path, 1, 2, said.append)
+    assert said[:3] == ["warming up job", "warming up ready", "warming up bare"]
+    turns = [("1", "bare"), ("1", "ready"), ("1", "job"), ("2", "job"), ("2", "ready"), ("2", "bare")]
+    wanted = [rf"turn {turn}/2  {way}: \d+\.\d{{3}} s a step" for turn, way in turns]
+    assert len(said) == 3 + len(wanted)
+    assert all(re.fullmatch(line, one) for line, one in zip(wanted, said[3:], strict=True))
     assert [(way.name, len(way.seconds)) for way in found.ways] == [("job", 2), ("ready", 2), ("bare", 2)]
     assert (found.unit, found.units) == ("samples", 2)

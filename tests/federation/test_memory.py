@@ -22,7 +22,7 @@ from consilium.estimates.memory import StepMemory, memory_of, pack, remedies
 from consilium.federation.job import assemble_job, build_model, kinds_of
 from consilium.models.low_precision import frozen_linear
 from consilium.report.private_logging import OF_DATA
-from consilium.training.device import autocast
+from consilium.training.device import autocast, multiplies_bf16
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
 
 MAKERS: dict[str, Callable[..., JobConfig]] = {"sam": small_config, "clip": small_cells, "causal_lm": small_text}
@@ -165,6 +165,63 @@ def test_fit_names_what_to_set(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert run(monkeypatch, "fit", JOBS / "quickstart", "--within", "0.03", *found) == 0
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_bf16_is_no_remedy_on_a_processor_that_emulates_it(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "multiplies_bf16", lambda: False)
+    found = [*remedies(_job("causal_lm", 2), gpu=gpu)]
+    assert any("bf16" in name for name, _ in found) is gpu
+    assert any(one.training.precision == "bf16" for _, one in found) is gpu
+    assert ("dtype=nf4" in found[-1][0], len(found)) == (True, 4 if gpu else 3)
+    monkeypatch.setattr(memory, "multiplies_bf16", lambda: True)
+    assert next(name for name, _ in remedies(_job("causal_lm", 2), gpu=False)).startswith("model.dtype=bf16")
+
+
+@pytest.mark.parametrize(
+    ("machine", "x86", "arm", "expected"),
+    [
+        ("x86_64", True, False, True),
+        ("x86_64", False, True, False),
+        ("aarch64", False, True, True),
+        ("arm64", True, False, False),
+    ],
+)
+def test_instructions_for_bf16_are_asked_of_the_own_kind_of_processor(
+    machine: str, x86: bool, arm: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's answer for ARM is true on x86 processors that emulate. The names that it has them under are there."""
+    assert isinstance(multiplies_bf16(), bool)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: x86)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: arm)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert multiplies_bf16() is expected
+
+
+def test_on_a_cpu_the_process_is_counted_and_activations_are_those_of_32_bits() -> None:
+    """`auto` computes in bfloat16 on a GPU alone. The measured constants are added to the bytes of a step."""
+    raw = _job("causal_lm", 4).model_dump()
+    whole = memory_of(assemble_job(_job("causal_lm", 4)))
+    found = memory_of(
+        assemble_job(JobConfig.model_validate(raw | {"training": raw["training"] | {"precision": "auto"}})), gpu=False
+    )
+    assert (found.base, found.trained) == (whole.base, whole.trained)
+    assert found.activations == pytest.approx(1.33 * whole.activations, abs=1)
+    assert found.peak == found.base + found.trained + found.activations + 434 * 2**20
+
+
+def test_fit_predicts_the_process_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consilium.cli.cost.multiplies_bf16", lambda: False)
+    monkeypatch.setattr(memory, "multiplies_bf16", lambda: False)
+    assert run(monkeypatch, "fit", JOBS / "quickstart_text", "--device", "cpu") == 0
+    said = capsys.readouterr().out
+    assert "activations + process = peak" in said
+    assert "emulates bfloat16" in said
+    assert "dtype=bf16" not in said
+    assert "its driver" not in said
+    assert run(monkeypatch, "fit", JOBS / "quickstart_text", "--device", "cpu", "--devices", "2") == 2
+    assert "--device cpu: is for one process; leave --devices" in capsys.readouterr().err
+
+
 def test_remedies_keep_the_samples_of_a_step_and_leave_out_what_the_job_cannot_have() -> None:
     raw = _job("clip", 12).model_dump()
     for _, changed in remedies(JobConfig.model_validate(raw)):
@@ -182,14 +239,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "remedy"), [(100, None), (99, r"ask for the job with model\.dtype=bf16"), (49, "use a larger device; nothing")]
+    ("free", "multiplies", "remedy"),
+    [
+        (100, True, None),
+        (99, True, r"ask for the job with model\.dtype=bf16"),
+        (49, True, "use a larger device; nothing"),
+        (99, False, "use a larger device; nothing"),
+    ],
 )
 def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(
-    free: int, remedy: str | None, counted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, multiplies: bool, remedy: str | None, counted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
     monkeypatch.setattr(machine_check, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(machine_check, "pick_device", lambda wanted: torch.device("cpu"))
+    monkeypatch.setattr(memory, "multiplies_bf16", lambda: multiplies)
     found = machine_check.examine_memory(job, SiteConfig())
     assert isinstance(found, str) is (remedy is None)
     if isinstance(found, Finding):

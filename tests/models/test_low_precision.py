@@ -1,6 +1,8 @@
 """A base kept as bfloat16: what it computes under bfloat16 is the same bit for bit, what trains stays float32, memory falls."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from consilium.federation.job import assemble_job, build_model, build_task, laid
 from consilium.models.low_precision import StoredLinear, replace, store
 from consilium.training.device import autocast
 from tests.conftest import small_cells, small_config, small_text
+from tests.models.folders import config_of, save_folder
 
 MAKERS: dict[str, Callable[..., JobConfig]] = {"sam": small_config, "clip": small_cells, "causal_lm": small_text}
 
@@ -62,6 +65,19 @@ def test_only_frozen_linear_layers_are_kept_so(kind: str) -> None:
     assert kept == linear
     assert len(kept) > 8
     assert {t.dtype for t in layers.tensors(model).values()} == {torch.float32}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's mapped files")
+@pytest.mark.parametrize(("dtype", "mapped"), [("fp32", True), ("bf16", False)])
+def test_a_base_in_less_does_not_keep_its_file_in_memory(dtype: str, mapped: bool, tmp_path: Path) -> None:
+    """The embedding stays float32, and a tensor that is mapped from a file keeps all pages of it that were read."""
+    folder = save_folder(tmp_path / "base")
+    raw = small_text().model_dump()
+    raw["model"] = {"name": "causal_lm", "variant": "folder", "checkpoint": str(folder), "config": config_of(folder)}
+    raw["model"]["dtype"] = dtype
+    built = build_model(JobConfig.model_validate(raw), SiteConfig())
+    assert (str(folder) in Path("/proc/self/maps").read_text()) is mapped
+    assert next(built.parameters()).dtype is torch.float32
 
 
 def test_a_decoder_that_trains_stays_float32() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +43,12 @@ PHI_3_MARKED = PHI_3.replace(
     "'<|assistant|>\n'}}{% generation %}{{ message['content'] + '<|end|>\n'}}{% endgeneration %}",
 ).replace("{% else %}{{ eos_token }}{% endif %}", "{% else %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}")
 """With the marks of TRL's phi3_training.jinja."""
+TEMPLATES = Path(__file__).parent / "templates"
+QWEN_3, LFM_2 = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("qwen3_instruct_2507", "lfm2"))
+"""As shipped with Qwen3-4B-Instruct-2507 and LFM2; TRL 1.16.0 (Apache-2.0) has these two files under the same names."""
 SPECIAL = (
     "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|eot_id|>",
+    "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>",
 )  # fmt: skip
 SMOLLM = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<s>system\nYou help.</s>\n' }}"
@@ -58,12 +62,15 @@ TWO = Text(
 )
 TRL = {
     ("llama3", 1): [24, 12], ("llama3", 2): [27, 10, 27, 15], ("gemma", 1): [18, 13], ("gemma", 2): [21, 11, 21, 16],
-    ("phi3", 1): [11, 14], ("phi3", 2): [14, 11, 15, 17],
+    ("phi3", 1): [11, 14], ("phi3", 2): [14, 11, 15, 17], ("qwen3", 1): [20, 13], ("qwen3", 2): [23, 11, 24, 16],
+    ("lfm2", 1): [21, 13], ("lfm2", 2): [24, 11, 24, 16],
 }  # fmt: skip
 """How many tokens in turn are not learned and learned, by TRL 1.16.0: its `return_assistant_tokens_mask`
-of the tiny tokenizer with SPECIAL added, and TRL's llama3_training, gemma_training and phi3_training templates."""
+of the tiny tokenizer with SPECIAL added, and TRL's templates llama3_training, gemma_training, phi3_training,
+qwen3_instruct_2507_training and lfm2_training."""
 SUMS = {
     ("llama3", 1): 7944, ("llama3", 2): 17668, ("gemma", 1): 6411, ("gemma", 2): 14602, ("phi3", 1): 5165, ("phi3", 2): 12109,
+    ("qwen3", 1): 6915, ("qwen3", 2): 15611, ("lfm2", 1): 6916, ("lfm2", 2): 15612,
 }  # fmt: skip
 """The sums of the tokens' numbers there."""
 
@@ -84,12 +91,15 @@ def learned(made: Encoder, text: Text) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "template"), [("llama3", LLAMA_3), ("gemma", GEMMA), ("phi3", PHI_3), ("phi3", PHI_3_MARKED)],
-    ids=["llama3", "gemma", "phi3", "phi3 marked"],
+    ("name", "template"),
+    [
+        ("llama3", LLAMA_3), ("gemma", GEMMA), ("phi3", PHI_3), ("phi3", PHI_3_MARKED), ("qwen3", QWEN_3), ("lfm2", LFM_2),
+    ],
+    ids=["llama3", "gemma", "phi3", "phi3 marked", "qwen3", "lfm2"],
 )  # fmt: skip
 @pytest.mark.parametrize("text", [ONE, TWO], ids=["one turn", "two turns"])
 def test_learned_tokens_are_those_of_trls_assistant_masks(name: str, template: str, text: Text) -> None:
-    tokenizer = chatting(template)  # TRL's numbers are of the tiny tokenizer without ChatML's two tokens
+    tokenizer = chatting(template)  # TRL's numbers are of the tiny tokenizer with SPECIAL in this order
     tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
     tokenizer.chat_template = template

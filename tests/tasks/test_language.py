@@ -10,13 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from consilium.adapters import layers
+from consilium.adapters.layers import disabled
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
+from consilium.federation.job import build_model
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask, token_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
+from tests.conftest import small_text
+from tests.models.folders import config_of, save_folder
 
 TOKENIZER = load_tokenizer("tiny", None)
 END = TOKENIZER.eos_token_id
@@ -153,6 +160,48 @@ def test_loss_and_perplexity_of_a_uniform_model_and_of_an_empty_split() -> None:
     assert found["bits_per_token"] == pytest.approx(math.log2(len(TOKENIZER)))
     task.data.splits["test"] = ()
     assert task.evaluate(Uniform(), "test", 1) == {}
+
+
+def test_token_and_record_means_differ_where_records_have_unequal_costs() -> None:
+    """By hand, of a model that is certain of the end token: other learned tokens cost 100, the end costs nothing.
+
+    Records of 1 and 3 words before the end cost 100 of 2 tokens and 300 of 4: means 50 and 75, over all tokens 400 / 6.
+    """
+    data = DataList(Path("site"), {name: (text("5", "7"), text("5", "7 8 9")) for name in ("training", "validation", "test")})
+    task = LanguageTask(data, cast(Any, Beginning()), 64, LanguageConfig(name="language", prompt="{instruction}"))
+    found = task.evaluate(Uniform(2), "test", 2)
+    assert found["loss"] == pytest.approx(62.5)
+    assert found["token_loss"] == pytest.approx(66.667, abs=1e-3)
+    assert found["bits_per_token"] == pytest.approx(96.180, abs=1e-3)  # 66.667 / 0.693147
+    assert found["perplexity"] == pytest.approx(math.exp(400 / 6), rel=1e-3)
+    assert task.evaluate(Uniform(2), "test", 1) == pytest.approx(found)
+
+
+def test_answers_are_written_with_a_cache_of_keys_and_values(tmp_path: Path) -> None:
+    """With its adapter on, the model reads the prompt once, and then one token a step; answers equal those without a cache."""
+    raw = small_text().model_dump() | {"adapter": {"kind": "lora", "rank": 2}}
+    folder = save_folder(tmp_path / "base")
+    raw["model"] = {"name": "causal_lm", "variant": "folder", "checkpoint": str(folder), "config": config_of(folder)}
+    model: Any = build_model(JobConfig.model_validate(raw), SiteConfig()).eval()
+    torch.manual_seed(0)
+    for tensor in layers.tensors(model).values():
+        tensor.data = torch.randn(tensor.shape)
+    task, widths = make_task(text("fever", "x"), text("a longer question", "x"), max_new_tokens=6), list[int]()
+    task._encoder.ends = [len(TOKENIZER) - 1]  # a random model rarely writes this token
+    embed = model.get_input_embeddings()
+    handle = embed.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    answers = task.write(model, "test", 2)
+    handle.remove()
+    assert widths[0] > 1
+    assert widths[1:] == [1] * 5
+    ids = list(task._encoder.prompt(task.data.splits["test"][1], 256)[0])
+    given = len(ids)
+    for _ in range(6):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert answers[1] == task._encoder.decode(ids[given:])
+    with disabled(model):
+        assert task.write(model, "test", 2) != answers
 
 
 def test_written_answers_do_not_depend_on_their_batch() -> None:

@@ -290,6 +290,11 @@ def test_a_text_without_a_token_has_a_finite_loss(features: str, tmp_path: Path)
         assert torch.isfinite(task.loss(model, task.batch(rows, 0)))
 
 
+def test_the_table_names_texts_too(tmp_path: Path) -> None:
+    config = job(save_encoder(tmp_path / "base"))
+    assert TASKS["classification"].scores(config.task).remark == ", per image or text"
+
+
 def test_an_empty_text_is_named(tmp_path: Path) -> None:
     folder = reports(tmp_path / "a")
     for empty in ('""', "null"):

@@ -1,7 +1,9 @@
 """`consilium models import`: what it writes jobs can name, its weights are the source's, and what it refuses is one line."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +146,57 @@ def test_quantized_blocks_are_unpacked_and_named(tmp_path: Path) -> None:
     assert np.abs(got.reshape(-1, 32) - blocks).max() <= 0.51 * scale.max() + 1e-4 * np.abs(blocks).max()
     assert not np.array_equal(got, kept["whole"])
     assert any("Q8_0" in note for note in made.notes)
+
+
+def test_a_q4_1_block_is_its_scale_times_a_nibble_plus_its_least_number(tmp_path: Path) -> None:
+    """By hand, of llama.cpp's block_q4_1: 20 bytes hold d and m in half precision, then 16 bytes of 32 nibbles.
+
+    Byte j holds number j in its low four bits and number j + 16 in its high ones. A number is d x nibble + m.
+    """
+    gguf = pytest.importorskip("gguf")
+    name, original = "blk.0.ffn_up.weight", gguf.GGUFWriter.add_tensor
+    # d = 0.5 (0x3800) and m = -2 (0xC000), little-endian; byte j is j in its low nibble and 15 - j in its high one
+    block = bytes([0x00, 0x38, 0x00, 0xC0, *(j + 16 * (15 - j) for j in range(16))])
+    wanted = [0.5 * j - 2 for j in range(16)] + [0.5 * (15 - j) - 2 for j in range(16)]
+    assert wanted[:3] + wanted[-2:] == [-2.0, -1.5, -1.0, -1.5, -2.0]
+
+    def add(self: Any, named: str, tensor: Any, **more: Any) -> None:
+        more |= {"raw_dtype": gguf.GGMLQuantizationType.Q4_1} if named == name else {}
+        original(self, named, tensor, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", add)
+        rows = np.frombuffer(block * 64, np.uint8).reshape(64, 20)  # 64 rows of 32 numbers: a block a row
+        write_gguf(tmp_path / "q4.gguf", lambda tensors: tensors.update({name: rows}))
+    made = import_model(tmp_path / "q4.gguf", tmp_path / "q4")
+    got = build_causal_lm("folder", tmp_path / "q4").model.layers[0].mlp.up_proj.weight
+    assert got.tolist() == [wanted] * 64
+    assert any("Q4_1" in note for note in made.notes)
+    told = json.loads((tmp_path / "q4" / PROVENANCE).read_text())
+    assert told["weights"] == {"F32": 19, "Q4_1": 1}
+
+
+def test_written_hashes_are_those_of_the_files_and_memory_is_that_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of bfloat16 has 2 bytes a number and a header. A run has 4 bytes a number. A GiB is 1,000 bytes here."""
+    source, made = save_folder(tmp_path / "source"), tmp_path / "made"
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("consilium.cli.models_import.GIB", 1000)
+    assert run(monkeypatch, "models", "import", source, "-o", made) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"^memory: ([\d.]+) GiB on disk, ([\d.]+) GiB as float32 in a run; `consilium fit JOB` adds", said, re.M)
+    assert found is not None
+    numbers = sum(tensor.numel() for tensor in state.values())
+    assert float(found[1]) == pytest.approx((made / "model.safetensors").stat().st_size / 1000, abs=0.01)
+    assert 2 * numbers / 1000 < float(found[1]) < 2 * numbers / 1000 + 5
+    assert float(found[2]) == pytest.approx(4 * numbers / 1000, abs=0.01)
+    told = json.loads((made / PROVENANCE).read_text())
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in made.iterdir() if path.name != PROVENANCE}
+    assert told["written"] == hashes
+    assert "model.safetensors" in hashes
+    assert told["files"]["model.safetensors"] == hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("named", ["config", "checkpoint"])

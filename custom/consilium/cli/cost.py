@@ -1,7 +1,7 @@
 """The commands `consilium cost` and `fit`: a job's trained parameters, bytes and FLOPs, and the memory of a step."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,7 @@ from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.trainable_checks import trained_set
 from consilium.report.tables import Table, columns
+from consilium.training.device import multiplies_bf16
 
 
 def cost(
@@ -98,8 +99,12 @@ def fit(
     job: JobArgument,
     override: SetOption = None,
     within: Annotated[
-        float | None, typer.Option(min=0.01, max=1e6, help="GiB of memory that a GPU has; exit code 1 if a step does not fit")
+        float | None,
+        typer.Option(min=0.01, max=1e6, help="GiB that the device has; exit code 1 if a step does not fit"),
     ] = None,
+    device: Annotated[
+        Literal["gpu", "cpu"], typer.Option(help="gpu: a step on any GPU; cpu: the whole process on this machine's processor")
+    ] = "gpu",
     devices: Annotated[
         int, typer.Option(min=1, max=1024, help="number of devices that share each batch, as `devices` in site.yaml")
     ] = 1,
@@ -110,15 +115,18 @@ def fit(
 ) -> None:
     """Predict the peak memory of a training step, and which changes reduce it. Needs no weights and no GPU."""
     check_finite(within=within)
+    if device == "cpu" and devices > 1:
+        raise ConfigError("--device cpu: is for one process; leave --devices and --sharded out")
     config, source = load(job, override or [])
     if sharded and devices == 1:
         raise ConfigError("--sharded: is for several devices; give --devices too")
-    rows = {"as the job is": memory_of(assemble_job(config, source), devices, sharded)}
-    for said, changed in remedies(config, sharded):
+    spread = (devices, sharded, device == "gpu")
+    rows = {"as the job is": memory_of(assemble_job(config, source), *spread)}
+    for said, changed in remedies(config, *spread[1:]):
         enough = "batch_size" in said if within is None else min(row.peak for row in rows.values()) <= within * GIB
         if enough:
             break
-        rows[said] = memory_of(assemble_job(changed, source), devices, sharded)
+        rows[said] = memory_of(assemble_job(changed, source), *spread)
     found = [{"set": name, **vars(row), "peak": row.peak} for name, row in rows.items()]
     emit({"job": config.name, "within": within, "steps": found}, _lines(rows, within), format)
     raise typer.Exit(1 if within is not None and rows["as the job is"].peak > within * GIB else 0)
@@ -126,11 +134,16 @@ def fit(
 
 def _lines(rows: dict[str, StepMemory], within: float | None) -> Iterator[str]:
     """Yield lines with the memory of each variant of the job, and whether the job or a variant fits."""
-    yield "  GiB: base + trained + activations = peak"
+    cpu = any(row.process for row in rows.values())
+    yield f"  GiB: base + trained + activations{' + process' * cpu} = peak"
     for name, row in rows.items():
-        parts = " + ".join(f"{size / GIB:6.2f}" for size in (row.base, row.trained, row.activations))
+        sizes = (row.base, row.trained, row.activations, *((row.process,) if cpu else ()))
+        parts = " + ".join(f"{size / GIB:6.2f}" for size in sizes)
         yield f"  {parts} = {row.peak / GIB:6.2f}  {name}"
-    yield "Counted without a GPU: what its driver and kernels keep for themselves (0.5 to 1 GiB) comes on top."
+    if not cpu:
+        yield "Counted without a GPU: what its driver and kernels keep for themselves (0.5 to 1 GiB) comes on top."
+    elif not multiplies_bf16():
+        yield "This processor emulates bfloat16, which takes twice as long or more, so bf16 is not proposed."
     if within is None:
         return
     fitting = next((name for name, row in rows.items() if row.peak <= within * GIB), None)

@@ -8,6 +8,8 @@ import typer
 from consilium.core.sanitize import LONGEST_LINE, shown
 from consilium.use.model_import import import_model
 
+GIB = 2**30
+
 
 def models_import(
     source: Annotated[Path, typer.Argument(help="a GGUF file, or a folder of the transformers library")],
@@ -24,7 +26,7 @@ def models_import(
 ) -> None:
     """Check a language model and write it as a folder that jobs can name, with a record of its origin. Uses no network."""
     made = import_model(source, output, adapter, template, licence)
-    gib = [size / 2**30 for size in (made.stored, made.loaded)]
+    gib = [size / GIB for size in (made.stored, made.loaded)]
     typer.echo(f"{shown(output, LONGEST_LINE)}: {made.parameters:,} parameters, licence {shown(made.licence, 80)}")
     typer.echo(f"memory: {gib[0]:.2f} GiB on disk, {gib[1]:.2f} GiB as float32 in a run; `consilium fit JOB` adds a step's")
     for note in made.notes:

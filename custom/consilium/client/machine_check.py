@@ -212,7 +212,7 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
     said = f"{config.name}: a step takes {peak / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
     if peak <= free:
         return said
-    for name, changed in remedies(config, spread[1]):
+    for name, changed in remedies(config, *spread[1:]):
         if (less := memory_of(assemble_job(changed, job), *spread).peak) <= free:
             return Finding("memory", said, f"ask for the job with {name} ({less / GIB:.2f} GiB), or use a larger device")
     return Finding("memory", said, "use a larger device; nothing that `consilium fit` knows makes it fit")

@@ -55,7 +55,8 @@ def _read(path: Path, named: str, job: Path) -> dict[str, Any]:
         found = json.loads(text.decode("utf-8")) if len(text) <= LARGEST else None
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "no valid JSON"
-        raise ConfigError(f"{job}: model.config: {named!r}: {why}; name a transformers folder or its config.json") from None
+        remedy = "name a transformers folder or its config.json, by an absolute path or one from job.yaml's folder"
+        raise ConfigError(f"{job}: model.config: {named!r}: {why}; {remedy}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{job}: model.config: {named!r}: no map of at most {LARGEST} bytes; name a model's config.json")
     return found

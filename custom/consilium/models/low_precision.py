@@ -37,6 +37,9 @@ def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
     """
     if dtype != "fp32":
         replace(model, trained, dtype, _quantizer(dtype) if dtype in QUANTIZED else None)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dtype == torch.float32 and tensor.device.type == "cpu":
+                tensor.data = tensor.data.clone()  # a tensor that is mapped from a checkpoint keeps its whole file in memory
     return model
 
 

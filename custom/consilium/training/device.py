@@ -1,5 +1,6 @@
 """The device and precision of a site's computations, and compilation of a model's blocks."""
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,16 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     if (precision == "bf16" and (gpu or device.type == "cpu")) or (precision == "auto" and gpu):
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
+
+
+def multiplies_bf16() -> bool:
+    """Return whether this processor has instructions for products of bfloat16. Others emulate them, which is slow.
+
+    `torch.ops.mkldnn._is_mkldnn_bf16_supported` is true on x86 processors that emulate, so it decides on ARM only.
+    """
+    if platform.machine() in ("aarch64", "arm64"):
+        return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.cpu._is_avx512_bf16_supported()  # processors with AMX have it too
 
 
 @contextmanager

@@ -95,7 +95,8 @@ def metric_names(config: ClassificationConfig) -> frozenset[str]:
 def scores(config: ClassificationConfig) -> Scores:
     """Return the names, headings and order with which the scores are shown."""
     headings = SCORES.headings if config.scores.f1 == "all" else {**SCORES.headings, "f1": "Macro F1, present"}
-    return replace(SCORES, headings=headings, remark=f", per {config.scores.per}", meanings={"f1": MEANINGS[config.scores.f1]})
+    unit = "image or text" if config.scores.per == "image" else config.scores.per
+    return replace(SCORES, headings=headings, remark=f", per {unit}", meanings={"f1": MEANINGS[config.scores.f1]})
 
 
 MEANINGS: dict[F1Classes, str] = {
