@@ -207,9 +207,11 @@ def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(priv
     assert told in " ".join(privacy_statement(read_run(folder))[0])
     assert told in (folder / "adapters/global/README.md").read_text()
     assert "NOT PRIVATE" in markdown(read(next((folder / "sites/site-1").rglob(FILE))))
-    assert (
-        told in make_plan(private_config(noise_multiplier=1.0), FedIT(), 8).with_seeded(["site-2", "site-1"]).summary()["claim"]
-    )
+    plan = make_plan(private_config(noise_multiplier=1.0), FedIT(), 8)
+    summary = plan.with_seeded(["site-2", "site-1"]).summary()
+    assert told in summary["claim"]
+    assert summary["not_private"] == ["site-1", "site-2"]
+    assert "not_private" not in plan.summary()
 
 
 def test_a_regularizer_pulls_a_private_step_too(tmp_path: Path) -> None:
