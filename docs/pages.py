@@ -25,6 +25,7 @@ KINDS = {
     "adapters": ("Adapters", "adapter", ("registry", "layers")),
 }
 """Pages of the reference by room: title, heading in jobs/fields.md, and what an author of a new kind works with."""
+SHIM = "https://unpkg.com/iframe-worker/shim"
 _CODE = re.compile(r"(^```\w*\n(?s:.*?)^```$|`[^`\n]+`)", re.M)
 _LINK = re.compile(r"(\]\()([^)\s#]+)")
 
@@ -60,6 +61,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if (ROOT / page.file.src_uri).suffixes != [".md"]:
         return markdown
     return "".join(part if place % 2 else _LINK.sub(_rewritten, part) for place, part in enumerate(_CODE.split(markdown)))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load the plug-in offline's shim from the site itself."""
+    return output.replace(SHIM, os.path.relpath("iframe_worker.js", Path(page.file.dest_uri).parent))
 
 
 def _named(nav: Any) -> Iterator[str]:
@@ -118,5 +124,9 @@ def _reference(room: str) -> str:
     parts = [f"# {title}", about, *(f"::: consilium.{room}.{name}" for name in modules)]
     for name, module in kinds:
         fields = f"Its settings: [job.yaml](../jobs/fields.md#{heading})."
-        parts += [f"## `{name}`", fields, f"::: {module}\n    options: {{show_root_heading: false, heading_level: 2}}"]
+        parts += [
+            f"## `{name}`",
+            fields,
+            f"::: {module}\n    options: {{show_root_heading: false, show_root_toc_entry: false, heading_level: 2}}",
+        ]
     return "\n\n".join(parts) + "\n"

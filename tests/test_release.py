@@ -26,6 +26,16 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert len(set(versions)) == len(versions)
 
 
+def test_pages_install_this_version() -> None:
+    named = [
+        version
+        for page in ("README.md", "provisioning/installation.md", "jobs/README.md")
+        for version in re.findall(r"consilium[-_]flare(?:\[[\w,]+\])?(?:==|-)(\d[\w.]*\d)", (ROOT / page).read_text())
+    ]
+    assert named
+    assert set(named) == {consilium.__version__}
+
+
 def test_the_workflow_and_the_hooks_call_what_is_there() -> None:
     steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["tests"]["steps"]
     assert steps[-1] == {"run": ".ci/run"}
@@ -105,6 +115,19 @@ def test_a_wheel_has_every_module_the_weights_the_policies_and_the_examples(whee
     assert held == {f"consilium/{path.relative_to(package)}" for path in files} | examples
     assert {"consilium/models/weights/tiny_sam.safetensors", "consilium/models/weights/tiny_clip.safetensors"} <= held
     assert [name for name in held if name.startswith("consilium/flare/kit/policies/")]
+
+
+@pytest.mark.slow
+def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """As `python -m build` does: a tar of the source, and from its unpacked files the wheel."""
+    source = wheel.parent / "source"
+    make = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (tar,) = tmp_path.glob(f"consilium_flare-{consilium.__version__}.tar.gz")
+    how = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*PIP, "wheel", *how, str(tar)], check=True)
+    (built,) = tmp_path.glob("*.whl")
+    assert set(zipfile.ZipFile(built).namelist()) == set(zipfile.ZipFile(wheel).namelist())
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_bottlenecks_travel_by_their_number() -> None:
     raw = small_config("fedsca").model_dump() | {"strategy": {"name": "fedsca", "low": 3}}
     job = assemble_job(JobConfig.model_validate(raw))
     found = adapters(job)
-    assert (found["adapters"], found["travelling"], found["times_fewer_bytes"]) == (12, 3, 4.0)
+    assert (found["adapters"], found["sent"], found["times_fewer_bytes"]) == (12, 3, 4.0)
     own, everything = compare(job)[0], next(c for c in compare(job) if c.strategy == "fedsca 0")
     assert own.bytes_up * 4 == everything.bytes_up
     assert {c.strategy for c in compare(job)} == {

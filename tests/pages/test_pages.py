@@ -88,6 +88,16 @@ def test_only_these_blocks_are_not_run_and_each_says_why(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_reason_that_leaves_a_block_to_a_test_names_one_that_exists(page: str) -> None:
+    for block in blocks(page):
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", block.why or "")
+        words = re.sub(r"`[^`]*`|the tests\b", "", block.why or "")
+        assert not re.search(r"tests?/|\ba test\b|\bthe test of\b", words), f"{block.page}:{block.line}: name file::test"
+        for file, test in named:
+            assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")

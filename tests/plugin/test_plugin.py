@@ -31,7 +31,7 @@ from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.registry import STRATEGIES
 from consilium.use.model import open_model
-from tests.conftest import Snapshot, small_config
+from tests.conftest import Snapshot, run, small_config
 from tests.recipes.conftest import write_distribution
 
 EXAMPLE, ROOT = Path(__file__).parent / "example", Path(__file__).parents[2]
@@ -277,7 +277,9 @@ def test_a_kind_whose_literal_is_another_name_says_what_to_write(tmp_path: Path,
         validate(JobConfig, raw, tmp_path, None)
 
 
-def test_a_run_names_the_package_that_is_missing_here(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_names_the_package_that_is_missing_here(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with monkeypatch.context() as there:
         there.syspath_prepend(packages)
         simulate(assemble_job(job_of(tmp_path)), SITES, tmp_path / "run", lambda event: None)
@@ -288,5 +290,11 @@ def test_a_run_names_the_package_that_is_missing_here(packages: Path, tmp_path: 
             open_model(place)
     with pytest.raises(ConfigError, match=rf"{NAME} 0\.1.*not installed here; install it"):
         read_run(places[0])
+    (tmp_path / "new").mkdir()
+    capsys.readouterr()
+    assert run(monkeypatch, "predict", places[0], tmp_path / "new", "-o", tmp_path / "masks") == 2
+    said = capsys.readouterr().err
+    assert re.search(rf"{NAME} 0\.1.*not installed here; install it", " ".join(said.split()))
+    assert "Traceback" not in said
     monkeypatch.syspath_prepend(packages)  # as an installation does
     assert open_model(places[0]).config.strategy.name == "fedavgm"

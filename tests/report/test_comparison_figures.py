@@ -70,6 +70,22 @@ def test_pictures_are_as_wide_as_a_column_or_a_page_with_letters_of_a_paper(
     }
 
 
+def test_pictures_have_no_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paper has a caption below a picture."""
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
+    saved, save = [], Figure.savefig
+
+    def watched(figure: Figure, *values: object, **more: object) -> None:
+        saved.append(figure)
+        save(figure, *values, **more)
+
+    monkeypatch.setattr(Figure, "savefig", watched)
+    assert run(monkeypatch, "compare", *folders, "--pictures", tmp_path / "pictures") == 0
+    assert len(saved) >= 3
+    titles = [axis.get_title(where) for one in saved for axis in one.axes for where in ("left", "center", "right")]
+    assert {*titles, *(one.get_suptitle() for one in saved)} == {""}
+
+
 def test_curves_differ_without_colours(tmp_path: Path) -> None:
     """In grey print a marker and a line tell methods apart, and every colour is one of Okabe and Ito's or grey."""
     found = drawing(

@@ -1,5 +1,6 @@
 """`consilium report`: what is on the page, that it needs nothing, and that nothing strange gets onto it."""
 
+import html
 import json
 import os
 import re
@@ -363,58 +364,120 @@ def test_a_run_of_every_task_becomes_a_page(config: JobConfig, score: str, pictu
     assert "Best" in site_page(tmp_path, SITES[0])
 
 
-MEASURE = """<body style="margin: 0"><pre id="said"></pre>
-<iframe id="page" style="border: 0; width: {width}px; height: 20000px"></iframe>
+MEASURE = """<!doctype html><html><body style="margin: 0"><pre id="said"></pre>
+{frames}
 <script>
-const page = document.getElementById("page");
-page.onload = () => {{
-  const inside = page.contentDocument, root = inside.documentElement;
+function measured(frame) {{
+  const inside = frame.contentDocument, root = inside.documentElement, view = frame.contentWindow;
   const tables = [...inside.querySelectorAll(".scroll")].map(one => {{
     const box = one.getBoundingClientRect(), table = one.querySelector("table").getBoundingClientRect();
-    return [box.right, table.right, page.contentWindow.getComputedStyle(one).overflowX];
+    return [box.right, table.right, view.getComputedStyle(one).overflowX];
   }});
-  document.getElementById("said").textContent = JSON.stringify({{ root: [root.clientWidth, root.scrollWidth], tables }});
+  const free = [...inside.querySelectorAll("body *:not(.skip)")].filter(one => !one.closest(".scroll, svg, pre"));
+  const times = [...inside.querySelectorAll(".messages tbody th")].map(one => {{
+    const range = inside.createRange();
+    range.selectNodeContents(one);
+    return new Set([...range.getClientRects()].map(box => box.top)).size;
+  }});
+  return {{ name: frame.id, width: frame.clientWidth, root: [root.clientWidth, root.scrollWidth], tables, times,
+    right: Math.max(...free.map(one => one.getBoundingClientRect().right)),
+    svg: Math.max(0, ...[...inside.querySelectorAll("main svg")].map(one => one.getBoundingClientRect().right)),
+    dark: view.matchMedia("(prefers-color-scheme: dark)").matches, back: view.getComputedStyle(inside.body).backgroundColor }};
+}}
+onload = () => {{
+  document.getElementById("said").textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(measured));
 }};
-page.srcdoc = {text};
 </script>"""
-"""Shows a page in a frame of some width, and writes where its tables end."""
+"""Shows pages in frames of several widths, and writes where their tables, texts and figures end."""
+BACK = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)", "print": "rgb(255, 255, 255)"}
+TENSOR = "vision_model.encoder.layers.11.attention.q_proj.lora_A"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "media"), [(400, "screen"), (1200, "screen"), (688, "print")])
-def test_wide_tables_scroll_inside_the_page_and_are_printed_whole(width: int, media: str, tmp_path: Path) -> None:
-    """A browser lays the page out; 688 pixels are A4 between the page's margins."""
-    if (browser := shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")) is None:
-        pytest.skip("no Chromium here")
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a study's, a run's and a site's page, each with tables wider than a screen."""
+    place = tmp_path_factory.mktemp("shown")
     scores = {f"hospital of the town number {i}": 0.5 + 0.01 * i for i in range(9)}
     runs = [
-        read_finished(make(tmp_path / f"{name}-{seed}", scores, name, seed), f"{name}-{seed}", {"method": f"a method, {name}"})
+        read_finished(make(place / f"{name}-{seed}", scores, name, seed), f"{name}-{seed}", {"method": f"a method, {name}"})
         for name in ("fedit", "ffa_lora")
         for seed in range(3)
     ]
     groups, _ = group_comparable(runs)
-    text = study_page("s", "here", groups, comparison_tables(groups, Stage.GLOBAL), [], Stage.GLOBAL)
-    if media == "print":
-        text = text.replace("@media screen", "@media (width: 1px)").replace("@media print", "@media all")
-    (tmp_path / "frame.html").write_text(MEASURE.format(width=width, text=json.dumps(text).replace("</", "<\\/")))
-    words = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=5000",
-        "--window-size=1300,1000",
-        "--dump-dom",
-    ]
-    told = subprocess.run(
-        [browser, *words, f"--user-data-dir={tmp_path / 'profile'}", str(tmp_path / "frame.html")],
-        capture_output=True,
-        check=True,
-    )
+    folder = make_run(place / "run", rounds=3)
+    tensor = {"shape": [8, 1024], "dtype": "float32", "bytes": 100000, "norm": 2.5}
+    metrics = {f"test/personalized/recall/class {i}": 0.123456 for i in range(9)}
+    line = {"time": 1.7e9, "kind": "train", "round": 0, "phase": 0, "tensors": {TENSOR: tensor}, "metrics": metrics}
+    (folder / "sites" / SITES[0] / "audit.jsonl").write_text(json.dumps(line | {"previous": ""}) + "\n")
+    texts = {
+        "study": study_page("s", "here", groups, comparison_tables(groups, Stage.GLOBAL), [], Stage.GLOBAL),
+        "run": run_page(read_run(folder)),
+        "site": site_page(folder, SITES[0]),
+    }
+    for name, text in texts.items():
+        (place / f"{name}.html").write_text(text)
+    return {name: place / f"{name}.html" for name in texts}
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> list[str]:
+    """Return the command of a browser without a window."""
+    if (found := shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")) is None:
+        pytest.skip("no Chromium here")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--window-size=1300,1000"]
+    return [found, *words, f"--user-data-dir={tmp_path / 'profile'}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("media", list(BACK))
+def test_wide_tables_scroll_inside_the_page_and_are_printed_whole(
+    media: str, shown: dict[str, Path], browser: list[str], tmp_path: Path
+) -> None:
+    """A browser lays the pages out; 688 pixels are A4 between the page's margins."""
+    frames = ""
+    for name, path in shown.items():
+        text = path.read_text()
+        if media == "print":
+            text = text.replace("@media screen", "@media (width: 1px)").replace("@media print", "@media all")
+        for width in (688,) if media == "print" else (400, 800, 1200):
+            style = f"border: 0; width: {width}px; height: 20000px; color-scheme: {media if media == 'dark' else 'light'}"
+            frames += f'<iframe id="{name}" style="{style}" srcdoc="{html.escape(text)}"></iframe>\n'
+    (tmp_path / "frames.html").write_text(MEASURE.format(frames=frames))
+    told = subprocess.run([*browser, "--dump-dom", str(tmp_path / "frames.html")], capture_output=True, check=True)
     said = json.loads(re.findall(r'<pre id="said">(.*?)</pre>', told.stdout.decode())[0])
-    assert said["root"] == [width, width], "the page itself never scrolls to the side"
-    assert len(said["tables"]) >= 3
-    for right, end, overflow in said["tables"]:
-        assert right <= width
-        assert end <= right + 1 or (media == "screen" and overflow == "auto")
-    if media == "screen":
-        assert said["tables"][0][1] > width, "the first table is wider than the page, else this shows nothing"
+    assert len(said) == len(shown) * (1 if media == "print" else 3)
+    for one in said:
+        width, tables = one["width"], one["tables"]
+        assert one["root"] == [width, width], f"{one['name']}: the page itself never scrolls to the side"
+        assert max(one["right"], one["svg"]) <= width + 1, one["name"]
+        assert (one["dark"], one["back"]) == (media == "dark", BACK[media])
+        assert len(tables) >= 3
+        for right, end, overflow in tables:
+            assert right <= width
+            assert end <= right + 1 or (media != "print" and overflow == "auto")
+        if media != "print" and (width == 400 or one["name"] == "study"):
+            assert tables[0][1] > width, "the first table is wider than the page, else this shows nothing"
+        if media != "print":
+            assert one["times"] == [1] * (one["name"] == "site"), "the time of a message is one line"
+
+
+@pytest.mark.slow
+def test_a_printed_page_has_every_column_and_no_heading_alone(
+    shown: dict[str, Path], browser: list[str], tmp_path: Path
+) -> None:
+    """The browser's own PDF, read by poppler."""
+    if shutil.which("pdftotext") is None:
+        pytest.skip("no pdftotext here")
+    headings = "Result|Learning curves|Site by site|Training and communication|Privacy|Versions and hashes|Messages sent|Tables"
+    for name, path in shown.items():
+        out = tmp_path / f"{name}.pdf"
+        subprocess.run(
+            [*browser, "--no-pdf-header-footer", f"--print-to-pdf={out}", str(path)], capture_output=True, check=True
+        )
+        text = subprocess.run(["pdftotext", "-layout", out, "-"], capture_output=True, check=True).stdout.decode()
+        sheets = [sheet.strip().splitlines() for sheet in text.split("\f") if sheet.strip()]
+        assert len(sheets) > 1
+        assert [sheet[-1] for sheet in sheets if re.fullmatch(rf"\s*({headings})\s*", sheet[-1])] == []
+        whole = " ".join(text.split())
+        for part in {"study": ["95 % patients", "rank", "number 8"], "run": ["job.yaml, as it ran"], "site": [TENSOR]}[name]:
+            assert part in whole, part

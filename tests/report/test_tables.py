@@ -17,6 +17,8 @@ from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import read_finished
 from consilium.report.tables import Column, Table, difference, latex, markdown, terminal
+from tests.conftest import small_config
+from tests.report.pages import make_run
 from tests.report.runs import make
 
 
@@ -120,6 +122,15 @@ def test_a_papers_main_table_has_means_and_an_appendix_has_the_sites(tmp_path: P
         assert all(one in caption for one in words)
         assert caption.endswith(".")
         assert all(part[0].isupper() for part in caption.replace("95 \\%", "95").split(". "))
+
+
+@pytest.mark.parametrize(("grid", "named"), [("original", "original grid"), ("resized", "model grid")])
+def test_a_papers_caption_names_the_grid_of_masks(grid: str, named: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", task=small_config("fedit").model_dump(mode="json")["task"] | {"scores": {"grid": grid}})
+    tex = latex(comparison_tables(group_comparable([read_finished(folder, "run")])[0], Stage.GLOBAL))
+    captions = [one for one in re.findall(r"\\caption{(.*)}\\smallskip", tex) if "Dice" in one]
+    assert captions
+    assert all(named in one for one in captions)
 
 
 def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -> None:

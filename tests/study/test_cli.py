@@ -1,16 +1,20 @@
 """The commands `consilium study`, as far as they run no cell."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from consilium.cli import study
 from consilium.estimates.communication import own_cost
 from consilium.federation.job import assemble_job
 from consilium.study.definition import load
+from consilium.study.records import CellRecord
 from tests.conftest import JOBS, run
 from tests.study.conftest import MakeStudy
 
+DONE = CellRecord(state="done")
 METHODS = {"FedIT": None, "FFA": {"strategy": "ffa_lora"}}
 
 
@@ -91,3 +95,21 @@ def test_mistakes_are_lines_and_nothing_starts(
     assert len(said) == len(lines)
     assert all(line.startswith(wanted) for line, wanted in zip(said, lines, strict=True))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_named_study_runs_from_any_folder_and_small_says_what_it_is_for(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name is looked for in jobs/studies of the installed clone; here the runs themselves are left out."""
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    monkeypatch.setattr(study, "run_study", lambda cells, workers, view: {one.cell.id: DONE for one in cells})
+    for words, told in ((("quickstart",), False), (("quickstart", "--smoke"), True)):
+        assert run(monkeypatch, "study", "run", *words, "--workspace", tmp_path / "w") == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert re.search(r"\b([36]) of \1 cells done", said)
+        assert ("tests the pipeline" in said) is told
+    path = study_file(axes={"method": METHODS}, small={"set": {"training.rounds": 1}})
+    assert run(monkeypatch, "study", "run", path, "--small", "--workspace", tmp_path / "s") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--small tests the pipeline, with little training: its scores say nothing about the methods" in said

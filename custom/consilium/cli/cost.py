@@ -52,7 +52,7 @@ def cost(
         yield f"trains: {trained}"
         if bottlenecks:
             k, each, low, saved = bottlenecks.values()
-            yield f"{k} adapters of {each:,} parameters; {low} travel: {saved:g} times fewer bytes than all of them"
+            yield f"{k} adapters of {each:,} parameters; {low} are sent: {saved:g} times fewer bytes than all of them"
         rows = []
         for index, one in enumerate(costs):
             numbers = (one.trainable, one.up, one.down, one.total, one.bytes_up // 1024, one.bytes_down // 1024)
@@ -73,7 +73,7 @@ def cost(
         if bottlenecks:
             yield (
                 f"* as FedSCA's Table 3 counts (all that trains, one way, decoder included): {mib['one_way']}, over {k} "
-                f"adapters {mib['one_way_each']} for each that travels"
+                f"adapters {mib['one_way_each']} for each that is sent"
             )
 
     emit([c.to_dict() | (own if i == 0 else {}) for i, c in enumerate(costs)], lines(), format)

@@ -171,7 +171,7 @@ class JobConfig(Section):
         if self.strategy.traits.pools_data:
             raise ValueError(f"cross_site: strategy {self.strategy.name!r} has one pooled site; use consilium evaluate")
         if self.cross_site.personalized and self.privacy is not None:
-            what = "a personalized model holds what no noise covers, so none travels in a job with privacy"
+            what = "a personalized model holds what no noise covers, so none is sent in a job with privacy"
             raise ValueError(f"cross_site.personalized: true: {what}; use false")
         if self.cross_site.personalized and self.secure_aggregation is not None:
             what = "a personalized model less what all sites were sent is an update without its mask"

@@ -110,7 +110,7 @@ def adapters(job: Job) -> dict[str, float] | None:
         return None
     low = bottleneck_count(job.strategy.names(job.initial, Role.SHARED, 1, 0))
     each = sum(t.numel() for n, t in job.initial.items() if bottleneck_position(n) == 0)
-    return {"adapters": total, "parameters_each": each, "travelling": low, "times_fewer_bytes": total / max(low, 1)}
+    return {"adapters": total, "parameters_each": each, "sent": low, "times_fewer_bytes": total / max(low, 1)}
 
 
 def compare(job: Job) -> list[Cost]:

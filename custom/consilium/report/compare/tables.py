@@ -281,8 +281,8 @@ def cost_table(group: Group) -> Table:
         cells = [adapted + (", pooled data" if first.pooled else ""), every, shared, str(rounds)]
         cells += ["the data" if first.pooled else sent, _mean_of_known([run.seconds for run in runs], 1), epsilon]
         rows.append([method, *cells])
-    notes = ["parameters: how many train at a site; shared: how many of them travel; MiB: tensors up and down in training, all "
-             "sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
+    notes = ["parameters: how many train at a site; shared: how many of them are sent; MiB: tensors up and down in training, "
+             "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
     notes += ["the methods do not all train the same set of parameters"] if len(sets) > 1 else []
     notes += _fewer_steps(group)
     marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])

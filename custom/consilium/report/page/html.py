@@ -52,12 +52,18 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
         lstrip_blocks=True,
     )
     environment.filters["seen"] = lambda text: shown(text, LIMIT)
+    environment.filters["breakable"] = _breakable
     environment.filters["lines"] = lambda text: "\n".join(shown(line, 4 * LIMIT) for line in text[: 4 * LIMIT].splitlines())
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # a file of ours
     contents = [(one, heading) for one, heading in HEADINGS.items() if one in sections]
     frame: dict[str, Any] = {"title": title, "lead": lead, "source": source, "css": css, "version": __version__, "warnings": []}
     frame |= {"today": time.strftime("%Y-%m-%d"), "contents": contents, "headings": HEADINGS}
     return environment.get_template(template).render(frame | dict(values))
+
+
+def _breakable(text: str) -> Markup:
+    """Return a text that a browser may break after its dots, as long names of tensors need."""
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=\.)(?=\w)", shown(text, LIMIT)))
 
 
 def page_figure_style(grid: bool = True) -> AbstractContextManager[None]:

@@ -177,12 +177,12 @@ def _training_table(record: RunRecord) -> Table | None:
 def _parameters_sentence(record: RunRecord) -> str:
     """Return a sentence on how many of the adapter's parameters are communicated; "" if it is not on record."""
     if record.pooled:
-        return "The sites' data were pooled: nothing travelled, and the run is a reference, no federation."
+        return "The sites' data were pooled: nothing was sent, and the run is a reference, no federation."
     if (found := record.trained) is None:
         return ""
     shared, local, frozen = (found[role] for role in (Role.SHARED, Role.LOCAL, Role.FROZEN))
     rest = [f", {local:,} stay at their site"] * bool(local) + [f", {frozen:,} do not train"] * bool(frozen)
-    return f"{shared:,} of the adapter's parameters travel{''.join(rest)}."
+    return f"{shared:,} of the adapter's parameters are sent{''.join(rest)}."
 
 
 def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
