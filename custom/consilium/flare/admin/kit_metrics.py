@@ -141,17 +141,24 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
 
 def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
     """Yield a run's state; for an ended run its end time; for a stopped run also the cause."""
+    state, end, cause = run_state(folder, lines)
+    yield Sample("run_state", 1, of | {"state": state})
+    if end is not None:
+        yield Sample("run_end_timestamp_seconds", end, of)
+    if cause:
+        yield Sample("run_stopped", 1, of | {"cause": cause})
+
+
+def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | None, str]:
+    """Return a run's state (running, completed or stopped), when it ended, and why it was stopped. `lines`: its events.
+
+    A run whose server died counts as running.
+    """
     results = folder / "results.json"
     last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
     if last and last["event"] == "stopped":
-        yield Sample("run_state", 1, of | {"state": "stopped"})
-        yield Sample("run_end_timestamp_seconds", last["time"], of)
-        yield Sample("run_stopped", 1, of | {"cause": shown(last["reason"], 300)})
-    elif results.is_file():
-        yield Sample("run_state", 1, of | {"state": "completed"})
-        yield Sample("run_end_timestamp_seconds", results.stat().st_mtime, of)
-    else:
-        yield Sample("run_state", 1, of | {"state": "running"})
+        return "stopped", last["time"], shown(last["reason"], 300)
+    return ("completed", results.stat().st_mtime, "") if results.is_file() else ("running", None, "")
 
 
 def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
