@@ -20,7 +20,7 @@ from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.lazy import call
 from consilium.core.sanitize import number_of, shown
 from consilium.federation import delete_run
-from consilium.federation.run_folders import RUNS, STATE
+from consilium.federation.run_folders import OWNER, RUNS, STATE
 from consilium.flare.admin.evidence import pack
 from consilium.flare.admin.kit_metrics import collect, run_state
 from consilium.flare.admin.session import experiment_of
@@ -114,8 +114,9 @@ def health_page(kit: Path) -> str:
         ]
         for one in sorted(findings, key=lambda one: (one.ok, not one.advice))
     ]
-    text = f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}."
-    sections = [Section("checks", "Checks", [text], [(_table("", "check", "result", "found", "what to do", rows=rows), ())])]
+    texts = [f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}."]
+    texts += [one.line() for one in findings if not one.ok]
+    sections = [Section("checks", "Checks", texts, [(_table("", "check", "result", "found", "what to do", rows=rows), ())])]
     return _page(f"{kit_name(kit)}: health", "The findings of consilium doctor", sections, "./")
 
 
@@ -210,26 +211,27 @@ def _record_files(folder: Path) -> list[Path]:
 
 
 def _read_run(folder: Path) -> Run:
-    messages, whole = list[dict[str, Any]](), True
-    for path in _record_files(folder):
-        try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ValueError("too large")
+    read = [_read_record(path) for path in _record_files(folder)]
+    messages = sorted((one for found, _ in read for one in found), key=lambda one: finite(one.get("time")) or 0.0)
+    owner = str(read_json(folder / OWNER).get("submitter", "-"))
+    return Run(folder.name, owner, messages, all(whole for _, whole in read))
+
+
+def _read_record(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the messages in an audit.jsonl and whether it is unaltered; no messages for a file that cannot be read."""
+    try:
+        if path.stat().st_size <= MOST_BYTES:
             found = audit.read(path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-            whole = False
-            continue
-        messages += found["messages"]
-        whole = whole and found["broken_line"] is None
-    messages.sort(key=lambda one: finite(one.get("time")) or 0.0)
-    return Run(folder.name, str(read_json(folder / "owner.json").get("submitter", "-")), messages, whole)
+            return found["messages"], found["broken_line"] is None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        pass
+    return [], False
 
 
 def _run_rows(kit: Path, runs: Sequence[Run], root: Path) -> Iterator[list[str]]:
     """Yield a row of the table of jobs for each run that has a folder."""
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
-    path = root / audit.FILE
-    own = audit.verified(path)["messages"] if path.is_file() else []
+    own, _ = _read_record(root / audit.FILE)
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
     for run in runs:
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
@@ -261,7 +263,8 @@ def _recordless_rows(
 
 
 def _experiment(job: str, meta: Mapping[str, Any]) -> str:
-    return str(experiment_of({"name": "job", "job_id": job} | dict(meta)))
+    """Return the name of the run of a job in FLARE's folders. `meta`: FLARE's metadata, which the server has sent."""
+    return str(experiment_of({"experiment": meta.get("experiment"), "name": str(meta.get("name", "job")), "job_id": job}))
 
 
 def _stored_jobs(kit: Path) -> dict[str, dict[str, Any]]:
@@ -274,7 +277,7 @@ def _left_row(run: Run) -> list[str]:
     sent = [one["tensors"] for one in run.messages if isinstance(one.get("tensors"), dict)]
     total = sum(finite(one.get("bytes")) or 0.0 for tensors in sent for one in tensors.values() if isinstance(one, dict))
     noise, epsilon = "none", "-"
-    if private := [one["privacy"] for one in run.messages if "privacy" in one]:
+    if private := [one["privacy"] for one in run.messages if one.get("privacy")]:
         clip, multiplier = (finite(private[-1].get(name)) for name in ("clip", "noise_multiplier"))
         noise = (
             "NOT PRIVATE: from a seed" if any(one.get("seeded") for one in private) else f"clip {clip}, multiplier {multiplier}"
@@ -295,7 +298,7 @@ def _chain(broken: int | None) -> str:
 
 def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the privacy of a record's last message that cost privacy; a text that there is none for no such message."""
-    private = [one["privacy"] for one in messages if "privacy" in one]
+    private = [one["privacy"] for one in messages if one.get("privacy")]
     if not private:
         return ["No message has noise."]
     last = private[-1]
@@ -334,20 +337,28 @@ def _approvals(kit: Path, records: SiteRecords, waiting: Mapping[str, str]) -> S
     for job, digest in waiting.items():
         meta = stored[job]
         rows.append([_experiment(job, meta), str(meta.get("submitter_name", "-")), _when(meta.get("submit_time")), digest])
-    known = approval.approvals(kit / "local").items()
-    given = [[*(str(one.get(key, "-")) for key in ("job", "by", "time")), digest] for digest, one in known]
+    known, problem = _approved(kit)
+    given = [[*(str(one.get(key, "-")) for key in ("job", "by", "time")), digest] for digest, one in known.items()]
     tables = [
         _table("Waiting", "run", "from", "sent", "digest", rows=rows),
         _table("Given", "job", "by", "when", "digest", rows=given),
     ]
     texts = [] if rows else ["No job waits for approval."]
-    texts += [] if given else ["No job is approved."]
+    texts += [problem] if problem else [] if given else ["No job is approved."]
     return Section("approvals", "Approvals", texts, [(one, ()) for one in tables if one.rows])
+
+
+def _approved(kit: Path) -> tuple[dict[str, dict[str, str]], str]:
+    """Return the approvals by digest, and a text if their file is damaged: then the site refuses every job."""
+    try:
+        return approval.approvals(kit / "local"), ""
+    except ConfigError:
+        return {}, f"The list of approvals, {approval.FILE}, is damaged, so this site refuses every job."
 
 
 def _unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the digests of the jobs in FLARE's folders that are not approved, by job id."""
-    known, plugins, found = approval.approvals(kit / "local"), kit_plugins(kit / "local"), dict[str, str]()
+    (known, _), plugins, found = _approved(kit), kit_plugins(kit / "local"), dict[str, str]()
     for job in stored:
         for app in subfolders(kit / job):
             if (app / approval.JOB).is_file():
@@ -384,7 +395,7 @@ def _server_sections(kit: Path) -> Iterator[Section]:
 
 
 def _server_run_row(folder: Path) -> list[str]:
-    owner, lines = str(read_json(folder / "owner.json").get("submitter", "-")), read_events(folder / "metrics.jsonl")[0]
+    owner, lines = str(read_json(folder / OWNER).get("submitter", "-")), read_events(folder / "metrics.jsonl")[0]
     state, _, cause = run_state(folder, lines)
     try:
         rounds = str(load_job(folder / "job.yaml", plugins=None).training.rounds)

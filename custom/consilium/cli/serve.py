@@ -71,7 +71,8 @@ def serve(
     console = Console(soft_wrap=True, highlight=False)
     console.print(line(f"http://{HOST}:{port}/?token={token}"))
     console.print(line("open this address in a browser on this machine, and tell it to no one else; Ctrl-C ends it"))
-    web.run_app(KitSite(kit, token, port).app(), sock=listener, print=None, access_log=None)  # a log would have the token
+    # A log of requests would contain the token.
+    web.run_app(KitSite(kit, token, port).app(), sock=listener, print=None, access_log=None, shutdown_timeout=2.0)
 
 
 class KitSite:
@@ -81,7 +82,8 @@ class KitSite:
         self.kit, self.token = kit, token
         self.hosts = {f"{host}:{port}" for host in (HOST, "localhost")}
         self.session, self.root = secrets.token_urlsafe(32), f"/{secrets.token_urlsafe(16)}/"
-        self.lock = asyncio.Lock()  # one page at a time: matplotlib's settings are global, and a request may cost seconds
+        self.lock = asyncio.Lock()  # one page at a time: matplotlib's settings are global
+        self.health_lock = asyncio.Lock()  # the doctor may wait a minute for the server, and the other pages do not wait for it
 
     def app(self) -> web.Application:
         """Return the application with all pages."""
@@ -120,18 +122,17 @@ class KitSite:
         reply.set_cookie(COOKIE, self.session, path=self.root, httponly=True, samesite="Strict")
         return reply
 
-    async def _made(self, make: Callable[..., str], *values: str) -> web.Response:
-        async with self.lock:
-            return _page(await asyncio.to_thread(make, self.kit, *values))
-
     async def _overview(self, request: web.Request) -> web.Response:
-        return await self._made(kit_pages.overview)
+        async with self.lock:
+            return _page(await asyncio.to_thread(kit_pages.overview, self.kit))
 
     async def _health(self, request: web.Request) -> web.Response:
-        return await self._made(kit_pages.health_page)
+        async with self.health_lock:
+            return _page(await asyncio.to_thread(kit_pages.health_page, self.kit))
 
     async def _run(self, request: web.Request) -> web.Response:
-        return await self._made(kit_pages.run_page, request.match_info["run"])
+        async with self.lock:
+            return _page(await asyncio.to_thread(kit_pages.run_page, self.kit, request.match_info["run"]))
 
     async def _evidence(self, request: web.Request) -> web.StreamResponse:
         """Make the archive in a private temporary folder outside the kit, send it, and delete it."""
