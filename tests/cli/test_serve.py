@@ -38,6 +38,7 @@ from consilium.flare.kit import key_lock
 from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.root_ca import root_fingerprint
+from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, AuditLog
 from consilium.report.tables import size
 from consilium.runtime.engine import simulate
@@ -231,6 +232,7 @@ def test_servers_page_has_runs_and_curves(kits: Path, server: Browser) -> None:
     curves = server.text("runs/open")
     assert curves.count("<svg") >= 2
     assert 'href="../"' in curves
+    assert str(kits) not in curves
 
 
 def test_sites_seen_are_shown(kits: Path, tmp_path: Path) -> None:
@@ -251,6 +253,16 @@ def test_health_page_has_the_doctors_findings(
     shown = {cells[0]: cells[1] for cells in rows(site.text("health"))[1:]}
     assert shown == {one["check"]: "PROBLEM" if not one["ok"] else "advice" if one["advice"] else "ok" for one in findings}
     assert shown["server"] == "PROBLEM"
+
+
+def test_noise_from_a_seed_and_void_noise_are_named(kit: Path) -> None:
+    (path,) = (kit / STATE / "runs/secret").rglob(FILE)
+    text = path.read_text()
+    path.write_text(text.replace('"mechanism": "discrete gaussian"', '"seeded": true'))
+    assert row(kit_pages.overview(kit), "secret", "4")[3] == "NOT PRIVATE: from a seed"
+    assert "the noise of 2 messages came from a seed" in kit_pages.run_page(kit, "secret")
+    path.write_text(text.replace('"mechanism": "discrete gaussian", ', "").replace('"unit": "site"', '"unit": "record"'))
+    assert f"2 messages: {VOID}" in html.unescape(kit_pages.run_page(kit, "secret"))
 
 
 def test_altered_record_is_named(kit: Path) -> None:

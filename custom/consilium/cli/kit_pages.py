@@ -29,6 +29,7 @@ from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.kit_contents import certificate, is_open, kit_name, kit_role, load_certificate
 from consilium.flare.kit.processes import processes
+from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit
 from consilium.report.page.html import render
 from consilium.report.tables import Column, Table, size, stamp
@@ -155,9 +156,9 @@ def _run_folder(kit: Path, name: str) -> Path:
 
 
 def _when(value: Any) -> str:
-    """Return a time without places for a line break, "-" for no number."""
+    """Return a time as a text, "-" for no number."""
     number = finite(value)
-    return "-" if number is None else stamp(number).replace(" ", "\u00a0")
+    return "-" if number is None else stamp(number)
 
 
 def _kit_sections(kit: Path) -> Iterator[Section]:
@@ -297,13 +298,18 @@ def _chain(broken: int | None) -> str:
 
 
 def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the privacy of a record's last message that cost privacy; a text that there is none for no such message."""
+    """Return the privacy that a record's messages have cost so far, and warnings on messages without a valid promise."""
     private = [one["privacy"] for one in messages if one.get("privacy")]
     if not private:
         return ["No message has noise."]
     last = private[-1]
     named = f"{last.get('unit')} level, {last.get('adjacency')}, trust {last.get('trust')}"
-    return [f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."]
+    found = [f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."]
+    if seeded := sum(bool(one.get("seeded")) for one in private):
+        found.append(f"NOT PRIVATE: the noise of {number_of(seeded, 'message')} came from a seed (noise_seed in site.yaml).")
+    if void := sum(map(audit.is_void, private)):
+        found.append(f"{number_of(void, 'message')}: {VOID}.")
+    return found
 
 
 def _budgets(kit: Path, records: SiteRecords) -> Section:

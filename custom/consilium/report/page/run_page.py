@@ -101,7 +101,8 @@ def run_page(record: RunRecord, back: str = "") -> str:
     counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
     cell = values_of_cell(record.folder).replace(",", ", ")
-    return render("run.html", f"{title}: {cell}" if cell else title, lead, str(record.folder), sections, values)
+    source = record.folder.name if back else str(record.folder)
+    return render("run.html", f"{title}: {cell}" if cell else title, lead, source, sections, values)
 
 
 def _warnings(record: RunRecord, pictures: bool) -> list[str]:
