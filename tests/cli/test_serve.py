@@ -434,12 +434,12 @@ def test_run_that_is_a_link_is_not_shown(kit: Path, tmp_path: Path) -> None:
     (tmp_path / "away").mkdir()
     (kit / STATE / "runs/linked").symlink_to(tmp_path / "away")
     (kit / STATE / "runs/refused/sites/clinic/r" / FILE).unlink()
-    (kit / STATE / "runs/refused/sites/clinic/r" / FILE).symlink_to("/etc/passwd")
+    (kit / STATE / "runs/refused/sites/clinic/r" / FILE).symlink_to(next((kit / STATE / "runs/secret").rglob(FILE)))
     page = kit_pages.overview(kit)
     assert "linked" not in page
     with pytest.raises(kit_pages.UnknownRunError):
         kit_pages.run_page(kit, "linked")
-    assert "root:" not in kit_pages.run_page(kit, "refused")
+    assert "There is no record" in kit_pages.run_page(kit, "refused")
 
 
 @pytest.mark.parametrize("text", [b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\x00 HTTP/1.1\r\n\r\n",
@@ -549,10 +549,10 @@ def test_command_listens_on_this_machine_only_and_ends(kits: Path, number: int) 
         try:
             assert process.stdout
             address = urlsplit(process.stdout.readline().strip())
-            assert address.hostname == HOST
+            assert address.hostname == "127.0.0.1"
             assert re.fullmatch(r"token=[\w-]{43}", address.query)  # 256 bits
             listening = [one.laddr for one in psutil.Process(process.pid).net_connections() if one.status == psutil.CONN_LISTEN]
-            assert listening == [(HOST, address.port)]
+            assert listening == [("127.0.0.1", address.port)]
             assert address.query not in " ".join(psutil.Process(process.pid).cmdline())
             assert "Ctrl-C ends it" in process.stdout.readline()
             browser = Browser(int(address.port or 0))
