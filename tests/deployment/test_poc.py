@@ -1,6 +1,8 @@
 """`consilium poc` as an operator types it: one command to a real federation on this machine, and nothing left after it."""
 
+import html
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from consilium.cli import kit_pages
 from consilium.core.errors import Reason
 from consilium.flare.kit import key_lock, processes
 from consilium.flare.kit.local_federation import LEAD, LocalFederation
@@ -109,10 +112,23 @@ def test_what_is_kept_obeys_the_commands_of_the_page_until_it_is_stopped(
         assert run(monkeypatch, "sites", "--kit", kit) == 0
         assert "site-2" in capsys.readouterr().out
         assert run(monkeypatch, "status", "none", "--kit", kit) == 2
+        _pages_of_running_kits(kit.parent)
     finally:
         assert run(monkeypatch, "poc", "--stop", tmp_path / "federation") == 0
     assert run(monkeypatch, "status", "--kit", kit) == 5
     assert "the firewall" in capsys.readouterr().err
+
+
+def _pages_of_running_kits(kits: Path) -> None:
+    """What `consilium serve` shows while server and sites run."""
+    site, server = (kit_pages.overview(kits / name) for name in ("site-1", "localhost"))
+    assert "It runs." in site
+    assert "runs/one" in site
+    assert Reason.CHECKPOINT.text in html.unescape(site)
+    assert "It runs." in server
+    assert {"site-1", "site-2", "completed"} <= set(re.findall(r">([\w-]+)<", server))
+    assert "0 problems" in kit_pages.health_page(kits / "site-1")
+    assert "<svg" in kit_pages.run_page(kits / "localhost", "one")
 
 
 def test_flares_own_poc_takes_our_jobs_after_one_command(

@@ -134,6 +134,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock")},
         "metrics": f"{CLI}.kits:metrics",
         "audit": f"{CLI}.audit:audit",
+        "serve": f"{CLI}.serve:serve",
         **{name: f"{CLI}.site_evidence:{name}" for name in ("evidence", "forget")},
     },
 }

@@ -172,7 +172,7 @@ def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[
         raise ConfigError("--kit: give the site's startup kit, whose key signs")
     archive = output or Path(f"{experiment}.evidence.zip")
     said = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attacks)}
-    pack(kit, experiment, _files(experiment, kit) | said, archive)
+    pack(kit, experiment, evidence_files(experiment, kit) | said, archive)
     return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit))
 
 
@@ -208,7 +208,7 @@ def _run(experiment: str, state: Path) -> Path:
     return folder
 
 
-def _files(experiment: str, kit: Path) -> dict[str, bytes]:
+def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return the files of the archive, except its signature, by name."""
     folder, state, ledger = place_of(experiment, kit)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())

@@ -47,6 +47,15 @@ def sites(
 def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) -> Iterator[Table | Text]:
     """Yield a table with a row per site, and lines with each site's health and notes."""
     yield line(f"server: consilium {server['version']}, protocol {server['protocol']}; {len(rows)} sites seen")
+    yield site_table(rows)
+    for row in rows:
+        if row["health"]:
+            yield line(f"{row['site']}: {describe_health(row['health'], now)}")
+        yield from (line(f"{row['site']}: {note}", "yellow") for note in row["notes"])
+
+
+def site_table(rows: list[dict[str, Any]]) -> Table:
+    """Return the rows of `site_rows` as a table."""
     cells = []
     for row in rows:
         days, ahead, seconds = row["certificate_days_left"], row["clock_ahead_seconds"], row["seen_seconds_ago"]
@@ -56,11 +65,7 @@ def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) ->
         cell += ["-" if ahead is None else f"{ahead:+.0f} s", "-" if days is None else f"{days} days"]
         cells.append([*cell, ", ".join(job[:8] for job in row["jobs"]) or "-"])
     headings = ("site", "seen", "version", "protocol", "clock", "certificate", "jobs")
-    yield Table("", [Column(one, right=False) for one in headings], cells)
-    for row in rows:
-        if row["health"]:
-            yield line(f"{row['site']}: {describe_health(row['health'], now)}")
-        yield from (line(f"{row['site']}: {note}", "yellow") for note in row["notes"])
+    return Table("", [Column(one, right=False) for one in headings], cells)
 
 
 def site_rows(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:

@@ -146,17 +146,26 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
 
 def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
     """Yield a run's state; for an ended run its end time; for a stopped run also the cause."""
+    state, end, cause = run_state(folder, lines)
+    yield Sample("run_state", 1, of | {"state": state})
+    if end is not None:
+        yield Sample("run_end_timestamp_seconds", end, of)
+    if cause:
+        yield Sample("run_stopped", 1, of | {"cause": cause})
+
+
+def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | None, str]:
+    """Return a run's state (running, completed, stopped or lost), when it ended, and why it was stopped. `lines`: its events.
+
+    Lost: its process ended without a result.
+    """
     results = folder / "results.json"
     last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
     if last and last["event"] == "stopped":
-        yield Sample("run_state", 1, of | {"state": "stopped"})
-        yield Sample("run_end_timestamp_seconds", last["time"], of)
-        yield Sample("run_stopped", 1, of | {"cause": shown(last["reason"], 300)})
-    elif results.is_file():
-        yield Sample("run_state", 1, of | {"state": "completed"})
-        yield Sample("run_end_timestamp_seconds", results.stat().st_mtime, of)
-    else:
-        yield Sample("run_state", 1, of | {"state": "running" if has_process(folder) else "lost"})
+        return "stopped", last["time"], shown(last["reason"], 300)
+    if results.is_file():
+        return "completed", results.stat().st_mtime, ""
+    return "running" if has_process(folder) else "lost", None, ""
 
 
 def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:

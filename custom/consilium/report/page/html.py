@@ -57,7 +57,7 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # a file of ours
     contents = [(one, heading) for one, heading in HEADINGS.items() if one in sections]
     frame: dict[str, Any] = {"title": title, "lead": lead, "source": source, "css": css, "version": __version__, "warnings": []}
-    frame |= {"today": time.strftime("%Y-%m-%d"), "contents": contents, "headings": HEADINGS}
+    frame |= {"back": "", "today": time.strftime("%Y-%m-%d"), "contents": contents, "headings": HEADINGS}
     return environment.get_template(template).render(frame | dict(values))
 
 

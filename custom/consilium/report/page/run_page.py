@@ -50,8 +50,8 @@ HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters
           "adapters/global/adapter_model.safetensors", "server/state.safetensors")  # fmt: skip
 
 
-def run_page(record: RunRecord) -> str:
-    """Return the HTML page of a run."""
+def run_page(record: RunRecord, back: str = "") -> str:
+    """Return the HTML page of a run. `back`: the address of a page of all runs, to which the page links."""
     config, label, title = record.config, record.scores.label(record.metric), shown(record.config.title)
     simulated = is_simulation(record.folder)  # only a simulation may have the sites' folders
     places = [place for place in subfolders(record.folder / "sites") if simulated and (place / CASES).exists()]
@@ -71,6 +71,7 @@ def run_page(record: RunRecord) -> str:
         for one in record.of("refused")
     ]
     values = {
+        "back": back,
         "warnings": _warnings(record, bool(own)),
         "facts": _facts(record, simulated),
         "running": record.results is None,
@@ -100,7 +101,8 @@ def run_page(record: RunRecord) -> str:
     counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
     cell = values_of_cell(record.folder).replace(",", ", ")
-    return render("run.html", f"{title}: {cell}" if cell else title, lead, str(record.folder), sections, values)
+    source = record.folder.name if back else str(record.folder)
+    return render("run.html", f"{title}: {cell}" if cell else title, lead, source, sections, values)
 
 
 def _warnings(record: RunRecord, pictures: bool) -> list[str]:
@@ -211,22 +213,21 @@ NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
 
 
 def audit_sections(folder: Path) -> list[dict[str, Any]]:
-    """Return, for each audit.jsonl in a site's folder, its record and tables, or why it cannot be read."""
-    found: list[dict[str, Any]] = []
-    for path in [place / FILE for place in [folder, *subfolders(folder)]]:
-        if not path.is_file() or path.is_symlink():
-            continue
-        if path.stat().st_size > MOST_BYTES:
-            found.append({"record": None, "why": f"{path} has more than {MOST_BYTES // 1024**2} MiB; see consilium audit."})
-            continue
-        try:
-            record = read(path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            found.append({"record": None, "why": f"{path} cannot be read as a record; see consilium audit."})
-            continue
-        messages, tensors = audit_tables(record, f", run {shown(path.parent.name, 80)}")
-        found.append({"record": record, "messages": messages, "tensors": tensors})
-    return found
+    """Return `audit_section` of each audit.jsonl in a site's folder."""
+    paths = [place / FILE for place in [folder, *subfolders(folder)]]
+    return [audit_section(path) for path in paths if path.is_file() and not path.is_symlink()]
+
+
+def audit_section(path: Path) -> dict[str, Any]:
+    """Return the record in an audit.jsonl and its tables, or why it cannot be read."""
+    if path.stat().st_size > MOST_BYTES:
+        return {"record": None, "why": f"{path} has more than {MOST_BYTES // 1024**2} MiB; see consilium audit."}
+    try:
+        record = read(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {"record": None, "why": f"{path} cannot be read as a record; see consilium audit."}
+    messages, tensors = audit_tables(record, f", run {shown(path.parent.name, 80)}")
+    return {"record": record, "messages": messages, "tensors": tensors}
 
 
 def ledger_of(folder: Path) -> Path | None:

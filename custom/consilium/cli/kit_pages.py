@@ -1,0 +1,413 @@
+"""The pages of a startup kit that `consilium serve` shows: an overview, a page per run, the doctor's page, and messages.
+
+Each function reads the kit's files at the call and returns HTML. No function writes into the kit. Names and texts of others are
+escaped by the report's templates.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from consilium.cli.find_site_records import SiteRecords, find_site_records
+from consilium.cli.site_evidence import evidence_files
+from consilium.cli.sites import describe_health, site_rows, site_table
+from consilium.client import approval
+from consilium.config.job import load_job
+from consilium.config.site import kit_plugins
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
+from consilium.core.lazy import call
+from consilium.core.sanitize import number_of, shown
+from consilium.federation import delete_run
+from consilium.federation.run_folders import OWNER, RUNS, STATE
+from consilium.flare.admin.evidence import pack
+from consilium.flare.admin.kit_metrics import collect, run_state
+from consilium.flare.admin.session import experiment_of
+from consilium.flare.kit.admission import noted_cause
+from consilium.flare.kit.certificates import days_left
+from consilium.flare.kit.heartbeat_server import read_attendance
+from consilium.flare.kit.kit_contents import certificate, is_open, kit_name, kit_role, load_certificate
+from consilium.flare.kit.processes import processes
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger import audit
+from consilium.report.page.html import render
+from consilium.report.tables import Column, Table, size, stamp
+from consilium.report.untrusted_files import MOST_BYTES, finite, read_events, read_json, subfolders
+
+PAGES = "consilium.report.page.run_page"
+"""Module of the report's pages. It imports matplotlib, so it is imported at the first use."""
+Links = Sequence[str]
+"""The address behind the first cell of each row of a table; empty for a table without links."""
+
+
+class Section(NamedTuple):
+    """A section of a page: `texts` as paragraphs, `tables`, and `links` as pairs (address, name)."""
+
+    id: str
+    heading: str
+    texts: Sequence[str] = ()
+    tables: Sequence[tuple[Table, Links]] = ()
+    links: Sequence[tuple[str, str]] = ()
+
+
+class UnknownRunError(ConsiliumError):
+    """The kit has no run of this name."""
+
+
+def check_kit(kit: Path) -> str:
+    """Return "site" or "server", the role of a kit that has pages. Raises ConfigError for any other folder."""
+    role = kit_role(kit)
+    if role is None or (kit / "startup" / "fed_admin.json").is_file():
+        raise ConfigError(f"--kit: {kit}: neither a site's nor the server's startup kit; give the folder that has startup/")
+    if role == "site":
+        find_site_records(kit)
+    return role
+
+
+def message(title: str, text: str) -> str:
+    """Return a page with a title and a text, such as an error."""
+    return _page(title, text, [])
+
+
+def overview(kit: Path) -> str:
+    """Return the first page of a kit: at a site jobs, messages, budgets and approvals; at a server sites and runs."""
+    role, name = check_kit(kit), kit_name(kit)
+    sections = [*(_server_sections(kit) if role == "server" else _site_sections(kit)), *_kit_sections(kit)]
+    state = "It runs." if processes(kit) else "It does not run now."
+    if (cause := noted_cause(kit)) is not None:
+        state += f" At its last attempt the server did not let this site in: {cause.text}. {cause.remedy}."
+    return _page(f"{name}: {role}", f"{state} Read at {stamp(time.time())}; reload the page for newer values.", sections)
+
+
+def run_page(kit: Path, name: str) -> str:
+    """Return the page of a run: at a server the report with its curves, at a site the messages that left in this run.
+
+    Raises UnknownRunError if the kit has no such run.
+    """
+    folder = _run_folder(kit, name)
+    if kit_role(kit) == "server":
+        return str(call(f"{PAGES}:run_page", call("consilium.report.run_record:read_run", folder), "../"))
+    sections = []
+    for number, path in enumerate(_record_files(folder), start=1):
+        found, tables, texts = call(f"{PAGES}:audit_section", path), list[tuple[Table, Links]](), list[str]()
+        if (record := found["record"]) is None:
+            texts.append("This record cannot be read. `consilium audit` says why.")
+        else:
+            tables = [(one, ()) for one in (found["messages"], found["tensors"]) if one is not None]
+            texts += [_chain(record["broken_line"]), *_privacy_texts(record["messages"]), f"Seal: {record['seal']}"]
+        sections.append(Section(f"record{number}", f"Record {number}", texts, tables))
+    if not sections:
+        sections.append(Section("record", "Record", ["There is no record of messages here: nothing left in this run."]))
+    return _page(f"{shown(name, 120)}: what left", f"Messages of {kit_name(kit)} in this run", sections, "../")
+
+
+def health_page(kit: Path) -> str:
+    """Return the findings of `consilium doctor` as a page. This takes seconds: it connects to the server."""
+    findings = call("consilium.flare.kit.doctor:examine", kit)
+    bad = sum(not one.ok for one in findings)
+    rows = [
+        [
+            one.check,
+            "ok" if one.ok and not one.advice else "advice" if one.ok else "PROBLEM",
+            one.found,
+            one.remedy or one.advice,
+        ]
+        for one in sorted(findings, key=lambda one: (one.ok, not one.advice))
+    ]
+    texts = [f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}."]
+    texts += [one.line() for one in findings if not one.ok]
+    sections = [Section("checks", "Checks", texts, [(_table("", "check", "result", "found", "what to do", rows=rows), ())])]
+    return _page(f"{kit_name(kit)}: health", "The findings of consilium doctor", sections, "./")
+
+
+def write_evidence(kit: Path, name: str, folder: Path) -> Path:
+    """Write the signed archive of a site's run into `folder` and return its path.
+
+    Raises UnknownRunError if the kit has no such run or is no site's.
+    """
+    if kit_role(kit) == "server":
+        raise UnknownRunError(name)
+    _run_folder(kit, name)
+    pack(kit, name, evidence_files(name, kit), path := folder / "evidence.zip")
+    return path
+
+
+def _page(title: str, lead: str, sections: Sequence[Section], back: str = "") -> str:
+    values = {"sections": sections, "contents": [(one.id, one.heading) for one in sections], "back": back}
+    return render("kit.html", title, lead, "the kit's files", [], values)
+
+
+def _table(title: str, *heads: str, rows: Sequence[Sequence[str]]) -> Table:
+    return Table(title, [Column(head, right=False) for head in heads], rows)
+
+
+def _state(kit: Path) -> Path:
+    """Return the folder of our files: at a server in the kit, at a site where its site.yaml says."""
+    return kit / STATE if kit_role(kit) == "server" else find_site_records(kit).root
+
+
+def _run_folder(kit: Path, name: str) -> Path:
+    """Return a run's folder. The name is compared with those of the folders that exist, and never becomes part of a path."""
+    for folder in subfolders(_state(kit) / RUNS):
+        if folder.name == name:
+            return folder
+    raise UnknownRunError(name)
+
+
+def _when(value: Any) -> str:
+    """Return a time as a text, "-" for no number."""
+    number = finite(value)
+    return "-" if number is None else stamp(number)
+
+
+def _kit_sections(kit: Path) -> Iterator[Section]:
+    """Yield the sections that sites and servers share: certificates, and the link to the doctor's page."""
+    files = {"this participant": certificate(kit), "the project's root": kit / "startup" / "rootCA.pem"}
+    found = {whose: load_certificate(path) for whose, path in files.items()}
+    rows = [[whose, f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", str(days_left(one))] for whose, one in found.items()]
+    table = _table("", "certificate of", "valid until", "days left", rows=rows)
+    yield Section("certificates", "Certificates", tables=[(table, ())])
+    text = "The check connects to the server as this participant would. It takes up to a minute."
+    yield Section("health", "Health", [text], links=[("health", "Check this machine, the kit and the server")])
+
+
+# site ------------------------------------------------------------------------------------------------------------------
+# The sections of a site's overview.
+
+
+class Run(NamedTuple):
+    """A run at a site: its name, its owner, the messages of all its records, and whether the records are unaltered."""
+
+    name: str
+    owner: str
+    messages: list[dict[str, Any]]
+    whole: bool
+
+
+def _site_sections(kit: Path) -> Iterator[Section]:
+    records = find_site_records(kit)
+    runs = [_read_run(folder) for folder in subfolders(records.root / RUNS)]
+    links = [f"runs/{quote(run.name, safe='')}" for run in runs]
+    stored = _stored_jobs(kit)
+    waiting = _unapproved(kit, stored) if records.site.approve else {}
+    jobs = [*_run_rows(kit, runs, records.root), *_recordless_rows(stored, runs, waiting)]
+    heads = ("run", "state", "from", "first seen", "last message", "cause")
+    none = [] if jobs else ["No job has come to this site."]
+    yield Section("jobs", "Jobs", none, [(_table("", *heads, rows=jobs), ())] if jobs else [])
+    heads = ("run", "messages", "bytes", "noise", "epsilon", "record")
+    text = "Each run's name leads to all its messages." if runs else "No message of a job has left."
+    yield Section("left", "What left", [text], [(_table("", *heads, rows=list(map(_left_row, runs))), links)] if runs else [])
+    yield _budgets(kit, records)
+    yield _approvals(kit, records, waiting)
+    archives = [(f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)") for run in runs if run.messages]
+    text = "A signed archive of a run: policies, job, record of what left, ledger, versions. Made when you follow the link."
+    if not is_open(kit):
+        archives, text = [], "The kit is locked, so nothing can be signed. The administrator opens it with `consilium unlock`."
+    yield Section("evidence", "Evidence", [text if runs else "There is no run."], links=archives)
+
+
+def _record_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob(audit.FILE) if path.is_file() and not path.is_symlink())
+
+
+def _read_run(folder: Path) -> Run:
+    read = [_read_record(path) for path in _record_files(folder)]
+    messages = sorted((one for found, _ in read for one in found), key=lambda one: finite(one.get("time")) or 0.0)
+    owner = str(read_json(folder / OWNER).get("submitter", "-"))
+    return Run(folder.name, owner, messages, all(whole for _, whole in read))
+
+
+def _read_record(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the messages in an audit.jsonl and whether it is unaltered; no messages for a file that cannot be read."""
+    try:
+        if path.stat().st_size <= MOST_BYTES:
+            found = audit.read(path)
+            return found["messages"], found["broken_line"] is None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        pass
+    return [], False
+
+
+def _run_rows(kit: Path, runs: Sequence[Run], root: Path) -> Iterator[list[str]]:
+    """Yield a row of the table of jobs for each run that has a folder."""
+    commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
+    own, _ = _read_record(root / audit.FILE)
+    deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
+    for run in runs:
+        jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
+        last = next((one for one in reversed(run.messages) if one.get("kind") == "refusal"), None)
+        state = "runs" if any(job in commands for job in jobs) else "files deleted" if run.name in deleted else "ended"
+        cause = f"refused at {_when(last.get('time'))}: {_reason(last)}" if last else ""
+        if run.name in deleted:
+            cause = f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
+        times = [_when(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
+        yield [run.name, state, run.owner, *times, cause]
+
+
+def _reason(refusal: Mapping[str, Any]) -> str:
+    """Return why a site refused, from the line in its record."""
+    code = refusal.get("reason")
+    return Reason(code).text if code in list(Reason) else str(refusal.get("what") or code or "no reason is on record")
+
+
+def _recordless_rows(
+    stored: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], waiting: Mapping[str, str]
+) -> Iterator[list[str]]:
+    """Yield a row of the table of jobs for each job in FLARE's folders that has left no message."""
+    known = {str(one.get("flare_job")) for run in runs for one in run.messages}
+    for job, meta in stored.items():
+        if job not in known:
+            cause = "waits for approval" if job in waiting else f"nothing left; {job}/error_log.txt in the kit may say why"
+            row = [_experiment(job, meta), "did not begin", str(meta.get("submitter_name", "-"))]
+            yield [*row, _when(meta.get("submit_time")), "-", cause]
+
+
+def _experiment(job: str, meta: Mapping[str, Any]) -> str:
+    """Return the name of the run of a job in FLARE's folders. `meta`: FLARE's metadata, which the server has sent."""
+    return str(experiment_of({"experiment": meta.get("experiment"), "name": str(meta.get("name", "job")), "job_id": job}))
+
+
+def _stored_jobs(kit: Path) -> dict[str, dict[str, Any]]:
+    """Return FLARE's metadata of the jobs that are in a site's kit, by job id."""
+    found = {folder.name: read_json(folder / "meta.json") for folder in subfolders(kit)}
+    return {name: meta for name, meta in found.items() if meta.get("job_id") == name}
+
+
+def _left_row(run: Run) -> list[str]:
+    sent = [one["tensors"] for one in run.messages if isinstance(one.get("tensors"), dict)]
+    total = sum(finite(one.get("bytes")) or 0.0 for tensors in sent for one in tensors.values() if isinstance(one, dict))
+    noise, epsilon = "none", "-"
+    if private := [one["privacy"] for one in run.messages if one.get("privacy")]:
+        clip, multiplier = (finite(private[-1].get(name)) for name in ("clip", "noise_multiplier"))
+        noise = (
+            "NOT PRIVATE: from a seed" if any(one.get("seeded") for one in private) else f"clip {clip}, multiplier {multiplier}"
+        )
+        epsilon = f"{max(one['epsilon'] for one in private):.4g} at delta {private[-1]['delta']:g}"
+    elif any("masked" in one for one in run.messages):
+        noise = "none; under masks"
+    return [run.name, str(len(run.messages)), size(total), noise, epsilon, "unaltered" if run.whole else "ALTERED"]
+
+
+def _chain(broken: int | None) -> str:
+    return (
+        "Every line follows the one before it."
+        if broken is None
+        else f"ALTERED: line {broken} does not follow the one before it."
+    )
+
+
+def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the privacy that a record's messages have cost so far, and warnings on messages without a valid promise."""
+    private = [one["privacy"] for one in messages if one.get("privacy")]
+    if not private:
+        return ["No message has noise."]
+    last = private[-1]
+    named = f"{last.get('unit')} level, {last.get('adjacency')}, trust {last.get('trust')}"
+    found = [f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."]
+    if seeded := sum(bool(one.get("seeded")) for one in private):
+        found.append(f"NOT PRIVATE: the noise of {number_of(seeded, 'message')} came from a seed (noise_seed in site.yaml).")
+    if void := sum(map(audit.is_void, private)):
+        found.append(f"{number_of(void, 'message')}: {VOID}.")
+    return found
+
+
+def _budgets(kit: Path, records: SiteRecords) -> Section:
+    """Return the section on what is spent and left. The numbers are those of `consilium metrics` and `privacy ledger`."""
+    samples = collect(kit)
+    spent, left = (
+        {(o.labels["dataset"], o.labels["unit"]): o.value for o in samples if o.name == f"epsilon_{n}"}
+        for n in ("spent", "left")
+    )
+    rows = []
+    for (dataset, unit), value in spent.items():
+        budget = records.site.privacy.budgets[unit]  # type: ignore[index]
+        numbers = (f"{number:.4g}" for number in (value, left[dataset, unit]))
+        rows.append([dataset or "-", unit, f"{budget.epsilon:g}", f"{budget.delta:g}", *numbers])
+    table = _table("Budgets, for all jobs together", "data set", "unit", "epsilon allowed", "delta", "spent", "left", rows=rows)
+    whole, problem = call(f"{PAGES}:ledger_table", records.ledger if records.ledger.is_file() else None)
+    texts = [] if rows else ["site.yaml sets no budget: jobs without privacy may run."]
+    return Section(
+        "budget",
+        "Privacy budget",
+        [*texts, *filter(None, [problem])],
+        [(one, ()) for one in (table, whole) if one and one.rows],
+    )
+
+
+def _approvals(kit: Path, records: SiteRecords, waiting: Mapping[str, str]) -> Section:
+    """Return the section on approvals: jobs that wait for one, and jobs that have one."""
+    if not records.site.approve:
+        return Section("approvals", "Approvals", ["site.yaml asks for no approval: jobs run within the policies."])
+    stored, rows = _stored_jobs(kit), []
+    for job, digest in waiting.items():
+        meta = stored[job]
+        rows.append([_experiment(job, meta), str(meta.get("submitter_name", "-")), _when(meta.get("submit_time")), digest])
+    known, problem = _approved(kit)
+    given = [[*(str(one.get(key, "-")) for key in ("job", "by", "time")), digest] for digest, one in known.items()]
+    tables = [
+        _table("Waiting", "run", "from", "sent", "digest", rows=rows),
+        _table("Given", "job", "by", "when", "digest", rows=given),
+    ]
+    texts = [] if rows else ["No job waits for approval."]
+    texts += [problem] if problem else [] if given else ["No job is approved."]
+    return Section("approvals", "Approvals", texts, [(one, ()) for one in tables if one.rows])
+
+
+def _approved(kit: Path) -> tuple[dict[str, dict[str, str]], str]:
+    """Return the approvals by digest, and a text if their file is damaged: then the site refuses every job."""
+    try:
+        return approval.approvals(kit / "local"), ""
+    except ConfigError:
+        return {}, f"The list of approvals, {approval.FILE}, is damaged, so this site refuses every job."
+
+
+def _unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the digests of the jobs in FLARE's folders that are not approved, by job id."""
+    (known, _), plugins, found = _approved(kit), kit_plugins(kit / "local"), dict[str, str]()
+    for job in stored:
+        for app in subfolders(kit / job):
+            if (app / approval.JOB).is_file():
+                try:
+                    digest = approval.digest(app, load_job(app / approval.JOB, plugins=plugins))
+                except ConsiliumError:
+                    digest = "none: the job cannot run here"
+                if digest not in known:
+                    found[job] = digest
+    return found
+
+
+# server ----------------------------------------------------------------------------------------------------------------
+# The sections of a server's overview.
+
+
+def _server_sections(kit: Path) -> Iterator[Section]:
+    try:
+        rows = site_rows(read_attendance(kit), now := time.time())
+        notes = [f"{row['site']}: {note}" for row in rows for note in row["notes"]]
+        notes += [f"{row['site']}: {describe_health(row['health'], now)}" for row in rows if row["health"]]
+        yield Section("sites", "Sites", notes, [(site_table(rows), ())])
+    except ConfigError:
+        yield Section("sites", "Sites", ["There is no readable list of sites: no site has been seen by this server."])
+    folders = [folder for folder in subfolders(kit / STATE / RUNS) if (folder / "job.yaml").is_file()]
+    if not folders:
+        yield Section("runs", "Runs", ["There is no run."])
+        return
+    table = _table(
+        "", "run", "from", "state", "rounds", "last event", "refusals", "cause", rows=list(map(_server_run_row, folders))
+    )
+    links = [f"runs/{quote(folder.name, safe='')}" for folder in folders]
+    yield Section("runs", "Runs", ["Each run's name leads to its scores and curves."], [(table, links)])
+
+
+def _server_run_row(folder: Path) -> list[str]:
+    owner, lines = str(read_json(folder / OWNER).get("submitter", "-")), read_events(folder / "metrics.jsonl")[0]
+    state, _, cause = run_state(folder, lines)
+    try:
+        rounds = str(load_job(folder / "job.yaml", plugins=None).training.rounds)
+    except ConsiliumError:
+        rounds = "?"
+    done, refused = ([one for one in lines if one["event"] == event] for event in ("concluded", "refused"))
+    last = _when(lines[-1]["time"]) if lines else "-"
+    counts = f"{len({one['round'] for one in done})} of {rounds}"
+    return [folder.name, owner, "not ended" if state == "running" else state, counts, last, str(len(refused)), cause]

@@ -1,0 +1,167 @@
+"""The command `consilium serve`: a kit's pages in the browser, for readers who use no terminal.
+
+aiohttp serves the pages, because FLARE depends on it, so it is installed at every participant, and because it parses HTTP more
+strictly than http.server, which its own documentation does not recommend for use.
+
+Other users of the machine and pages of other sites can reach the port. So a request must name this host and port (against DNS
+rebinding), and must have a cookie that only the token in the printed address gives. Cookies are sent to all ports of a host, so
+the cookie's path is random: a program at another port does not get it. No request changes anything.
+"""
+
+import asyncio
+import hmac
+import secrets
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+from aiohttp import web
+from rich.console import Console
+
+from consilium.cli import kit_pages
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line
+
+HOST, COOKIE = "127.0.0.1", "consilium"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Server": "consilium",
+}
+"""Headers of every reply."""
+ERRORS = {
+    401: ("Not open", "Open the address that consilium serve printed. It is valid until that command ends."),
+    403: ("Refused", "This address is not the one that consilium serve printed."),
+    404: ("Not found", "There is no such page, or the kit has no such run."),
+    405: ("Refused", "These pages can only be read."),
+    500: ("Not shown", "This page cannot be made. The terminal in which consilium serve runs shows the reason."),
+}
+"""Title and text of each error page. They name no path."""
+CHUNK = 2**18
+"""Bytes of an archive that are read at a time."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def serve(
+    kit: Annotated[Path, typer.Option("--kit", help="a site's startup kit, or the server's")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of 127.0.0.1; default: a free one")] = 0,
+) -> None:
+    """Show a kit in the browser, for reading only: jobs, what left, budgets, approvals, health, certificates, evidence.
+
+    Open the printed address on this machine. Whoever has this address can read the pages. Ctrl-C ends it.
+    """
+    kit_pages.check_kit(kit)
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as error:
+        raise ConfigError(f"--port: {port}: {error.strerror}; give another port, or leave --port out") from None
+    token = secrets.token_urlsafe(32)
+    port = listener.getsockname()[1]
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(line(f"http://{HOST}:{port}/?token={token}"))
+    console.print(line("open this address in a browser on this machine, and tell it to no one else; Ctrl-C ends it"))
+    # A log of requests would contain the token.
+    web.run_app(KitSite(kit, token, port).app(), sock=listener, print=None, access_log=None, shutdown_timeout=2.0)
+
+
+class KitSite:
+    """The replies to the requests of one user. `token`: the secret in the printed address. `port`: the port that listens."""
+
+    def __init__(self, kit: Path, token: str, port: int) -> None:
+        self.kit, self.token = kit, token
+        self.hosts = {f"{host}:{port}" for host in (HOST, "localhost")}
+        self.session, self.root = secrets.token_urlsafe(32), f"/{secrets.token_urlsafe(16)}/"
+        self.lock = asyncio.Lock()  # one page at a time: matplotlib's settings are global
+        self.health_lock = asyncio.Lock()  # the doctor may wait a minute for the server, and the other pages do not wait for it
+
+    def app(self) -> web.Application:
+        """Return the application with all pages."""
+        app = web.Application(middlewares=[self._guard])
+        app.on_response_prepare.append(_add_headers)
+        routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
+        app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse every request that is not this user's, and turn every failure into a page without details."""
+        if request.host not in self.hosts:  # aiohttp refuses a second Host header
+            return _error(403)
+        if request.method not in ("GET", "HEAD"):
+            return _error(405)
+        if request.path == "/" and "token" in request.query:
+            return self._enter(request.query["token"])
+        if not _is_equal(request.cookies.get(COOKIE, ""), self.session):
+            return _error(401)
+        try:
+            return await handler(request)
+        except (web.HTTPNotFound, kit_pages.UnknownRunError):
+            return _error(404)
+        except ConnectionError:  # the browser has gone
+            raise
+        except Exception as error:
+            Console(stderr=True, soft_wrap=True).print(line(f"{type(error).__name__}: {error}", "red", limit=1000))
+            return _error(500)
+
+    def _enter(self, token: str) -> web.Response:
+        """Exchange the token for a cookie, and redirect to an address without it."""
+        if not _is_equal(token, self.token):
+            return _error(401)
+        reply = web.Response(status=303, headers={"Location": self.root})
+        reply.set_cookie(COOKIE, self.session, path=self.root, httponly=True, samesite="Strict")
+        return reply
+
+    async def _overview(self, request: web.Request) -> web.Response:
+        async with self.lock:
+            return _page(await asyncio.to_thread(kit_pages.overview, self.kit))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        async with self.health_lock:
+            return _page(await asyncio.to_thread(kit_pages.health_page, self.kit))
+
+    async def _run(self, request: web.Request) -> web.Response:
+        async with self.lock:
+            return _page(await asyncio.to_thread(kit_pages.run_page, self.kit, request.match_info["run"]))
+
+    async def _evidence(self, request: web.Request) -> web.StreamResponse:
+        """Make the archive in a private temporary folder outside the kit, send it, and delete it."""
+        run = request.match_info["run"]
+        reply = web.StreamResponse(headers={"Content-Type": "application/zip"})
+        reply.headers["Content-Disposition"] = f"attachment; filename*=UTF-8''{quote(run, safe='')}.evidence.zip"
+        with tempfile.TemporaryDirectory(prefix="consilium-serve-") as folder:
+            async with self.lock:
+                path = await asyncio.to_thread(kit_pages.write_evidence, self.kit, run, Path(folder))
+            reply.content_length = path.stat().st_size
+            await reply.prepare(request)
+            with path.open("rb") as file, suppress(ConnectionError):
+                while request.method == "GET" and (part := file.read(CHUNK)):
+                    await reply.write(part)
+        return reply
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    """Compare a text from a request with a secret in a time that does not depend on where they differ."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode())
+
+
+async def _add_headers(request: web.Request, reply: web.StreamResponse) -> None:
+    reply.headers.update(HEADERS)
+
+
+def _page(text: str, status: int = 200) -> web.Response:
+    return web.Response(body=text.encode(errors="backslashreplace"), status=status, content_type="text/html", charset="utf-8")
+
+
+def _error(status: int) -> web.Response:
+    return _page(kit_pages.message(*ERRORS[status]), status)
