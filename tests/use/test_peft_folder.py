@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.storage import checkpoint_hash
+from consilium.federation.job import tokenizer_of
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm
 from consilium.models.causal_lm.network import load_tokenizer as ours
 from consilium.use import merge
@@ -18,8 +19,10 @@ from consilium.use.export import export
 from consilium.use.model import open_model
 from consilium.use.peft_folder import short_names
 from tests.conftest import run, small_text
+from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, make
 from tests.models.folders import config_of, save_folder
-from tests.use.handing import changed
+from tests.tasks.test_text_classification import job, save_encoder
+from tests.use.handing import CELLS, FUNDUS, changed, code
 from tests.use.test_export import kept
 
 TEMPLATE = (
@@ -108,6 +111,30 @@ def test_the_command_names_the_base(
     assert run(monkeypatch, "export-model", folder, "--format", "peft", "-o", tmp_path / "b", "--base", "org/tiny") == 0
     assert "--base NAME" not in capsys.readouterr().err
     assert run(monkeypatch, "predict", tmp_path / "b", tmp_path / "none") == 2  # opened before its input is looked for
+
+
+@pytest.mark.parametrize("kind", ["vision", "sam", "classifier", "mean", "language"])
+def test_the_code_of_a_card_runs_as_printed_on_a_base_in_a_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SiteConfig(device="cpu", checkpoints=tmp_path)
+    if kind in ("vision", "sam"):
+        base = make(tmp_path / "base", *(("clip", CLASSIFIERS["clip"]) if kind == "vision" else ("sam", PROMPTABLE["sam"])))
+        place = {"variant": "folder", "checkpoint": str(base.folder), "config": base.config, "image_size": SIDE}
+        config = changed(CELLS if kind == "vision" else FUNDUS, model={"name": kind, **place}, adapter={"rank": 2})
+    elif kind == "language":
+        config, own = of_folder(tmp_path)
+    else:
+        config = job(save_encoder(tmp_path / "base"), features="pooled" if kind == "classifier" else "mean")
+    found = open_model(kept(tmp_path / "kept", config, sha_of(config)), own=own)
+    inputs = merge.inputs_of(config, tokenizer_of(config, own))
+    wanted = merge.logits_of(found.model, inputs)
+    made = export(found, "peft", tmp_path / "peft", own)
+    monkeypatch.chdir(made.folder)
+    names: dict[str, Any] = {}
+    exec(code((made.folder / "README.md").read_text()), names)
+    answered = merge.logits_of(names["model"].eval(), inputs)
+    assert float((answered - wanted).abs().max()) <= merge.tolerance(names["model"], wanted)
 
 
 def test_vllms_rules_for_an_adapter_hold(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ from consilium.federation.job import bare_model
 from peft import PeftModel
 {loads}
 base = bare_model(load_run_job(Path("."), None), {checkpoint}, weights=True)
-{beside}model = PeftModel.from_pretrained(base, ".").eval()
+{beside}model = PeftModel.from_pretrained(base, "."){inner}.eval()
 ```
 """
 _PEFT_TEXT = """An adapter for PEFT, with its tokenizer. `base_model_name_or_path` in adapter_config.json names the base:
@@ -167,13 +167,15 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
     text = _PEFT_CLASSES if peft_folder.is_classifier(found.config) else _PEFT_TEXT
     dtype = f', dtype="{kept_as}"' if kept_as else ""
     about = text.format(dtype=dtype, outputs=getattr(found.config.task, "outputs", 0))
-    if not _opening_library(found, "peft"):
+    is_encoder = found.config.model.name == "text_encoder" and not peft_folder.is_classifier(found.config)
+    if is_encoder or not _opening_library(found, "peft"):
         place = base or checkpoint_of(found.config.model, own)
         beside = "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
         about = _PEFT.format(
             where="is the checkpoint that the job names" if place else "comes with consilium",
             loads="from safetensors.torch import load_file\n" if beside else "",
             checkpoint=f"Path({str(place)!r})" if place else "None", beside=beside,
+            inner=".base_model" if is_encoder else "",  # PEFT's own class for encoders gives the base arguments of its own
         )  # fmt: skip
     about += _KEPT.format(found.config.model.dtype) if found.config.model.dtype in QUANTIZED else ""
     if any(map(is_local, found.kept.values)):  # local tensors are not copied to the export
