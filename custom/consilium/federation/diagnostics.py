@@ -41,10 +41,10 @@ def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, Site
     apart = whole = 0.0
     layers = [name.removesuffix(".lora_A") for name in state.shared | state.initial if factor(name) == "A"]
     place = state.round, state.phase
-    travelling = [one for one in layers if all(strategy.role(f"{one}.lora_{f}", *place) is not Role.LOCAL for f in "AB")]
-    if not travelling:
+    sent = [one for one in layers if all(strategy.role(f"{one}.lora_{f}", *place) is not Role.LOCAL for f in "AB")]
+    if not sent:
         return {}
-    for layer in travelling:
+    for layer in sent:
         pairs = [(p, _factors(state, layer, results[name])) for name, p in share.items()]
         mean_b, mean_a = (torch.stack([p * pair[i] for p, pair in pairs]).sum(0) for i in (0, 1))
         apart += norm(_joined([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
