@@ -4,10 +4,12 @@ Each function reads the kit's files at the call and returns HTML. No function wr
 escaped by the report's templates.
 """
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 from consilium.cli.find_site_records import SiteRecords, find_site_records
@@ -22,7 +24,7 @@ from consilium.core.sanitize import number_of, shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import OWNER, RUNS, STATE
 from consilium.flare.admin.evidence import pack
-from consilium.flare.admin.kit_metrics import collect, run_state
+from consilium.flare.admin.kit_metrics import budget_samples, run_state
 from consilium.flare.admin.session import experiment_of
 from consilium.flare.kit.admission import noted_cause
 from consilium.flare.kit.certificates import days_left
@@ -31,12 +33,19 @@ from consilium.flare.kit.kit_contents import certificate, is_open, kit_name, kit
 from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import ledger as ledgers
 from consilium.report.page.html import render
 from consilium.report.tables import Column, Table, size, stamp
 from consilium.report.untrusted_files import MOST_BYTES, finite, read_events, read_json, subfolders
 
 PAGES = "consilium.report.page.run_page"
 """Module of the report's pages. It imports matplotlib, so it is imported at the first use."""
+LEDGER_BROKEN = (
+    "WARNING: the ledger of what is spent was altered, is gone, or lacks rows that a record names. No number can be shown, "
+    "and the site refuses private jobs. `consilium privacy ledger` says why and what to do."
+)
+"""Shown instead of numbers. The command's own text has paths."""
+ALTERED = "The privacy of this record cannot be read: the record was altered."
 Links = Sequence[str]
 """The address behind the first cell of each row of a table; empty for a table without links."""
 
@@ -133,6 +142,15 @@ def write_evidence(kit: Path, name: str, folder: Path) -> Path:
     return path
 
 
+def open_evidence(kit: Path, name: str) -> BinaryIO:
+    """Return the open archive of a site's run. Its file is deleted already, so that it is gone however the command ends.
+
+    Raises as `write_evidence` does.
+    """
+    with tempfile.TemporaryDirectory(prefix="consilium-serve-") as folder:
+        return write_evidence(kit, name, Path(folder)).open("rb")
+
+
 def _page(title: str, lead: str, sections: Sequence[Section], back: str = "") -> str:
     values = {"sections": sections, "contents": [(one.id, one.heading) for one in sections], "back": back}
     return render("kit.html", title, lead, "the kit's files", [], values)
@@ -198,7 +216,7 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     heads = ("run", "messages", "bytes", "noise", "epsilon", "record")
     text = "Each run's name leads to all its messages." if runs else "No message of a job has left."
     yield Section("left", "What left", [text], [(_table("", *heads, rows=list(map(_left_row, runs))), links)] if runs else [])
-    yield _budgets(kit, records)
+    yield _budgets(records)
     yield _approvals(kit, records, waiting)
     archives = [(f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)") for run in runs if run.messages]
     text = "A signed archive of a run: policies, job, record of what left, ledger, versions. Made when you follow the link."
@@ -283,9 +301,10 @@ def _left_row(run: Run) -> list[str]:
         noise = (
             "NOT PRIVATE: from a seed" if any(one.get("seeded") for one in private) else f"clip {clip}, multiplier {multiplier}"
         )
-        epsilon = f"{max(one['epsilon'] for one in private):.4g} at delta {private[-1]['delta']:g}"
-    elif any("masked" in one for one in run.messages):
-        noise = "none; under masks"
+        with suppress(KeyError, TypeError, ValueError):  # an altered record; the last column says so
+            epsilon = f"{max(one['epsilon'] for one in private):.4g} at delta {private[-1]['delta']:g}"
+    elif masked := sum("masked" in one for one in run.messages if isinstance(one.get("tensors"), dict)):
+        noise = "none; under masks" if masked == len(sent) else f"none; {masked} of {len(sent)} under masks"
     return [run.name, str(len(run.messages)), size(total), noise, epsilon, "unaltered" if run.whole else "ALTERED"]
 
 
@@ -298,7 +317,15 @@ def _chain(broken: int | None) -> str:
 
 
 def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the privacy that a record's messages have cost so far, and warnings on messages without a valid promise."""
+    """Return what a record's messages have cost so far, and warnings on messages without a valid promise."""
+    try:
+        return _privacy_of(messages)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return [ALTERED]
+
+
+def _privacy_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return these texts of an unaltered record. For another one, errors of missing keys and other types may be raised."""
     private = [one["privacy"] for one in messages if one.get("privacy")]
     if not private:
         return ["No message has noise."]
@@ -312,27 +339,32 @@ def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _budgets(kit: Path, records: SiteRecords) -> Section:
-    """Return the section on what is spent and left. The numbers are those of `consilium metrics` and `privacy ledger`."""
-    samples = collect(kit)
+def _budgets(records: SiteRecords) -> Section:
+    """Return the section on what is spent and left. The numbers are those of `consilium metrics` and `privacy ledger`.
+
+    Without a whole ledger it shows no number, because what is spent cannot be known then.
+    """
+    budgets, ledger = records.site.privacy.budgets, ledgers.Ledger(records.ledger)
+    texts = [] if budgets else ["site.yaml sets no budget: jobs without privacy may run."]
+    try:
+        ledgers.check(records.root, ledger)
+        ledger.entries()
+    except ConsiliumError:
+        return Section("budget", "Privacy budget", [*texts, LEDGER_BROKEN])
+    samples = list(budget_samples(records.site, ledger))
     spent, left = (
         {(o.labels["dataset"], o.labels["unit"]): o.value for o in samples if o.name == f"epsilon_{n}"}
         for n in ("spent", "left")
     )
     rows = []
     for (dataset, unit), value in spent.items():
-        budget = records.site.privacy.budgets[unit]  # type: ignore[index]
+        budget = budgets[unit]  # type: ignore[index]
         numbers = (f"{number:.4g}" for number in (value, left[dataset, unit]))
         rows.append([dataset or "-", unit, f"{budget.epsilon:g}", f"{budget.delta:g}", *numbers])
     table = _table("Budgets, for all jobs together", "data set", "unit", "epsilon allowed", "delta", "spent", "left", rows=rows)
-    whole, problem = call(f"{PAGES}:ledger_table", records.ledger if records.ledger.is_file() else None)
-    texts = [] if rows else ["site.yaml sets no budget: jobs without privacy may run."]
-    return Section(
-        "budget",
-        "Privacy budget",
-        [*texts, *filter(None, [problem])],
-        [(one, ()) for one in (table, whole) if one and one.rows],
-    )
+    whole, none = call(f"{PAGES}:ledger_table", records.ledger if records.ledger.is_file() else None)
+    tables = [(one, ()) for one in (table, whole) if one and one.rows]
+    return Section("budget", "Privacy budget", [*texts, *filter(None, [none])], tables)
 
 
 def _approvals(kit: Path, records: SiteRecords, waiting: Mapping[str, str]) -> Section:
@@ -370,7 +402,7 @@ def _unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str,
             if (app / approval.JOB).is_file():
                 try:
                     digest = approval.digest(app, load_job(app / approval.JOB, plugins=plugins))
-                except ConsiliumError:
+                except (ConsiliumError, OSError, ValueError, RecursionError):  # the server has sent these files
                     digest = "none: the job cannot run here"
                 if digest not in known:
                     found[job] = digest

@@ -10,9 +10,9 @@ the cookie's path is random: a program at another port does not get it. No reque
 
 import asyncio
 import hmac
+import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -135,18 +135,17 @@ class KitSite:
             return _page(await asyncio.to_thread(kit_pages.run_page, self.kit, request.match_info["run"]))
 
     async def _evidence(self, request: web.Request) -> web.StreamResponse:
-        """Make the archive in a private temporary folder outside the kit, send it, and delete it."""
+        """Make the archive in a private temporary folder outside the kit, and send it."""
         run = request.match_info["run"]
         reply = web.StreamResponse(headers={"Content-Type": "application/zip"})
         reply.headers["Content-Disposition"] = f"attachment; filename*=UTF-8''{quote(run, safe='')}.evidence.zip"
-        with tempfile.TemporaryDirectory(prefix="consilium-serve-") as folder:
-            async with self.lock:
-                path = await asyncio.to_thread(kit_pages.write_evidence, self.kit, run, Path(folder))
-            reply.content_length = path.stat().st_size
+        async with self.lock:
+            file = await asyncio.to_thread(kit_pages.open_evidence, self.kit, run)
+        with file, suppress(ConnectionError):
+            reply.content_length = os.fstat(file.fileno()).st_size
             await reply.prepare(request)
-            with path.open("rb") as file, suppress(ConnectionError):
-                while request.method == "GET" and (part := file.read(CHUNK)):
-                    await reply.write(part)
+            while request.method == "GET" and (part := file.read(CHUNK)):
+                await reply.write(part)
         return reply
 
 

@@ -169,7 +169,7 @@ def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | N
 
 
 def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
-    yield from _budget_samples(site, Ledger(site.privacy.ledger_in(state)))
+    yield from budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     runs = sorted(one for one in (state / RUNS).iterdir() if one.is_dir()) if (state / RUNS).is_dir() else []
     for run in runs:
         found = [_check_record(path) for path in run.rglob(audit.FILE)]
@@ -186,7 +186,7 @@ def _check_record(path: Path) -> tuple[int, bool]:
     return len(found["messages"]), found["broken_line"] is None
 
 
-def _budget_samples(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
+def budget_samples(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
     """Yield the spent and the remaining epsilon per dataset and unit of privacy, and whether the ledger is intact."""
     try:
         entries = ledger.entries()
