@@ -18,6 +18,7 @@ def test_unit_starts_the_kits_script_and_writes_its_state() -> None:
     lines = UNIT.splitlines()
     assert "ExecStart=/bin/bash /srv/consilium/%i/startup/sub_start.sh --once" in lines
     assert {"User=consilium", "ProtectSystem=strict", "ReadWritePaths=/srv/consilium/%i", "NoNewPrivileges=yes"} <= set(lines)
+    assert "RemoveIPC=yes" not in lines  # at a stop it deletes the user's files in /dev/shm, where `unlock` puts the keys
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
