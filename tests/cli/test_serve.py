@@ -1,4 +1,4 @@
-"""`consilium serve`: its pages have the numbers of the other commands, nobody else can read them, and nothing is written."""
+"""`consilium serve`: pages show the same numbers as other commands, only the address opens them, and no request writes."""
 
 import asyncio
 import contextlib

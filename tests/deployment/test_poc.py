@@ -187,7 +187,7 @@ def test_start_sh_opens_a_locked_kit_by_its_passphrase_only(tmp_path: Path) -> N
             env = federation.environment() | ({"CONSILIUM_PASSPHRASE_FILE": str(tmp_path / name)} if name else {})
             done = subprocess.run(script, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
             assert (done.returncode, says in done.stderr) == (1, True), done.stderr
-        under_systemd = ["/bin/bash", script[0].replace("start.sh", "sub_start.sh"), "--once"]  # it asks nobody
+        under_systemd = ["/bin/bash", script[0].replace("start.sh", "sub_start.sh"), "--once"]  # asks for no passphrase
         env = federation.environment() | {"CONSILIUM_PASSPHRASE_FILE": str(tmp_path / "right")}
         done = subprocess.run(under_systemd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
         assert (done.returncode, "client.key" in done.stdout + done.stderr) == (1, True), done.stdout + done.stderr

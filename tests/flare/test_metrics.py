@@ -23,7 +23,7 @@ from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import FILE, AuditLog
 from consilium.report.exposition import Sample, exposition
-from consilium.report.run_files import LOCK, RunLog
+from consilium.report.run_files import LOCK, RunLog, has_process
 from tests.conftest import run, small_config
 
 ALERTS = Path(__file__).parents[2] / "provisioning/alerts.yml"
@@ -131,6 +131,20 @@ def test_a_run_whose_process_has_ended_without_a_result_is_lost(server: Path) ->
         assert states(numbers(server)) == {"running": 1}
     stop(server, "no room", 1_000_030.0)
     assert states(numbers(server)) == {"stopped": 1}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_look_at_a_runs_lock_changes_no_file(kept: bool, server: Path) -> None:
+    crash(server)
+    folder = server / STATE / "runs/fundus-1"
+    lock = folder / LOCK
+    lock.unlink(missing_ok=True)
+    if kept:
+        lock.touch()
+        os.utime(lock, (1, 1))
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert not has_process(folder)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 def test_a_run_is_resumed_while_its_metrics_are_written(server: Path) -> None:

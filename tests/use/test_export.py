@@ -15,7 +15,7 @@ from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.federation.job import build_model, tokenizer_of
+from consilium.federation.job import build_model
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import SavedModel, with_parameters, write_kept
 from consilium.models.sam.network import build_sam
@@ -24,7 +24,7 @@ from consilium.use.export import export
 from consilium.use.model import open_model
 from consilium.use.output_folder import check_destination, new_folder, write_record
 from tests.conftest import run, small_config, small_text
-from tests.use.handing import CELLS, FUNDUS, HERE, changed, code, loaded, trained
+from tests.use.handing import CELLS, FUNDUS, HERE, changed, loaded, run_peft_card, trained
 
 LORA = changed(FUNDUS, adapter={"rank": 2, "targets": "encoder-qkv", "decoder": "share"})
 
@@ -82,15 +82,7 @@ def test_the_code_of_a_peft_card_runs_as_it_is_printed(
     config: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All bases here are tiny ones, which come with the package."""
-    found = open_model(kept(tmp_path / "kept", config), own=HERE)
-    inputs = merge.inputs_of(config, tokenizer_of(config, HERE))
-    wanted = merge.logits_of(found.model, inputs)
-    made = export(found, "peft", tmp_path / "peft", HERE)
-    monkeypatch.chdir(made.folder)
-    names: dict[str, Any] = {}
-    exec(code((made.folder / "README.md").read_text()), names)
-    answered = merge.logits_of(names["model"].eval(), inputs)
-    assert float((answered - wanted).abs().max()) <= merge.tolerance(names["model"], wanted)
+    run_peft_card(open_model(kept(tmp_path / "kept", config), own=HERE), tmp_path / "peft", HERE, monkeypatch)
 
 
 def test_the_command_writes_a_merged_model_with_card_and_licence(

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.storage import checkpoint_hash
-from consilium.federation.job import tokenizer_of
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm
 from consilium.models.causal_lm.network import load_tokenizer as ours
 from consilium.use import merge
@@ -22,7 +21,7 @@ from tests.conftest import run, small_text
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, make
 from tests.models.folders import config_of, save_folder
 from tests.tasks.test_text_classification import job, save_encoder
-from tests.use.handing import CELLS, FUNDUS, changed, code
+from tests.use.handing import CELLS, FUNDUS, changed, run_peft_card
 from tests.use.test_export import kept
 
 TEMPLATE = (
@@ -126,15 +125,7 @@ def test_the_code_of_a_card_runs_as_printed_on_a_base_in_a_folder(
         config, own = of_folder(tmp_path)
     else:
         config = job(save_encoder(tmp_path / "base"), features="pooled" if kind == "classifier" else "mean")
-    found = open_model(kept(tmp_path / "kept", config, sha_of(config)), own=own)
-    inputs = merge.inputs_of(config, tokenizer_of(config, own))
-    wanted = merge.logits_of(found.model, inputs)
-    made = export(found, "peft", tmp_path / "peft", own)
-    monkeypatch.chdir(made.folder)
-    names: dict[str, Any] = {}
-    exec(code((made.folder / "README.md").read_text()), names)
-    answered = merge.logits_of(names["model"].eval(), inputs)
-    assert float((answered - wanted).abs().max()) <= merge.tolerance(names["model"], wanted)
+    run_peft_card(open_model(kept(tmp_path / "kept", config, sha_of(config)), own=own), tmp_path / "peft", own, monkeypatch)
 
 
 def test_vllms_rules_for_an_adapter_hold(tmp_path: Path) -> None:

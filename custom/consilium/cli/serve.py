@@ -59,7 +59,7 @@ def serve(
 ) -> None:
     """Show a kit in the browser, for reading only: jobs, what left, budgets, approvals, health, certificates, evidence.
 
-    Open the printed address on this machine. Whoever has this address can read the pages. Ctrl-C ends it.
+    Open the printed address in a browser on this machine. Anyone with the address can read the pages. Ctrl-C stops the command.
     """
     kit_pages.check_kit(kit)
     try:

@@ -3,6 +3,7 @@
 The coordinator writes them through `RunLog`. They are in the run's folder.
 """
 
+import fcntl
 import json
 import platform
 import statistics
@@ -259,13 +260,16 @@ def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
 def has_process(folder: Path) -> bool:
     """Return whether a process writes to the run in a folder, on any machine that shares the folder's file system.
 
-    True if this cannot be found out, such as on a file system without locks.
+    True if this cannot be found out, such as on a file system without locks. Changes no file, as acquiring a FileLock would.
     """
     try:
-        with file_lock(folder / LOCK, wait=False):
-            return False
-    except (Timeout, OSError):
+        with open(folder / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
         return True
+    return False
 
 
 def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:

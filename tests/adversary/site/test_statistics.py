@@ -28,12 +28,12 @@ def honest() -> dict[str, Any]:
 
 
 def test_a_message_has_at_most_256_groups() -> None:
-    told = honest()
+    statistics = honest()
     for place in ("sizes", "greys"):
         one = {"names": ["a"], "samples": 24} if place == "sizes" else {"names": ["a"], "share": 0.5}
-        assert len(getattr(SiteStatistics.model_validate(told | {place: [one] * 256}), place)) == 256
+        assert len(getattr(SiteStatistics.model_validate(statistics | {place: [one] * 256}), place)) == 256
         with pytest.raises(ValidationError, match="at most 256"):
-            SiteStatistics.model_validate(told | {place: [one] * 257})
+            SiteStatistics.model_validate(statistics | {place: [one] * 257})
 
 
 def survey(folder: Path) -> StatisticsRound:
