@@ -75,8 +75,10 @@ class SampleCache:
         if self.all_lost:
             raise DataError(NOTHING_LEFT)
         if self._unfit:
-            what = f"{len(self._unfit):,} samples do not fit the job, which learns and scores nothing of them"
-            _log.warning(f"{self._data.path}: {what}; `consilium data check --job` names them")
+            _log.warning(
+                f"{self._data.path}: {len(self._unfit):,} samples do not fit the job, which learns and scores nothing of "
+                "them; `consilium data check --job` names them"
+            )
 
     @property
     def small(self) -> Counter[tuple[str, str]]:

@@ -230,8 +230,10 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
         return f"tokens: {told}; none is cut at model.max_length {max_length}"
     most, all_of_them = (-(-parts[share] // 8) * 8 for share in (99, 100))
     enough = f"{most} to keep 99 % whole, " if max_length < most < all_of_them else ""
-    what = f"{cut / len(every):.0%} are cut at model.max_length {max_length}"
-    return f"tokens: {told}; {what}; write model.max_length: {enough}{all_of_them} to keep all whole"
+    return (
+        f"tokens: {told}; {cut / len(every):.0%} are cut at model.max_length {max_length}; "
+        f"write model.max_length: {enough}{all_of_them} to keep all whole"
+    )
 
 
 def _compare_traces(

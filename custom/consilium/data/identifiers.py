@@ -58,9 +58,11 @@ def check_identifier(where: str, key: str, value: str) -> str:
     """
     for place, character in enumerate(value.strip(), start=1):
         if _is_invisible(character):
-            name = f"U+{ord(character):04X} {unicodedata.name(character, 'a control character')}"
-            what = f"{key} has {name} as its character {place}, which is invisible"
-            raise DataError(f"{where}: {what}; take it out, so that every {key} has one spelling", "hidden character")
+            raise DataError(
+                f"{where}: {key} has U+{ord(character):04X} {unicodedata.name(character, 'a control character')} as its "
+                f"character {place}, which is invisible; take it out, so that every {key} has one spelling",
+                "hidden character",
+            )
     return canonical(value)
 
 

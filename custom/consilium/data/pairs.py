@@ -82,8 +82,10 @@ def parse(text: str) -> Pattern:
     image, equals, mask = text.partition("=")
     pattern = Pattern(image, mask) if equals else Pattern(mask=text)
     if pattern.image.count("{}") != 1 or pattern.mask.count("{}") != 1:
-        what = "expected MASK or IMAGE=MASK without endings, each with one {} for the part that both names share"
-        raise ConfigError(f"--mask-pattern: {text!r}: {what}, as '{{}}_mask' or '{{}}_0000={{}}'")
+        raise ConfigError(
+            f"--mask-pattern: {text!r}: expected MASK or IMAGE=MASK without endings, each with one {{}} for the part that "
+            "both names share, as '{}_mask' or '{}_0000={}'"
+        )
     return pattern
 
 
@@ -170,9 +172,11 @@ def unpaired_message(pairs: Pairs, folder: Path) -> str:
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
     every, alone = len(pairs.found) + len(pairs.alone), pairs.alone[0]
     wanted = next((Path(name).name for one in (alone.full, alone.short) if (name := pairs.pattern.of(one))), "like the others'")
-    what = f"by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of {every} pictures have one"
-    remedy = f"complete the set, or write --mask-pattern '{pairs.pattern}' to leave pictures without one out"
-    return f"{pairs.alone[0].path}: expected a mask named {wanted}; {what}; found {there}; {remedy}"
+    return (
+        f"{pairs.alone[0].path}: expected a mask named {wanted}; by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of "
+        f"{every} pictures have one; found {there}; complete the set, or write --mask-pattern '{pairs.pattern}' to leave "
+        "pictures without one out"
+    )
 
 
 # roles: which files are masks -------------------------------------------------------------------------------------------------

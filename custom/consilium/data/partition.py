@@ -97,9 +97,10 @@ def partition(
         write_atomic(folder / name / "datalist.json", text.encode(), PUBLIC)
     notes = []
     if nameless := sum(not item_pseudonym(item) for item in splits["training"]):
-        of = f"{nameless} of {len(splits['training'])} training samples"
-        what = f"{of} name no patient, so one patient's pictures may be at several sites"
-        notes.append(f"{what}; name them as `patient` in the list, if you know them")
+        notes.append(
+            f"{nameless} of {len(splits['training'])} training samples name no patient, so one patient's pictures may be at "
+            "several sites; name them as `patient` in the list, if you know them"
+        )
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude), "notes": notes}
     return write_summary(source, folder, asked, classes, found)
 
@@ -177,8 +178,10 @@ def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> N
             if movable := [n for n, patient in enumerate(training[rich]) if len(patient) <= sizes[rich] - minimum]:
                 break
         else:
-            what = f"{minimum}: patients are not cut apart, and none can go to a site of {least} samples"
-            raise DataError(f"--minimum: {what}; ask for less, or for fewer sites")
+            raise DataError(
+                f"--minimum: {minimum}: patients are not cut apart, and none can go to a site of {least} samples; "
+                "ask for less, or for fewer sites"
+            )
         poor, moved = sizes.index(least), training[rich].pop(movable[int(rng.integers(len(movable)))])
         training[poor].append(moved)
         sizes[poor], sizes[rich] = least + len(moved), sizes[rich] - len(moved)
@@ -324,8 +327,9 @@ def _read_records(
             record = json.loads(line) if by else {}
             value = record.get(by) if by else ALL
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-                what = f"--by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}"
-                raise DataError(f"{path}:{number}: {what}")
+                raise DataError(
+                    f"{path}:{number}: --by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}"
+                )
             splits[split].append(Record(line, str(value), text.patient))
     if kinds:  # the splits are clustered together
         of_texts = iter(kinds([text.prompt_words for split in SPLITS for text in data.splits[split]]))

@@ -104,11 +104,15 @@ def _label_values(path: Path, picture: Image.Image, is_gif: bool) -> np.ndarray:
     grey, alpha = array[..., 0], array[..., 3]
     if (off := (array[..., :3] != grey[..., None]).any(2)).any():
         colour = ", ".join(map(str, array[off][0, :3].tolist()))
-        what = f"mask has colours, such as ({colour})"
-        raise DataError(f"{path}: {what}; save it as one channel of label values", "mask of colours")
+        raise DataError(
+            f"{path}: mask has colours, such as ({colour}); save it as one channel of label values", "mask of colours"
+        )
     if alpha.min() < alpha.max() and (alpha != grey).any() and ((grey[alpha < 255] > 0).any() or not grey.any()):
-        what = "mask is drawn by its transparency, which is not read"
-        raise DataError(f"{path}: {what}; save it as one channel of label values, without transparency", "mask of colours")
+        raise DataError(
+            f"{path}: mask is drawn by its transparency, which is not read; save it as one channel of label values, without "
+            "transparency",
+            "mask of colours",
+        )
     return grey
 
 

@@ -136,9 +136,13 @@ def _check_entry(
                 and (way < 5 or image.shape[0] == image.shape[1])
                 and pictures.exif_orientation(Path(str(item.label))) == 1
             ):
-                what = "its mask is not: it must be drawn on the turned picture"
-                remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
-                found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
+                found.warnings.append(
+                    (
+                        "turned by its EXIF tag",
+                        "its mask is not: it must be drawn on the turned picture; save the picture upright and without the "
+                        "tag, as Python's PIL.ImageOps.exif_transpose does",
+                    )
+                )
         if size and found.classes and isinstance(classes, Mapping):
             for part in _planes_or_tiles(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)

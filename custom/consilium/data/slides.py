@@ -87,8 +87,11 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     """
     levels = layout(path).levels
     if wanted not in levels:
-        what = f"mask is {pictures.size_text(levels[0])} pixels (width x height), its image {pictures.size_text(wanted)}"
-        raise UnfitError(f"{path}: {what}; make them equal", "mask of another size")
+        raise UnfitError(
+            f"{path}: mask is {pictures.size_text(levels[0])} pixels (width x height), its image "
+            f"{pictures.size_text(wanted)}; make them equal",
+            "mask of another size",
+        )
     values = read(path, tile, levels.index(wanted), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
         raise DataError(f"{path}: mask has colours; save it as one channel of label values", "mask of colours")
@@ -117,8 +120,11 @@ def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
     Raises DataError for more than MOST_TILES tiles.
     """
     if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
-        what = f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut"
-        raise UnfitError(f"{what}; set task.tiles.size or stride higher", "too large")
+        raise UnfitError(
+            f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut; "
+            "set task.tiles.size or stride higher",
+            "too large",
+        )
     return [
         (x, y, min(size, columns), min(size, rows))
         for y in _tile_starts(rows, size, stride)
@@ -195,8 +201,9 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
         for page in file.pages if by_openslide else ():
             rows, columns = _block_shape(page)
             if page.is_tiled and 4 * rows * columns > MOST_BLOCK_BYTES:
-                what = f"is a slide with tiles of {columns}x{rows} pixels"
-                raise UnfitError(f"{path}: {what}; save it in smaller ones", "too large")
+                raise UnfitError(
+                    f"{path}: is a slide with tiles of {columns}x{rows} pixels; save it in smaller ones", "too large"
+                )
         if by_openslide:
             with OpenSlide(str(path)) as slide:
                 return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
@@ -226,8 +233,11 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
             rows, columns = _block_shape(page)
             each = page.samplesperpixel * (page.dtype.itemsize if page.dtype is not None else 1)
             if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * each > MOST_BLOCK_BYTES:
-                what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
-                raise UnfitError(f"{path}: {what}; save it as a tiled TIFF", "too large")
+                raise UnfitError(
+                    f"{path}: its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}; "
+                    "save it as a tiled TIFF",
+                    "too large",
+                )
             needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
             if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
                 raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")

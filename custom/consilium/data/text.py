@@ -129,8 +129,9 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
             record, form = _parse_record(where, f"{path.name}:{number}", raw, answered=bad is None)
             first = first or (form, number)
             if form != first[0]:
-                what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
-                raise DataError(f"{where}: {what}; write one form in a file")
+                raise DataError(
+                    f"{where}: a record with {form!r}, where line {first[1]} has {first[0]!r}; write one form in a file"
+                )
             if pictures and record.history:  # the record does not say which turn the picture belongs to
                 raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
             named = raw.get("image")

@@ -111,15 +111,19 @@ def header(path: Path, affine: NiftiAffine | None = None) -> Header:
     """
     found: Header = replace(_read_by_format("header", path), affine=affine)
     if found.second is not None and affine is None:
-        what = f"its qform and its sform give its voxels two places ({grid_difference(found.grid, found.second)})"
-        remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right"
-        raise DataError(f"{path}: {what}; {remedy}, or set the other's code to 0", "qform and sform disagree")
+        raise DataError(
+            f"{path}: its qform and its sform give its voxels two places ({grid_difference(found.grid, found.second)}); write "
+            "nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right, or set the other's code to 0",
+            "qform and sform disagree",
+        )
     if found.second is not None and affine == "qform":
         found = replace(found, grid=found.second)
     place = found.grid.affine
     if place is not None and not (np.isfinite(place).all() and abs(np.linalg.det(place[:3, :3])) > 0):
-        what = "its header gives the voxels no size or place (an affine that cannot be inverted)"
-        raise DataError(f"{path}: {what}; write the header anew", "broken geometry")
+        raise DataError(
+            f"{path}: its header gives the voxels no size or place (an affine that cannot be inverted); write the header anew",
+            "broken geometry",
+        )
     return found
 
 
@@ -141,8 +145,10 @@ def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
         return found
     if resample and own.affine is not None and image.grid.affine is not None:
         return found.map(lambda values: resample_to_grid(values, own, image.grid))
-    what = f"the mask's grid differs from its image's ({wrong})"
-    raise UnfitError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
+    raise UnfitError(
+        f"{path}: the mask's grid differs from its image's ({wrong}); set task.resample_masks, or fix the file",
+        "mask on another grid",
+    )
 
 
 @partial(Kept, most=4096)

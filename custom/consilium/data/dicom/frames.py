@@ -349,5 +349,7 @@ def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:
         needed += (1 if segments else count) * rows * columns * max(4, int(elements.get("SamplesPerPixel") or 1))
     most = min(most, MOST_FILES + packed // _OF_FRAME)
     if needed > (largest := most_unpacked(packed)) or frames > most:
-        found = f"{frames:,} frames, {needed:,} bytes; at most {most:,} and {largest:,} are of files of their size"
-        raise DataError(f"{path}: cannot be read as DICOM ({found}); cut it into smaller ones")
+        raise DataError(
+            f"{path}: cannot be read as DICOM ({frames:,} frames, {needed:,} bytes; "
+            f"at most {most:,} and {largest:,} are of files of their size); cut it into smaller ones"
+        )

@@ -163,8 +163,7 @@ def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
             if apart is not None and regions:
                 named = next((one.attrib.get("Name", "") for one in annotation.iter("Attribute")), "").strip().lower()
                 if named not in (*MONUSAC_TYPES, "ambiguous"):
-                    what = f"expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}"
-                    raise DataError(f"{xml}: {what}")
+                    raise DataError(f"{xml}: expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}")
                 value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if apart else 1
             for region in regions:
                 points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iter("Vertex")]

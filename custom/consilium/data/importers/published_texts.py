@@ -78,8 +78,10 @@ class TextSet:
                     raise DataError(f"{path}: expected {beside.name} beside it; found none; complete the set")
                 labels = read_text(beside, GIVE).split()
                 if len(labels) != len(raws):
-                    what = f"expected {len(raws)} labels, as many as {path.name} has records; found {len(labels)}"
-                    raise DataError(f"{beside}: {what}; {GIVE}")
+                    raise DataError(
+                        f"{beside}: expected {len(raws)} labels, as many as {path.name} has records; found {len(labels)}; "
+                        f"{GIVE}"
+                    )
             total += len(raws)
             for number, (raw, label) in enumerate(zip(raws, labels, strict=True), start=1):
                 if found := self.convert(f"{path}: record {number}", raw, label):
@@ -164,8 +166,9 @@ def _choice_record(where: str, task: str, text: str, options: Sequence[Any], lab
     letters = [chr(ord("A") + index) for index in range(len(options))]
     known = letters if first is None else [str(first + index) for index in range(len(options))]
     if label not in known:
-        what = f"expected a label from {known[0]} to {known[-1]}; found {label[:20]!r}"
-        raise DataError(f"{where}: {text[:60]!r}: {what}; {GIVE}")
+        raise DataError(
+            f"{where}: {text[:60]!r}: expected a label from {known[0]} to {known[-1]}; found {label[:20]!r}; {GIVE}"
+        )
     asked = f"{task} Answer with {', '.join(letters[:-1])} or {letters[-1]}."
     shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
     return _make_record(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
@@ -258,15 +261,19 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
         for number, answer in tests.items():
             own = raws.get(number)
             if not (isinstance(own, dict) and own.get("final_decision") == answer):
-                there = f"expected the final_decision of {number} in {path.name}"
-                raise DataError(f"{truth}: {there}; found {repr(answer)[:40]}; give both files of one release")
+                raise DataError(
+                    f"{truth}: expected the final_decision of {number} in {path.name}; found {repr(answer)[:40]}; "
+                    "give both files of one release"
+                )
     lines = list[TextRecord]()
     for number, raw in raws.items():
         where = f"{path}: {number}"
         fits = isinstance(raw, dict) and isinstance(raw.get("QUESTION"), str) and isinstance(raw.get("CONTEXTS"), list)
         if not (fits and all(isinstance(one, str) for one in raw["CONTEXTS"]) and raw.get("final_decision") in PUBMEDQA):
-            what = "expected QUESTION, CONTEXTS and a final_decision of yes, no or maybe"
-            raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {GIVE}")
+            raise DataError(
+                f"{where}: expected QUESTION, CONTEXTS and a final_decision of yes, no or maybe; found {repr(raw)[:120]}; "
+                f"{GIVE}"
+            )
         asked = "Read the abstract and answer the question about it with yes, no or maybe."
         text = "\n".join([*raw["CONTEXTS"], "", f"Question: {raw['QUESTION']}"])
         record = _make_record(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}

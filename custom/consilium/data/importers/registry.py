@@ -67,8 +67,10 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
 def _check(name: str, options: Options) -> None:
     """Raise ConfigError for options with impossible values, or that the set does not have."""
     if min(options.validation, options.test) < 0 or options.validation + options.test >= 1:
-        asked = f"--validation {options.validation:g} --test {options.test:g}"
-        raise ConfigError(f"{asked}: expected shares of at least 0 that sum to less than 1")
+        raise ConfigError(
+            f"--validation {options.validation:g} --test {options.test:g}: expected shares of at least 0 that sum to less "
+            "than 1"
+        )
     own = IMPORTERS[name]
     faults: tuple[tuple[str, object, bool, str], ...] = (
         ("--types", options.types, own.has_types, f"{name} has no classes of cells"),

@@ -77,8 +77,10 @@ class Table:
             own, image = values.get("site", "") or site, files["image", values["image"]]
             one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
             if (before := known.setdefault(str(one.image), row.number)) != row.number:  # or it might get into two splits
-                what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
-                raise DataError(f"{self.path}: line {row.number}: {what}")
+                raise DataError(
+                    f"{self.path}: line {row.number}: image {row.values['image']!r} is that of line {before}; "
+                    "keep one of the two"
+                )
             found.append(one)
         return found
 
@@ -124,8 +126,10 @@ def find_table(folder: Path) -> Table | None:
         except ConsiliumError:  # a table of something else
             continue
     if len(found) > 1:
-        what = f"{found[0].path.name} and {found[1].path.name} are both tables of its pictures"
-        raise DataError(f"{folder}: {what}; take one out, or read each by `consilium data import csv`")
+        raise DataError(
+            f"{folder}: {found[0].path.name} and {found[1].path.name} are both tables of its pictures; "
+            "take one out, or read each by `consilium data import csv`"
+        )
     return found[0] if found else None
 
 
@@ -142,9 +146,11 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
         ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in every]
         if wrong := [(row.number, own) for row, own in zip(every, ones, strict=True) if len(own) != 1]:
             line, own = wrong[0]
-            what = f"{len(wrong)} of {len(every)} lines have not exactly one 1 in {', '.join(flags)}, the first is line {line}"
-            remedy = "name one class's columns alone by --column label=A,B, or give a column with one class a line"
-            raise DataError(f"{source}: {what} with {' and '.join(own) or 'none'}; a picture has one class: {remedy}")
+            raise DataError(
+                f"{source}: {len(wrong)} of {len(every)} lines have not exactly one 1 in {', '.join(flags)}, the first is "
+                f"line {line} with {' and '.join(own) or 'none'}; a picture has one class: name one class's columns alone by "
+                "--column label=A,B, or give a column with one class a line"
+            )
         every = [replace(row, values={**row.values, "label": own[0]}) for row, own in zip(every, ones, strict=True)]
         named["label"] = "label"
     every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in every]
@@ -177,9 +183,9 @@ def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
         try:
             for raw in reader:
                 if any(map(str.strip, raw.pop(None, None) or ())):  # type: ignore[call-overload]
-                    what = f"line {reader.line_num + before}: more cells than the {len(there)} headings"
                     raise DataError(
-                        f"{source}: {what}; put a cell with a {reader.reader.dialect.delimiter!r} in it into quotes"
+                        f"{source}: line {reader.line_num + before}: more cells than the {len(there)} headings; "
+                        f"put a cell with a {reader.reader.dialect.delimiter!r} in it into quotes"
                     )
                 yield Row(reader.line_num + before, {name: (raw[name] or "").strip() for name in there})
         except csv.Error as error:
@@ -191,8 +197,10 @@ def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
 def _check_headings(source: Path, there: Sequence[str]) -> None:
     """Raise DataError if the first line is a picture's instead of headings, or two headings have the same name."""
     if picture := next((name for name in there if _is_path(source, name)), None):
-        what = f"line 1 names a picture, {picture!r}, and no columns"
-        raise DataError(f"{source}: {what}; put a line of headings before it, such as image,label")
+        raise DataError(
+            f"{source}: line 1 names a picture, {picture!r}, and no columns; put a line of headings before it, such as "
+            "image,label"
+        )
     named = Counter(name.casefold() for name in there if name)
     if twice := next((name for name in there if named[name.casefold()] > 1), None):
         raise DataError(f"{source}: two columns are called {twice!r}; rename or delete one")
@@ -233,16 +241,20 @@ def _match_columns(
             own, every = _propose_column("label", others, rows), ",".join(flags)
             if own != "NAME" or any(split_of(word) for name in flags for word in re.split(r"[\W_]+", name)):
                 choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, every))
-                what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
-                raise ConfigError(f"--column: {source}: {what}; write {choice}")
+                raise ConfigError(
+                    f"--column: {source}: no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1; "
+                    f"write {choice}"
+                )
             named[one] = every
             notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
         elif one not in named:
             lacking[one] = _propose_column(one, [name for name in left if name not in lacking.values()], rows)
     if lacking:
         remedy = " ".join(f"--column {shlex.quote(f'{one}={name}')}" for one, name in lacking.items())
-        what = f"{source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}"
-        raise ConfigError(f"--column: {what}; write {remedy}")
+        raise ConfigError(
+            f"--column: {source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}; "
+            f"write {remedy}"
+        )
     return named, notes
 
 

@@ -38,8 +38,10 @@ def write_sites(
     earlier = earlier_imports(dest, add)
     found, dropped = arrange(reading.samples, name, options)
     if not found or not (earlier or any(splits["training"] for splits in found.values())):
-        few = f"no site is left with {options.minimum} samples and one for training"
-        raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
+        raise DataError(
+            f"{source}: no site is left with {options.minimum} samples and one for training; "
+            "lower --minimum, or --resplit where a site has test samples only"
+        )
     if unknown := sorted(options.rename.keys() - found.keys()):
         raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(found)}")
     sites = {options.rename.get(site, site): splits for site, splits in found.items()}
