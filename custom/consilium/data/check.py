@@ -151,16 +151,9 @@ def find_copies(report: Findings) -> None:
 
     Pictures that look alike in two splits, and copies within one split, are warnings.
     """
-    left = []
-    for trace, shared, first in _compare_traces(report.traces):
-        if shared:
-            report.problem(shared[0].format("splits"), _format_pair(trace, shared[1]))
-            continue
-        left.append(trace)
-        if first is not None:
-            report.warn("duplicate", _format_pair(trace, first))
-    for trace, like in _find_look_alikes(left):
-        report.warn("looks alike in two splits", _format_pair(trace, like))
+    for kind, trace, other in _compare_traces(report.traces):
+        note = report.warn if kind in (_COPY, _LIKE) else report.problem
+        note("looks alike in two splits" if kind == _LIKE else kind.format("splits"), _format_pair(trace, other))
 
 
 def find_alike(report: Findings) -> None:
@@ -181,15 +174,11 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
     """
     traces = [Trace(name, f"{t.place}: {t.name}", t.marks, t.hash, t.training) for name, one in reports for t in one.traces]
     found: dict[str, list[str]] = {}
-    left = []
     # training samples come first: samples that no site trains on may be a common test set
-    for trace, shared, _ in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
-        if shared:
-            found.setdefault(shared[0].format("sites"), []).append(_format_pair(trace, shared[1]))
-        else:
-            left.append(trace)
-    for trace, like in _find_look_alikes(left):
-        found.setdefault("looks alike at two sites", []).append(_format_pair(trace, like))
+    for kind, trace, other in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
+        if kind != _COPY:
+            told = "looks alike at two sites" if kind == _LIKE else kind.format("sites")
+            found.setdefault(told, []).append(_format_pair(trace, other))
     return found
 
 
@@ -236,19 +225,28 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
     )
 
 
-def _compare_traces(
-    traces: Iterable[Trace], training: bool = False
-) -> Iterator[tuple[Trace, tuple[str, Trace] | None, Trace | None]]:
-    """Yield each trace, (kind of mark, earlier trace) if a trace of another split or site shares a mark, and its first copy.
+_COPY, _LIKE = "duplicate", "looks alike"
+"""Kinds of pairs that share no mark between two places: a copy in one place, and pictures that look alike in two."""
 
-    If several marks are shared, the strongest is returned. `training`: compare with training samples only.
+
+def _compare_traces(traces: Iterable[Trace], training: bool = False) -> Iterator[tuple[str, Trace, Trace]]:
+    """Yield (kind, trace, earlier trace) for traces that share a mark, then for those that look alike.
+
+    The kind is that of the strongest mark that another split or site has. Without any, it is _COPY for a copy in the same
+    place. `training`: marks are compared with training samples only.
     """
     seen: dict[tuple[str, str], Trace] = {}
+    left = []
     for trace in traces:
-        shared = next(((m[0], seen[m]) for m in trace.marks if m in seen and seen[m].place != trace.place), None)
-        yield trace, shared, seen.get(trace.marks[0])
+        if shared := next((m for m in trace.marks if m in seen and seen[m].place != trace.place), None):
+            yield shared[0], trace, seen[shared]
+        else:
+            left.append(trace)
+            if trace.marks[0] in seen:
+                yield _COPY, trace, seen[trace.marks[0]]
         if trace.training or not training:
             seen |= {mark: trace for mark in trace.marks if mark not in seen}
+    yield from ((_LIKE, trace, like) for trace, like in _find_look_alikes(left))
 
 
 def _format_pair(trace: Trace, other: Trace) -> str:

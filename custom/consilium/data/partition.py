@@ -38,8 +38,7 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
 from consilium.data.patients import item_pseudonym, samples_by_patient
-from consilium.data.safe_open import text_lines
-from consilium.data.text import FILES, read_texts
+from consilium.data.text import read_texts, record_lines, split_files
 
 SHARED_OUT = "test"
 """The split that every site gets in full."""
@@ -319,18 +318,15 @@ def _read_records(
     """Return the records by split, and their classes, sorted. Raises DataError."""
     data = read_texts(source)  # raises for a bad record
     splits: dict[str, list[Record]] = {split: [] for split in SPLITS}
-    for split in SPLITS:
-        path = next((file for name in FILES[split] if (file := data.path / name).is_file()), None)
-        lines = enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1) if path else ()
-        told = ((number, line.removesuffix("\n")) for number, line in lines if line.strip())
-        for (number, line), text in zip(told, data.splits[split], strict=True):
+    for split, path in split_files(data.path).items():
+        for (number, line), text in zip(record_lines(path), data.splits[split], strict=True):
             record = json.loads(line) if by else {}
             value = record.get(by) if by else ALL
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise DataError(
                     f"{path}:{number}: --by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}"
                 )
-            splits[split].append(Record(line, str(value), text.patient))
+            splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
     if kinds:  # the splits are clustered together
         of_texts = iter(kinds([text.prompt_words for split in SPLITS for text in data.splits[split]]))
         splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}

@@ -43,20 +43,13 @@ def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
 
     Samples are linked if they share a key, directly or through other samples.
     """
-    head = list(range(len(keys)))
+    from scipy.cluster.hierarchy import DisjointSet  # imported here, because a server loads this module and links nothing
 
-    def root(index: int) -> int:
-        while head[index] != index:
-            head[index] = head[head[index]]
-            index = head[index]
-        return index
-
-    first: dict[Hashable, int] = {}
+    linked, first, least = DisjointSet(range(len(keys))), dict[Hashable, int](), dict[int, int]()
     for index, own in enumerate(keys):
         for key in own:
-            one, other = sorted((root(first.setdefault(key, index)), root(index)))
-            head[other] = one
-    return [root(index) for index in range(len(keys))]
+            linked.merge(first.setdefault(key, index), index)
+    return [least.setdefault(linked[index], index) for index in range(len(keys))]
 
 
 def warn_of_alike(data: DataList) -> None:

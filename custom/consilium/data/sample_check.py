@@ -160,18 +160,14 @@ def _planes_or_tiles(item: Item, count: int, settings: PictureSettings) -> Itera
     elif volumes.is_volume(item.image):
         yield from (replace(item, axis=axis, slice=number) for number in range(count))
     else:
-        wanted = settings.tiles or TilesConfig()
-        rows, columns = slides.shape(item.image, wanted.level)
-        for tile in slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size):
-            yield replace(item, tile=tile)
+        yield from (replace(item, tile=tile) for tile in slides.tiles(item.image, settings.tiles or TilesConfig()))
 
 
 def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, classes: Classes) -> None:
     """Add the findings about a large picture to its report, from some of its tiles and its whole mask. Raises DataError."""
     wanted = settings.tiles or TilesConfig()
-    rows, columns = slides.shape(item.image, wanted.level)
-    found.size = pictures.size_text((rows, columns))
-    found.planes = len(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size))
+    shape = slides.shape(item.image, wanted.level)
+    found.size, found.planes = pictures.size_text(shape), len(slides.tiles(item.image, wanted))
     some = slides.sample_tiles(item.image, wanted.level)
     digest = hashlib.blake2b(found.size.encode(), digest_size=16)
     for one in some:
@@ -184,7 +180,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
     if not isinstance(item.label, Path):
         _add_label(found, item, None, None, classes)
         return
-    for block in slides.mask_blocks(item.label, (rows, columns)):
+    for block in slides.mask_blocks(item.label, shape):
         found.values |= block.present()
     if isinstance(classes, Mapping):
         every = np.array([[value for value in found.values if isinstance(value, int)]])

@@ -49,8 +49,7 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
             return
         if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
             raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
-        rows, columns = slides.shape(item.image, wanted.level)
-        for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
+        for number, tile in enumerate(slides.tiles(item.image, wanted)):
             one = replace(item, study=item.study or pseudonym_of(item.image), tile=tile)
             if (
                 not thin

@@ -21,7 +21,7 @@ from consilium.data.file_kinds import SLIDES
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, pages, reading
-from consilium.data.settings import PictureSettings
+from consilium.data.settings import PictureSettings, TilesConfig
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file causes one line, an error of ours
 MOST_BLOCK = 2**26
@@ -114,11 +114,12 @@ def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
             yield read_labels(path, (x, y, min(_MASK_BLOCK, columns - x), min(_MASK_BLOCK, rows - y)), wanted)
 
 
-def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
+def tiles(path: Path, wanted: TilesConfig) -> list[Tile]:
     """Return the tiles that cover a picture, row by row. The last tile of a row or column is moved back to end at the edge.
 
     Raises DataError for more than MOST_TILES tiles.
     """
+    (rows, columns), size, stride = shape(path, wanted.level), wanted.size, wanted.stride or wanted.size
     if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
         raise UnfitError(
             f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut; "

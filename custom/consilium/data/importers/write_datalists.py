@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.core.storage import PUBLIC, write_atomic
+from consilium.core.storage import PUBLIC, nothing_left_on_failure, write_atomic
 from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
@@ -59,19 +58,14 @@ def write_sites(
         "sites": {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()},
         "notes": [*reading.notes, *left],
     }
-    hidden, is_new, moved = dest / f".import-{os.getpid()}", not dest.exists(), []
-    try:
+    hidden = dest / f".import-{os.getpid()}"
+    with nothing_left_on_failure(dest):
         for site, splits in sites.items():
             _write_site(hidden / site, site, splits, classes)
         for site in sites:  # all files were written
             os.rename(hidden / site, dest / site)
-            moved.append(dest / site)
         write_atomic(dest / "import.json", json.dumps({"imports": [*earlier, summary]}, indent=1).encode(), PUBLIC)
-    except BaseException:
-        for folder in [dest] if is_new else [hidden, *moved]:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    hidden.rmdir()
+        hidden.rmdir()
     return summary
 
 
