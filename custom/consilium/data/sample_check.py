@@ -160,14 +160,15 @@ def _planes_or_tiles(item: Item, count: int, settings: PictureSettings) -> Itera
     elif volumes.is_volume(item.image):
         yield from (replace(item, axis=axis, slice=number) for number in range(count))
     else:
-        yield from (replace(item, tile=tile) for tile in slides.tiles(item.image, settings.tiles or TilesConfig()))
+        wanted = settings.tiles or TilesConfig()
+        yield from (replace(item, tile=tile) for tile in slides.tiles(slides.shape(item.image, wanted.level), wanted))
 
 
 def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, classes: Classes) -> None:
     """Add the findings about a large picture to its report, from some of its tiles and its whole mask. Raises DataError."""
     wanted = settings.tiles or TilesConfig()
     shape = slides.shape(item.image, wanted.level)
-    found.size, found.planes = pictures.size_text(shape), len(slides.tiles(item.image, wanted))
+    found.size, found.planes = pictures.size_text(shape), len(slides.tiles(shape, wanted))
     some = slides.sample_tiles(item.image, wanted.level)
     digest = hashlib.blake2b(found.size.encode(), digest_size=16)
     for one in some:

@@ -49,7 +49,7 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
             return
         if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
             raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
-        for number, tile in enumerate(slides.tiles(item.image, wanted)):
+        for number, tile in enumerate(slides.tiles(slides.shape(item.image, wanted.level), wanted)):
             one = replace(item, study=item.study or pseudonym_of(item.image), tile=tile)
             if (
                 not thin

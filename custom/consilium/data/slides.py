@@ -114,12 +114,12 @@ def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
             yield read_labels(path, (x, y, min(_MASK_BLOCK, columns - x), min(_MASK_BLOCK, rows - y)), wanted)
 
 
-def tiles(path: Path, wanted: TilesConfig) -> list[Tile]:
-    """Return the tiles that cover a picture, row by row. The last tile of a row or column is moved back to end at the edge.
+def tiles(shape: tuple[int, int], wanted: TilesConfig) -> list[Tile]:
+    """Return the tiles that cover a picture of (rows, columns), row by row. The last tile of a row or column is moved back to end at the edge.
 
     Raises DataError for more than MOST_TILES tiles.
     """
-    (rows, columns), size, stride = shape(path, wanted.level), wanted.size, wanted.stride or wanted.size
+    (rows, columns), size, stride = shape, wanted.size, wanted.stride or wanted.size
     if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
         raise UnfitError(
             f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut; "

@@ -109,7 +109,9 @@ class ImportResult:
 
 @dataclass(frozen=True)
 class Importer:
-    """A data set: its layout in one line, and its reader. `sizes`: names of its training sets, the default first.
+    """A data set: its layout in one line, and its reader. A result without samples means that the source has another layout.
+
+    `sizes`: names of its training sets, the default first.
 
     `has_types`: it has classes of cells. `is_file`: the source is a file, not a folder. `has_patterns`: the user may give
     patterns for the names of masks. `is_own`: the labels are a user's, not a publisher's.

@@ -104,8 +104,6 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
             if not own:
                 raise wrong_layout(folder, one.layout)
             found += own
-    if not found:
-        raise wrong_layout(source, sets_layout(sets))
     there = {one.site for one in found}
     runs = {one.site for one in found if one.group.startswith("run-")}
     unnamed = {s for s in there if not sets[s].has_frames and (options.resplit or not sets[s].has_split)}
@@ -182,8 +180,6 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
     ten runs. Raises DataError for another layout.
     """
     train, test = find_folder("TrainDataset", source), find_folder("TestDataset", source)
-    if train is None and test is None:
-        raise wrong_layout(source, PRANET_LAYOUT)
     parts: dict[str, list[SourceSample]] = {"cvc-clinicdb": [], "kvasir-seg": []}
     trained = set(parts)
     for one in match_by_name(*folder_pair(train, PRANET_PAIRS)) if train else []:
@@ -295,8 +291,6 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
             own = match_by_name(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
             eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
             found += with_masks(site, eyes, partial(mask_from, partial(cup_from_dark, False), ()), f"{split}-")
-    if not found:
-        raise wrong_layout(source, FEDDG_LAYOUT)
     there = sorted({one.site for one in found})
     notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
     return ImportResult(found, DISC_AND_CUP, notes)
@@ -314,8 +308,6 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
             raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
         own = (replace(one, group=slide.name, is_patient=True) for one in match_by_name(slide, annotated))
         found += with_masks("tnbc", own, partial(mask_from, lambda path: grey_values(path) > 0, (0, 1)))
-    if not found:
-        raise wrong_layout(source, TNBC_LAYOUT)
     return ImportResult(found, NUCLEUS)
 
 
@@ -377,17 +369,11 @@ DOMAINS = {
     "domain3": "REFUGE's training set",
     "domain4": "REFUGE's validation set",
 }
-FEDDG_LAYOUT = "folders Domain1 to Domain4, or some of them, with train/ and test/, each with ROIs/image and ROIs/mask"
 PRANET_PAIRS = [("image", "mask"), *PLAIN]
 PRANET_SITES = {"kvasir": "kvasir-seg"} | {
     name: name for name in ("cvc-300", "cvc-clinicdb", "cvc-colondb", "etis-laribpolypdb")
 }
 """Sites by the names of the folders in TestDataset, in lower case."""
-PRANET_LAYOUT = (
-    "TrainDataset/{image,mask}/*.png and TestDataset/SET/{images,masks}/*.png, SET one of CVC-300, CVC-ClinicDB, "
-    "CVC-ColonDB, ETIS-LaribPolypDB and Kvasir"
-)
-TNBC_LAYOUT = "folders Slide_01, ... with *.png beside folders GT_01, ... with masks of the same names"
 
 
 @dataclass(frozen=True)
@@ -429,10 +415,16 @@ KVASIR_V2 = ClassSet(  # Pogorelov et al., Kvasir (2017)
 )  # fmt: skip
 SETS = {
     "polyp": Importer(sets_layout(POLYPS), partial(read_sets, POLYPS, POLYP)),
-    "polyp-pranet": Importer(PRANET_LAYOUT, read_pranet),
+    "polyp-pranet": Importer(
+        "TrainDataset/{image,mask}/*.png and TestDataset/SET/{images,masks}/*.png, SET one of CVC-300, CVC-ClinicDB, "
+        "CVC-ColonDB, ETIS-LaribPolypDB and Kvasir",
+        read_pranet,
+    ),
     "fundus": Importer(sets_layout(FUNDUS), partial(read_sets, FUNDUS, DISC_AND_CUP)),
-    "fundus-feddg": Importer(FEDDG_LAYOUT, read_feddg),
-    "tnbc": Importer(TNBC_LAYOUT, read_tnbc),
+    "fundus-feddg": Importer(
+        "folders Domain1 to Domain4, or some of them, with train/ and test/, each with ROIs/image and ROIs/mask", read_feddg
+    ),
+    "tnbc": Importer("folders Slide_01, ... with *.png beside folders GT_01, ... with masks of the same names", read_tnbc),
     "oct-c8": Importer(OCT_C8.layout, OCT_C8.read),
     "kvasir-v2": Importer(KVASIR_V2.layout, KVASIR_V2.read),
 }

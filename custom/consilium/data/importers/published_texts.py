@@ -329,8 +329,6 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
                 continue
             record = _make_record(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
             lines.append(TextRecord(site, f"{path.parent.name}/{path.name}", record))
-    if not lines:
-        raise wrong_layout(source, MEDQUAD_LAYOUT)
     parts = ", ".join(f"{count} of {site}" for site, count in sorted(empty.items()) if count)
     return ImportResult(one_split_per_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
 
@@ -367,7 +365,6 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
     return ImportResult(one_split_per_prompt(lines), None)
 
 
-MEDQUAD_LAYOUT = "folders such as 1_CancerGov_QA or 9_CDC_QA with *.xml of QAPairs"
 E2E_LAYOUT = "trainset.csv, devset.csv and testset_w_refs.csv with the columns mr and ref"
 PUBMEDQA_LAYOUT = "ori_pqal.json, a map of records with QUESTION, CONTEXTS and final_decision, and test_ground_truth.json"
 MMLU_LAYOUT = "dev, val and test with SUBJECT_dev.csv, SUBJECT_val.csv and SUBJECT_test.csv, as anatomy_test.csv"
@@ -449,7 +446,7 @@ TEXT_SETS = (
     ),
 )  # fmt: skip
 SETS = {one.site: Importer(one.layout, one.read, sizes=one.sizes) for one in TEXT_SETS} | {
-    "medquad": Importer(MEDQUAD_LAYOUT, read_medquad),
+    "medquad": Importer("folders such as 1_CancerGov_QA or 9_CDC_QA with *.xml of QAPairs", read_medquad),
     "e2e": Importer(E2E_LAYOUT, read_e2e),
     "pubmedqa": Importer(PUBMEDQA_LAYOUT, read_pubmedqa),
     "mmlu-medical": Importer(MMLU_LAYOUT, read_mmlu),
