@@ -115,9 +115,9 @@ def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
 
 
 def tiles(shape: tuple[int, int], wanted: TilesConfig) -> list[Tile]:
-    """Return the tiles that cover a picture of (rows, columns), row by row. The last tile of a row or column is moved back to end at the edge.
+    """Return the tiles that cover a picture of `shape` (rows, columns), row by row.
 
-    Raises DataError for more than MOST_TILES tiles.
+    The last tile of a row or column is moved back to end at the edge. Raises DataError for more than MOST_TILES tiles.
     """
     (rows, columns), size, stride = shape, wanted.size, wanted.stride or wanted.size
     if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
