@@ -11,7 +11,7 @@ from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.class_names import doubtful_names
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
-from consilium.data.identifiers import ALIKE, alike_pseudonyms
+from consilium.data.identifiers import ALIKE, alike_patients
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -158,13 +158,9 @@ def find_copies(report: Findings) -> None:
 
 def find_alike(report: Findings) -> None:
     """Warn of patients whose identifiers are nearly equal, because they may be one person. Each is shown by one sample."""
-    first: dict[str, str] = {}
-    for trace in report.traces:
-        for kind, key in trace.marks:
-            if kind == PATIENT:
-                first.setdefault(key, f"{trace.place}: {trace.name}")
-    for group in alike_pseudonyms(first):
-        report.warn(ALIKE, " ~ ".join(first[key] for key in group))
+    marks = ((mark, f"{trace.place}: {trace.name}") for trace in report.traces for mark in trace.marks)
+    for line in alike_patients((whose, name) for (kind, whose), name in marks if kind == PATIENT):
+        report.warn(ALIKE, line)
 
 
 def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:

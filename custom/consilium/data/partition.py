@@ -34,9 +34,10 @@ from numpy.random import Generator
 from scipy.cluster.vq import kmeans2
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
+from consilium.data.datalist import SPLITS, listed_patients, read_datalist
 from consilium.data.patients import item_pseudonym, samples_by_patient
 from consilium.data.text import read_texts, record_lines, split_files
 
@@ -78,7 +79,12 @@ def partition(
     nothing else. Raises DataError for a source without classes, an unknown class in `exclude`, too few samples or patients, or
     a folder that already holds sites.
     """
-    splits, classes = _read_with_classes(source, exclude)
+    data = read_datalist(source, classes=True)
+    labels = {item.label for items in data.splits.values() for item in items}
+    if None in labels:
+        raise DataError(f"{source}: has samples without a class; give every one a label")
+    known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
+    splits, classes = _exclude_classes(source, data.splits, known, exclude)
     splits = splits if test else splits | {SHARED_OUT: []}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
     patients = listed_patients(source)  # identifiers in the list; identifiers in files are never written
@@ -144,11 +150,14 @@ def share_out(
     """Return the samples of each site by the rule above. Raises DataError if `minimum` training samples cannot be reached."""
     rng = np.random.default_rng(seed_for(seed, "partition"))
     found: dict[str, dict[str, list[Patient[S]]]] = {name: {"training": [], "validation": []} for name in names}
-    of_class: dict[str, dict[str, list[Patient[S]]]] = {"training": {}, "validation": {}}
-    for split, by_class in of_class.items():
-        for patient in samples_by_patient(splits[split]):
-            often = Counter(str(sample.label) for sample in patient).most_common(1)  # of ties, the first
-            by_class.setdefault(often[0][0], []).append(patient)
+
+    def most_frequent(patient: Patient[S]) -> str:  # of ties, the first
+        return Counter(str(sample.label) for sample in patient).most_common(1)[0][0]
+
+    of_class = {
+        split: grouped((most_frequent(patient), patient) for patient in samples_by_patient(splits[split]))
+        for split in ("training", "validation")
+    }
     for label in classes:
         shares = np.full(len(names), 1 / len(names)) if beta is None else rng.dirichlet([beta] * len(names))
         for split, by_class in of_class.items():
@@ -208,16 +217,6 @@ def plot(summary: dict[str, Any]) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False)
     return figure
-
-
-def _read_with_classes(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], list[str]]:
-    """Return the samples by split and the remaining classes, sorted, numbers by value. Raises DataError."""
-    data = read_datalist(source, classes=True)
-    labels = {item.label for items in data.splits.values() for item in items}
-    if None in labels:
-        raise DataError(f"{source}: has samples without a class; give every one a label")
-    known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]
-    return _exclude_classes(source, data.splits, known, exclude)
 
 
 def _exclude_classes(

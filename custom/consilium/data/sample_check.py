@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
+from consilium.core.grouping import grouped
 from consilium.data import images, pictures, slides, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_names import class_name
@@ -75,9 +76,7 @@ class SampleReport:
 
 def by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
     """Return the results of `read` for all items, in order. Threads call it once per image file, with all items of the file."""
-    files: dict[Path, list[int]] = {}
-    for index, item in enumerate(items):
-        files.setdefault(item.image, []).append(index)
+    files = grouped((item.image, index) for index, item in enumerate(items))
 
     def read_file(indices: list[int]) -> list[T]:
         if not volumes.is_volume(items[indices[0]].image):
@@ -358,10 +357,8 @@ def find_errors(
     checked again. `small` receives (split, class) for each class that a check returns. Threads share the work; all planes of a
     volume are checked by one thread.
     """
-    groups: dict[object, list[tuple[Place, Item]]] = {}
-    for split, items in data.splits.items():
-        for index, item in enumerate(items):
-            groups.setdefault((split, index) if item.slice is None else item.image, []).append(((split, index), item))
+    samples = [((split, index), item) for split, items in data.splits.items() for index, item in enumerate(items)]
+    groups = grouped((place if item.slice is None else item.image, (place, item)) for place, item in samples)
 
     def check_group(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
         found = []

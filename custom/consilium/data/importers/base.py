@@ -80,6 +80,11 @@ class SourceSample:
     is_patient: bool = False
     more: tuple[Path, ...] = ()
 
+    @property
+    def masks(self) -> list[Path]:
+        """The files of the masks that the label consists of; [] for a class, or a mask to write."""
+        return [mask for mask in (self.label, *self.more) if isinstance(mask, Path)]
+
 
 @dataclass(frozen=True)
 class TextRecord:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
+from consilium.core.grouping import grouped
 from consilium.data import pictures, slides, volumes
 from consilium.data.class_names import doubtful_names
 from consilium.data.datalist import Item, read_json
@@ -43,11 +44,8 @@ def result_of_labels(
     found = [replace(one, site=names[one.site]) for one in samples]
     notes = [*renamed_notes(names), *notes]
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
-    splits: dict[tuple[str, str], set[str | None]] = {}
-    for one in found:
-        if one.is_patient and not options.resplit:
-            splits.setdefault((one.site, one.group), set()).add(one.split)
-    if cut := sorted(whose for whose, own in splits.items() if len(own) > 1):
+    splits = grouped(((one.site, one.group), one.split) for one in found if one.is_patient and not options.resplit)
+    if cut := sorted(whose for whose, own in splits.items() if len(set(own)) > 1):
         notes.append(
             f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}; --resplit cuts anew"
         )
@@ -68,7 +66,7 @@ def result_of_labels(
     beside = _result_by_class_name(classed, apart) if classed else None
     for number, one in enumerate(masks):
         if one.more and isinstance(one.label, Path):  # write the union of all masks of the picture
-            mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *_mask_files(one))
+            mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *one.masks)
             masks[number] = replace(one, label=mask, more=())
     return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
 
@@ -124,8 +122,8 @@ def _mask_values(sample: SourceSample, exact: bool) -> set[int]:
     assert isinstance(sample.image, Path)
     found = set[int]()
     if sample.more:
-        unite_masks(*_mask_files(sample))  # raises where they are not parts of one drawing
-    for mask in _mask_files(sample):
+        unite_masks(*sample.masks)  # raises where they are not parts of one drawing
+    for mask in sample.masks:
         for labels in _label_arrays(Item(sample.image, mask)):
             own = {value for value in labels.present() if isinstance(value, int)}
             found |= own
@@ -155,10 +153,6 @@ def _label_arrays(item: Item) -> Sequence[Labels]:
     labels = read_labels(item)
     check_pair(item, shape, labels)
     return [labels]
-
-
-def _mask_files(sample: SourceSample) -> list[Path]:
-    return [mask for mask in (sample.label, *sample.more) if isinstance(mask, Path)]
 
 
 def unite_masks(*masks: Path) -> np.ndarray:

@@ -31,6 +31,7 @@ from consilium.data.importers.base import (
     wrong_layout,
 )
 from consilium.data.importers.xml_files import read_xml
+from consilium.data.safe_open import MOST_SLIDE, reading
 from consilium.data.site_names import slug
 
 NUCLEUS = {"nucleus": [1]}
@@ -90,10 +91,8 @@ def _fold_number(source: Path, path: Path) -> str:
 
 
 def _load_array(path: Path) -> np.ndarray:
-    try:
+    with reading(path, "cannot be read as a NumPy array", GIVE, MOST_SLIDE):
         return np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: expected a NumPy array; found none that can be read ({error})") from None
 
 
 def read_monuseg(source: Path, options: Options) -> ImportResult:

@@ -83,10 +83,9 @@ def with_masks(
     """
     for one in found:
         assert isinstance(one.image, Path)
-        drawings = [path for path in (one.label, *one.more) if isinstance(path, Path)]
-        for path in drawings:
+        for path in one.masks:
             check_sizes(one.image, path)
-        yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *drawings), more=())
+        yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *one.masks), more=())
 
 
 def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:

@@ -16,6 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import grouped
 from consilium.data.importers.base import (
     GIVE,
     Importer,
@@ -349,10 +350,7 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
         if not {"mr", "ref"} <= set(heads := next((row for _, row in csv_lines(path)), [])):
             raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
         rows = [(row["mr"], row["ref"]) for row in csv_rows(path) if row["mr"] and row["ref"]]
-        references: dict[str, list[str]] = {}
-        for mr, ref in rows:
-            references.setdefault(mr, []).append(ref)
-        merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in references.items()]
+        merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in grouped(rows).items()]
         answers = merged if split == "test" else [(mr, {"output": ref}) for mr, ref in rows]
         for mr, answer in answers:
             first = re.match(r"[^\[\]]*\[([^\]]*)\]", mr)

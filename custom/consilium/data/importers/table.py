@@ -10,9 +10,10 @@ from itertools import chain, islice
 from pathlib import Path
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
+from consilium.core.grouping import grouped
 from consilium.core.schema import nearest
 from consilium.data.class_names import EACH_ITS_OWN, doubtful_names
-from consilium.data.file_kinds import PICTURES, is_volume, place_of
+from consilium.data.file_kinds import PICTURES, is_there, is_volume, place_of
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, files
@@ -96,7 +97,6 @@ def read_table(source: Path, options: Options) -> ImportResult:
 def read_texts(source: Path, options: Options) -> ImportResult:
     """Read a table of texts: text, label and, where known, site, patient and split. Raises DataError and ConfigError."""
     there, lines = _read_lines(source)
-    _check_headings(source, there)
     named, notes = _match_columns(source, options.columns, there, (), TEXT_FIELDS)
     rows = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in lines]
     kept = [row for row in rows if row.values["text"] and row.values["label"]]
@@ -137,7 +137,6 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     """Return a table of pictures with its lines by field. Raises DataError, and ConfigError for a missing column."""
     there, lines = _read_lines(source)
     head = list(islice(lines, _LOOKED_AT))
-    _check_headings(source, there)
     named, notes = _match_columns(source, columns, there, head)
     every = [*head, *lines]
     flags = _column_names(named["label"], there) if named["label"] not in there else []
@@ -170,7 +169,10 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
 
 
 def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
-    """Return the headings, and the lines with cells by heading. Excel may write a line `sep=;` before the headings."""
+    """Return the headings, and the lines with cells by heading. Excel may write a line `sep=;` before the headings.
+
+    Raises DataError if the first line is a picture's instead of headings, or two headings have the same name.
+    """
     lines = text_lines(source, "save it as CSV in UTF-8", newline="")
     before, first, said = 0, next(lines, ""), None
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
@@ -178,6 +180,14 @@ def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
         before, first = before + 1, next(lines, "")
     reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
     there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+    if picture := next((name for name in there if _is_path(source, name)), None):
+        raise DataError(
+            f"{source}: line 1 names a picture, {picture!r}, and no columns; put a line of headings before it, such as "
+            "image,label"
+        )
+    named = Counter(name.casefold() for name in there if name)
+    if twice := next((name for name in there if named[name.casefold()] > 1), None):
+        raise DataError(f"{source}: two columns are called {twice!r}; rename or delete one")
 
     def rows() -> Iterator[Row]:
         try:
@@ -192,18 +202,6 @@ def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
             raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
 
     return there, rows()
-
-
-def _check_headings(source: Path, there: Sequence[str]) -> None:
-    """Raise DataError if the first line is a picture's instead of headings, or two headings have the same name."""
-    if picture := next((name for name in there if _is_path(source, name)), None):
-        raise DataError(
-            f"{source}: line 1 names a picture, {picture!r}, and no columns; put a line of headings before it, such as "
-            "image,label"
-        )
-    named = Counter(name.casefold() for name in there if name)
-    if twice := next((name for name in there if named[name.casefold()] > 1), None):
-        raise DataError(f"{source}: two columns are called {twice!r}; rename or delete one")
 
 
 def _match_columns(
@@ -301,10 +299,9 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
     found = {key: path for key in lines if (path := _find_picture(table.path.parent, key[1]))}
     if len(found) == len(lines):
         return found
-    below: dict[str, list[Path]] = {}
-    for path in files(table.path.parent, PICTURES)[:_SEARCHED]:
-        for name in {path.name, without_ending(path.name)}:
-            below.setdefault(compose_unicode(name).casefold(), []).append(path)
+    there = files(table.path.parent, PICTURES)[:_SEARCHED]
+    names = ((name, path) for path in there for name in {path.name, without_ending(path.name)})
+    below = grouped((compose_unicode(name).casefold(), path) for name, path in names)
     lost = list[str]()
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
         name = compose_unicode(cell.replace("\\", "/").rpartition("/")[2]).casefold()
@@ -334,10 +331,7 @@ def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
 def _find_picture(folder: Path, cell: str) -> Path | None:
     """Return the path of the file, or of the folder with a DICOM series, that a cell names; None if it does not exist."""
     path = place_of(folder, cell)
-    try:
-        return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
-    except (OSError, ValueError):  # a name that no file can have
-        return None
+    return path if cell and is_there(path) and (path.is_file() or (path.is_dir() and is_volume(path))) else None
 
 
 SETS = {

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, nothing_left_on_failure, write_atomic
 from consilium.data.datalist import SPLITS
@@ -112,12 +113,9 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
         asked = asked_sites({sample.site for sample in samples}, options.only, {})
         samples = [sample for sample in samples if sample.site in asked]
     samples = pool(samples, name, options) if options.sites else samples
-    by_site: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_site.setdefault(sample.site, []).append(sample)
     found: Sites = {}
     dropped = []
-    for site, mine in sorted(by_site.items()):
+    for site, mine in sorted(grouped((sample.site, sample) for sample in samples).items()):
         splits = split_site(mine, site, options)
         enough = sum(map(len, splits.values())) >= options.minimum
         if enough and (splits["training"] or all(isinstance(one, SourceSample) and one.split == "test" for one in mine)):
