@@ -4,7 +4,7 @@ Own code, because MONAI's dictionary transforms are slow: the anti-aliased resiz
 integers, so a sample is bitwise the same on every CPU.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,10 @@ from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
-from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
-from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, undeclared, undeclared_remedy
+from consilium.data.settings import DEFAULTS, Axis, PictureSettings
+from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, Classes, undeclared, undeclared_remedy
 
 Sample = dict[str, Tensor]
-Classes = Mapping[str, Sequence[Value]]
-"""Label values per class. Classes may share values, because a cup is part of its disc."""
 Colour = tuple[int, int, int]
 BLACK: Colour = (0, 0, 0)
 

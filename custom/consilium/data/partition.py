@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib import colormaps
@@ -37,7 +37,7 @@ from consilium.core.errors import DataError
 from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.data.datalist import SPLITS, listed_patients, read_datalist
+from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
 from consilium.data.patients import item_pseudonym, samples_by_patient
 from consilium.data.text import read_texts, record_lines, split_files
 
@@ -47,15 +47,17 @@ MOST_COLORS = 20
 """Classes that have a colour of their own. Further classes share one colour."""
 
 
-class Labelled(Protocol):
-    """A sample that can be assigned to a site by its class."""
+@dataclass(frozen=True)
+class Record:
+    """A line of a JSONL file, its class (the value of the chosen key), and its patient, "" if unknown."""
 
-    @property
-    def label(self) -> Any:
-        """The class of the sample."""
+    line: str
+    label: str
+    patient: str = ""
 
 
-S = TypeVar("S", bound=Labelled)
+S = TypeVar("S", Item, Record)
+"""A sample that is assigned to a site by its label."""
 Sites = dict[str, dict[str, list[S]]]
 """Samples by site and split."""
 Patient = Sequence[S]
@@ -243,15 +245,6 @@ MOST_VALUES = 1000
 
 ITERATIONS = 100
 """Iterations of k-means."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line of a JSONL file, its class (the value of the chosen key), and its patient, "" if unknown."""
-
-    line: str
-    label: str
-    patient: str = ""
 
 
 def partition_texts(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from consilium.core.errors import DataError
 from consilium.data.label_masks import Labels
@@ -13,8 +13,6 @@ from consilium.data.pixel_values import check_numbers, is_anti_aliased, whole_nu
 from consilium.data.safe_open import check_pixels, open_picture, reading
 from consilium.data.settings import Value
 
-ORIENTATION = 0x0112
-"""EXIF's orientation tag. Its values 5 to 8 exchange rows and columns."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
 """PIL's modes that are read unchanged: grey of 1, 8, 16 or 32 bits, and RGB. Pictures of other modes become RGB."""
 _TAGS = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}
@@ -27,7 +25,6 @@ def size(path: Path) -> tuple[int, int]:
     """Return the (rows, columns) of what `read` returns, from the header. Raises DataError for a picture that is not read."""
     with reading(path, "image cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
-        _check_turn(path, picture)
         # PIL has exchanged a TIFF's width and height already
         turned = picture.format != "TIFF" and _orientation(path, picture) >= 5
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
@@ -55,13 +52,7 @@ def _orientation(path: Path, picture: Image.Image) -> int:
                 file.seek(length + 4, 1)
             else:
                 return 1
-    return int(picture.getexif().get(ORIENTATION, 1))
-
-
-def _check_turn(path: Path, picture: Image.Image) -> None:
-    """Raise DataError for an uncompressed TIFF whose tag exchanges rows and columns: PIL decodes it wrongly."""
-    if picture.format == "TIFF" and picture.getexif().get(ORIENTATION, 1) >= 5 and picture.info.get("compression") == "raw":
-        raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
+    return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def exif_orientation(path: Path) -> int:
@@ -77,7 +68,6 @@ def read(path: Path, what: str = "image") -> np.ndarray:
     """
     with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
-        _check_turn(path, picture)
         upright = ImageOps.exif_transpose(picture)
         if what == "mask":
             array = _label_values(path, upright, picture.format == "GIF")

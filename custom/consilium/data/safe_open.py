@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from consilium.core.errors import DataError, UnfitError
 
@@ -319,7 +319,10 @@ def _number(file: IO[bytes], form: str) -> int:
 
 
 def check_pixels(path: Path, picture: Image.Image) -> None:
-    """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
+    """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded.
+
+    Raises DataError for an uncompressed TIFF whose tag exchanges rows and columns, because PIL decodes it wrongly.
+    """
     # PIL's own count takes minutes for 50,000 pages, and reads all frames of a GIF
     count = pages(path) if picture.format == "TIFF" else 1 + getattr(picture, "is_animated", False)
     if count > 1:
@@ -327,6 +330,9 @@ def check_pixels(path: Path, picture: Image.Image) -> None:
         raise UnfitError(f"{path}: has {told} pages; save each as a picture of its own", "several pages")
     if picture.width * picture.height > MOST_PIXELS:
         raise _too_large(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
+    on_side = picture.format == "TIFF" and picture.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    if on_side and picture.info.get("compression") == "raw":
+        raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
 
 
 def _too_large(path: Path, found: str) -> DataError:

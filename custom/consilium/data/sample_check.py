@@ -18,7 +18,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import grouped
-from consilium.data import images, pictures, slides, volumes
+from consilium.data import images, pictures, slides, undeclared_values, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_names import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
@@ -326,7 +326,9 @@ def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int
     return shape if item.crop is None else item.crop.shape(*shape)
 
 
-def check_sample(item: Item, classes: images.Classes, settings: PictureSettings = DEFAULTS, size: int = 0) -> tuple[str, ...]:
+def check_sample(
+    item: Item, classes: undeclared_values.Classes, settings: PictureSettings = DEFAULTS, size: int = 0
+) -> tuple[str, ...]:
     """Return the classes of which resizing to `size` would leave no pixel, see images.resize_masks; none for a size of 0.
 
     Raises DataError for the same samples as images.read_sample, except for damaged pixels: only the labels are decoded.
@@ -339,7 +341,7 @@ def check_sample(item: Item, classes: images.Classes, settings: PictureSettings 
 
 
 def too_small(
-    item: Item, labels: Labels, classes: images.Classes, size: int, settings: PictureSettings = DEFAULTS
+    item: Item, labels: Labels, classes: undeclared_values.Classes, size: int, settings: PictureSettings = DEFAULTS
 ) -> tuple[str, ...]:
     """Return the classes that an item's labels (H, W) show, and of which resizing to `size` would leave no pixel."""
     cut = labels.map(lambda values: images.crop(item, values))

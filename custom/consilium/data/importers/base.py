@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data import pictures
 from consilium.data.pairs import Pattern, compose_unicode
 from consilium.data.safe_open import open_picture, reading, text_lines
 
@@ -200,13 +199,6 @@ def frame_order(path: Path) -> tuple[int, str]:
     """Return a sort key that puts frame 2 before frame 10."""
     digits = re.findall(r"\d+", path.stem)
     return (int(digits[-1]) if digits else -1, path.name)
-
-
-def check_sizes(image: Path, mask: Path) -> None:
-    """Raise DataError unless both pictures have the same size, after turning by their EXIF tags."""
-    if (one := pictures.size(image)) != (other := pictures.size(mask)):
-        expected, found = map(pictures.size_text, (one, other))
-        raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {image}; found {found}")
 
 
 def grey_values(path: Path) -> np.ndarray:

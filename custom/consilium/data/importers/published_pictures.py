@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from consilium.core.errors import DataError
+from consilium.data import pictures
 from consilium.data.folders import read_folders
 from consilium.data.importers.base import (
     NO_PATIENTS,
@@ -22,7 +23,6 @@ from consilium.data.importers.base import (
     Options,
     SourceSample,
     by_stem,
-    check_sizes,
     child,
     csv_rows,
     files,
@@ -83,8 +83,10 @@ def with_masks(
     """
     for one in found:
         assert isinstance(one.image, Path)
-        for path in one.masks:
-            check_sizes(one.image, path)
+        for mask in one.masks:
+            if (own := pictures.size(one.image)) != (other := pictures.size(mask)):
+                expected, there = map(pictures.size_text, (own, other))
+                raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {one.image}; found {there}")
         yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *one.masks), more=())
 
 
@@ -127,8 +129,8 @@ def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
 def match_by_name(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
     """Return a folder's pictures with the masks whose names are `prefix` and the picture's name. Raises DataError."""
     known = by_stem(files(masks, PICTURE_ENDINGS))
-    pictures = files(images, PICTURE_ENDINGS)
-    return [with_drawings(p, [find_partner(prefix + p.stem, known, p, "mask")], split) for p in pictures]
+    drawn = ((image, find_partner(prefix + image.stem, known, image, "mask")) for image in files(images, PICTURE_ENDINGS))
+    return [with_drawings(image, [mask], split) for image, mask in drawn]
 
 
 def find_folder(name: str, source: Path) -> Path | None:
@@ -390,14 +392,12 @@ class ClassSet:
         return f"{start} per class: {', '.join(self.classes)}"
 
     def read(self, source: Path, options: Options) -> ImportResult:
-        """Read the pictures of the first folder that has a folder for each class. Raises DataError."""
+        """Read the pictures of the first folder that has a folder for each class."""
         wanted = [f"{split}/{name}" for split in self.splits or (".",) for name in self.classes]
         root = next((one for one in folders(source) if all((one / name).is_dir() for name in wanted)), None)
-        if root is None:
-            raise wrong_layout(source, self.layout)
         found = [
             SourceSample(self.site, f"{name}/{picture.name}", picture, name, split=split if self.splits else None)
-            for split, picture, name in read_folders(root)
+            for split, picture, name in (read_folders(root) if root else ())
             if name in self.classes
         ]
         notes = ["one list for all, no sites: share it out with `consilium data partition` of its datalist.json"]
