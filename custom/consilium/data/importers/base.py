@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -20,8 +21,6 @@ from consilium.data.safe_open import open_picture, reading, text_lines
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 GIVE = "give the publisher's file"
 UNREADABLE = ("cannot be read as a picture", "replace it")
-RUN_LENGTHS = 3
-"""zlib's strategy for run lengths. On label pictures it is twice as fast as the default, and the files are smaller."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -224,6 +223,5 @@ def encode_png(array: np.ndarray, **how: int) -> bytes:
 
 def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> DerivedFile:
     """Return a label picture that will be written as masks/NAME.png with the values of `make(*arguments)`."""
-    return DerivedFile(
-        "masks", f"{name}.png", lambda: encode_png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS)
-    )
+    # on label pictures, run lengths are twice as fast as zlib's default strategy, and the files are smaller
+    return DerivedFile("masks", f"{name}.png", lambda: encode_png(make(*arguments), compress_level=1, compress_type=zlib.Z_RLE))
