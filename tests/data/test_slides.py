@@ -118,12 +118,12 @@ def test_a_slide_without_the_extra_is_one_clear_line(tmp_path: Path, monkeypatch
 
 
 def test_tiles_cover_every_pixel_and_lie_within() -> None:
-    """Worked out by hand: 10 columns by 4 rows, tiles of 4 with steps of 3: columns 0, 3, 6."""
-    assert slides.tiles(4, 10, 4, 3) == [(0, 0, 4, 4), (3, 0, 4, 4), (6, 0, 4, 4)]
-    assert slides.tiles(4, 9, 4, 4) == [(0, 0, 4, 4), (4, 0, 4, 4), (5, 0, 4, 4)]
-    assert slides.tiles(3, 2, 4, 4) == [(0, 0, 2, 3)]
+    """Worked out by hand: 40 columns by 16 rows, tiles of 16 with steps of 12: columns 0, 12, 24."""
+    assert slides.tiles((16, 40), TilesConfig(size=16, stride=12)) == [(0, 0, 16, 16), (12, 0, 16, 16), (24, 0, 16, 16)]
+    assert slides.tiles((16, 36), TilesConfig(size=16)) == [(0, 0, 16, 16), (16, 0, 16, 16), (20, 0, 16, 16)]
+    assert slides.tiles((12, 8), TilesConfig(size=16)) == [(0, 0, 8, 12)]
     seen = np.zeros((97, 203), int)
-    for x, y, width, height in slides.tiles(97, 203, 32, 32):
+    for x, y, width, height in slides.tiles((97, 203), TilesConfig(size=32)):
         seen[y : y + height, x : x + width] += 1
         assert (width, height) == (32, 32)
     assert seen.min() == 1
@@ -274,4 +274,4 @@ def test_a_header_that_promises_more_than_the_file_has_is_refused_at_once(tmp_pa
     with pytest.raises(DataError, match=r"a\.tif: slide cannot be read \(it has 1 blocks of"):
         slides.layout(tmp_path / "a.tif")
     with pytest.raises(DataError, match="1,048,576 tiles, at most 1,000,000 are cut"):
-        slides.tiles(2**14, 2**14, 16, 16)
+        slides.tiles((2**14, 2**14), TilesConfig(size=16))

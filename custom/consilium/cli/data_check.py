@@ -24,7 +24,7 @@ from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import DataList, with_affine, with_challenge_splits
-from consilium.data.folders import has_classes, import_command, importable_content
+from consilium.data.folders import has_classes, import_command, importable_content, subfolders
 from consilium.data.label_map import with_job_labels
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
@@ -97,7 +97,7 @@ def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dic
     if not path.is_dir():
         return _of_site(path.parent.name, path, wanted, choose)
     if not (path / "site.yaml").is_file() and has_classes(path) and not _is_site_folder(path):
-        below = [one for one in _folders(path) if _is_site_folder(one)]
+        below = [one for one in subfolders(path) if _is_site_folder(one)]
     else:
         below = [] if is_site_folder(path) else _sites(path)
     if below:
@@ -107,17 +107,12 @@ def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dic
 
 def _sites(path: Path) -> list[Path]:
     """Return the folders of sites in a folder, or one level below, where some imports make them. Raises DataError."""
-    below = _folders(path)
+    below = subfolders(path)
     found = [one for one in below if is_site_folder(one)]
     for one in below:
         if one not in found and (what := importable_content(one)):
             raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
-    return found or [site for one in below for site in _folders(one) if _is_site_folder(site)]
-
-
-def _folders(path: Path) -> list[Path]:
-    """Return the folders in a folder, sorted by name, without hidden ones."""
-    return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return found or [site for one in below for site in subfolders(one) if _is_site_folder(site)]
 
 
 def _is_site_folder(folder: Path) -> bool:

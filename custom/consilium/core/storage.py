@@ -128,14 +128,16 @@ def named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def nothing_left_on_failure(folder: Path) -> Iterator[None]:
-    """Delete everything new in a folder if the block fails, so that the block can be repeated; see also `named`."""
-    before = set(folder.iterdir()) if folder.is_dir() else set()
+    """Delete everything new in a folder, and a new folder, if the block fails, so that it can be repeated; see also `named`."""
+    before, is_new = set(folder.iterdir()) if folder.is_dir() else set(), not folder.exists()
     try:
         with named(folder):
             yield
     except BaseException:
         for one in set(folder.iterdir()) - before if folder.is_dir() else ():
             shutil.rmtree(one) if one.is_dir() else one.unlink()
+        if is_new and folder.is_dir():
+            folder.rmdir()
         raise
 
 

@@ -6,7 +6,7 @@ takes twice the time at 1024 pixels and ten times at 16, and because a Compose h
 Here, pixels are moved as bytes, and contrast and brightness are computed only for the 256 values of a byte.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ CONTRAST, BRIGHTNESS, NOISE = 0.3, 0.3, 0.2
 GAMMA, FACTOR, DEVIATION = (0.8, 1.25), 0.15, 4.0
 
 
-def augment(sample: Mapping[str, np.ndarray], seed: int, index: int, moved: Collection[str] = ("image", "label")) -> Sample:
+def augment(sample: Mapping[str, np.ndarray], seed: int, index: int) -> Sample:
     """Return an augmented copy of a sample's uint8 arrays (C, S, S) as float32, within 0..255.
 
-    `moved`: the keys that are flipped and turned. The draws depend on (seed, index) alone, not on the order of calls or the
+    All arrays are flipped and turned. The draws depend on (seed, index) alone, not on the order of calls or the
     thread.
     """
     state = RandomState(seed_for(seed, "augment", index) % 2**32)
@@ -32,7 +32,7 @@ def augment(sample: Mapping[str, np.ndarray], seed: int, index: int, moved: Coll
     flipped = tuple(axis for axis, own in zip((1, 2), seeds, strict=False) if _reseed(state, own).rand() < FLIP)
     quarters = _reseed(state, seeds[2]).randint(3) + 1
     turns = quarters if state.rand() < TURN else 0
-    placed = {k: np.rot90(np.flip(array, flipped), turns, (1, 2)) if k in moved else array for k, array in sample.items()}
+    placed = {key: np.rot90(np.flip(array, flipped), turns, (1, 2)) for key, array in sample.items()}
     image = placed.pop("image")
     gamma, factor = (
         _draw_strength(state, seeds[3], CONTRAST, *GAMMA),

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from consilium.core.errors import DataError, UnfitError
+from consilium.core.grouping import grouped
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
@@ -55,11 +55,8 @@ class SampleCache:
         self._small: list[tuple[str, str]] = []
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
-        planes: dict[Path, list[Place]] = {}
-        for split, items in data.splits.items():
-            for index, item in enumerate(items):
-                if isinstance(item, Item) and item.slice is not None:
-                    planes.setdefault(item.image, []).append((split, index))
+        samples = (((split, index), item) for split, items in data.splits.items() for index, item in enumerate(items))
+        planes = grouped((item.image, place) for place, item in samples if isinstance(item, Item) and item.slice is not None)
         self._planes = {path: places for path, places in planes.items() if len(places) > 1}
         self._locks = {path: threading.Lock() for path in self._planes}
         loading = data.loading
@@ -75,8 +72,10 @@ class SampleCache:
         if self.all_lost:
             raise DataError(NOTHING_LEFT)
         if self._unfit:
-            what = f"{len(self._unfit):,} samples do not fit the job, which learns and scores nothing of them"
-            _log.warning(f"{self._data.path}: {what}; `consilium data check --job` names them")
+            _log.warning(
+                f"{self._data.path}: {len(self._unfit):,} samples do not fit the job, which learns and scores nothing of "
+                "them; `consilium data check --job` names them"
+            )
 
     @property
     def small(self) -> Counter[tuple[str, str]]:

@@ -11,7 +11,7 @@ from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.class_names import doubtful_names
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
-from consilium.data.identifiers import ALIKE, alike_pseudonyms
+from consilium.data.identifiers import ALIKE, alike_patients
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -151,27 +151,16 @@ def find_copies(report: Findings) -> None:
 
     Pictures that look alike in two splits, and copies within one split, are warnings.
     """
-    left = []
-    for trace, shared, first in _compare_traces(report.traces):
-        if shared:
-            report.problem(shared[0].format("splits"), _format_pair(trace, shared[1]))
-            continue
-        left.append(trace)
-        if first is not None:
-            report.warn("duplicate", _format_pair(trace, first))
-    for trace, like in _find_look_alikes(left):
-        report.warn("looks alike in two splits", _format_pair(trace, like))
+    for kind, trace, other in _compare_traces(report.traces):
+        note = report.warn if kind in (_COPY, _LIKE) else report.problem
+        note("looks alike in two splits" if kind == _LIKE else kind.format("splits"), _format_pair(trace, other))
 
 
 def find_alike(report: Findings) -> None:
     """Warn of patients whose identifiers are nearly equal, because they may be one person. Each is shown by one sample."""
-    first: dict[str, str] = {}
-    for trace in report.traces:
-        for kind, key in trace.marks:
-            if kind == PATIENT:
-                first.setdefault(key, f"{trace.place}: {trace.name}")
-    for group in alike_pseudonyms(first):
-        report.warn(ALIKE, " ~ ".join(first[key] for key in group))
+    marks = ((mark, f"{trace.place}: {trace.name}") for trace in report.traces for mark in trace.marks)
+    for line in alike_patients((whose, name) for (kind, whose), name in marks if kind == PATIENT):
+        report.warn(ALIKE, line)
 
 
 def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:
@@ -181,15 +170,11 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
     """
     traces = [Trace(name, f"{t.place}: {t.name}", t.marks, t.hash, t.training) for name, one in reports for t in one.traces]
     found: dict[str, list[str]] = {}
-    left = []
     # training samples come first: samples that no site trains on may be a common test set
-    for trace, shared, _ in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
-        if shared:
-            found.setdefault(shared[0].format("sites"), []).append(_format_pair(trace, shared[1]))
-        else:
-            left.append(trace)
-    for trace, like in _find_look_alikes(left):
-        found.setdefault("looks alike at two sites", []).append(_format_pair(trace, like))
+    for kind, trace, other in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
+        if kind != _COPY:
+            told = "looks alike at two sites" if kind == _LIKE else kind.format("sites")
+            found.setdefault(told, []).append(_format_pair(trace, other))
     return found
 
 
@@ -230,23 +215,34 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
         return f"tokens: {told}; none is cut at model.max_length {max_length}"
     most, all_of_them = (-(-parts[share] // 8) * 8 for share in (99, 100))
     enough = f"{most} to keep 99 % whole, " if max_length < most < all_of_them else ""
-    what = f"{cut / len(every):.0%} are cut at model.max_length {max_length}"
-    return f"tokens: {told}; {what}; write model.max_length: {enough}{all_of_them} to keep all whole"
+    return (
+        f"tokens: {told}; {cut / len(every):.0%} are cut at model.max_length {max_length}; "
+        f"write model.max_length: {enough}{all_of_them} to keep all whole"
+    )
 
 
-def _compare_traces(
-    traces: Iterable[Trace], training: bool = False
-) -> Iterator[tuple[Trace, tuple[str, Trace] | None, Trace | None]]:
-    """Yield each trace, (kind of mark, earlier trace) if a trace of another split or site shares a mark, and its first copy.
+_COPY, _LIKE = "duplicate", "looks alike"
+"""Kinds of pairs that share no mark between two places: a copy in one place, and pictures that look alike in two."""
 
-    If several marks are shared, the strongest is returned. `training`: compare with training samples only.
+
+def _compare_traces(traces: Iterable[Trace], training: bool = False) -> Iterator[tuple[str, Trace, Trace]]:
+    """Yield (kind, trace, earlier trace) for traces that share a mark, then for those that look alike.
+
+    The kind is that of the strongest mark that another split or site has. Without any, it is _COPY for a copy in the same
+    place. `training`: marks are compared with training samples only.
     """
     seen: dict[tuple[str, str], Trace] = {}
+    left = []
     for trace in traces:
-        shared = next(((m[0], seen[m]) for m in trace.marks if m in seen and seen[m].place != trace.place), None)
-        yield trace, shared, seen.get(trace.marks[0])
+        if shared := next((m for m in trace.marks if m in seen and seen[m].place != trace.place), None):
+            yield shared[0], trace, seen[shared]
+        else:
+            left.append(trace)
+            if trace.marks[0] in seen:
+                yield _COPY, trace, seen[trace.marks[0]]
         if trace.training or not training:
             seen |= {mark: trace for mark in trace.marks if mark not in seen}
+    yield from ((_LIKE, trace, like) for trace, like in _find_look_alikes(left))
 
 
 def _format_pair(trace: Trace, other: Trace) -> str:

@@ -10,10 +10,14 @@ from consilium.data.settings import Value
 
 NAMED = 10
 """The most samples per kind that a terminal shows. The written report names all."""
-LEAKS = ("duplicate between splits", "volume in two splits", "study in two splits", "patient in two splits")
 PATIENT = "patient in two {}"
 """The kind of the mark that holds the patient, see Trace."""
-WORTHLESS = frozenset({*LEAKS, "mask is the image itself", "empty answer"})
+WORTHLESS = frozenset(
+    {
+        "duplicate between splits", "volume in two splits", "study in two splits", "patient in two splits",
+        "mask is the image itself", "empty answer",
+    }
+)  # fmt: skip
 """Problems that let training run but make its scores worthless. All others stop it."""
 NO_TRAINING = "no training samples"
 TEST_ALONE = "no training samples: with test_only: true in its site.yaml such a site tests, else it is refused"

@@ -4,6 +4,8 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
+from consilium.core.grouping import grouped
+
 MISSING = frozenset({"nan", "na", "n/a", "#n/a", "<na>", "null", "none", "nil", "-", "?", ".", "unknown", "missing"})
 """What programs and people write for an empty cell, in lower case."""
 FEW = 10
@@ -22,10 +24,7 @@ def class_name(label: object, names: Sequence[str]) -> str | None:
 
 def doubtful_names(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, line) for each doubtful name of a class. `counts`: the number of samples per class."""
-    alike: dict[str, list[str]] = {}
-    for name in sorted(counts):
-        alike.setdefault(_normalized(name), []).append(name)
-    for names in alike.values():
+    for names in grouped((_normalized(name), name) for name in sorted(counts)).values():
         if len(names) > 1:
             told = " and ".join(f"{name!r} ({counts[name]})" for name in names)
             yield SPELLINGS, f"{told} differ in case, blanks or hyphens alone: write them alike if they are one"

@@ -178,8 +178,13 @@ def with_challenge_splits(data: DataList, as_listed: bool = False) -> DataList:
     if len(folds) > 1 and not splits["validation"]:
         splits["validation"] = tuple(item for item in training if item.fold == folds[0])
         splits["training"] = tuple(item for item in training if item.fold != folds[0])
-        remedy = "move the entries of another fold to `validation` to choose it"
-        notes.append(("folds", f"fold {folds[0]} of {', '.join(map(str, folds))} is the validation split; {remedy}"))
+        notes.append(
+            (
+                "folds",
+                f"fold {folds[0]} of {', '.join(map(str, folds))} is the validation split; "
+                "move the entries of another fold to `validation` to choose it",
+            )
+        )
     elif folds:
         why = "the list has a validation split" if splits["validation"] else f"all are of fold {folds[0]}"
         notes.append(("folds", f"`fold` is not used: {why}"))
@@ -271,8 +276,11 @@ def _check_values(where: str, entry: dict[str, Any]) -> None:
 def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annotated: Sequence[str] | None) -> Item:
     """Return the sample of an entry. `annotated`: the list's own, which the entry may replace. Raises DataError."""
     if isinstance(entry, dict) and isinstance(files := entry.get("image"), list):
-        what = f'"image" is a list of {len(files)} files, and several images of one sample are not read'
-        raise DataError(f'{where}: {what}; name the one to use, as in "image": "a.nii.gz"', "several images")
+        raise DataError(
+            f'{where}: "image" is a list of {len(files)} files, and several images of one sample are not read; '
+            'name the one to use, as in "image": "a.nii.gz"',
+            "several images",
+        )
     if not isinstance(entry, dict) or not isinstance(entry.get("image"), str):
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
@@ -299,8 +307,9 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
     files = files_of(found)
     for file in files:
         if not is_there(file):
-            what = f"{str(file)[:300]}: no such file"
-            raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
+            raise DataError(
+                f"{where}: {str(file)[:300]}: no such file; paths are relative to the data list's folder", "missing file"
+            )
         try:
             if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
                 slide = file.name.lower().endswith((*SLIDES, ".tif", ".tiff"))

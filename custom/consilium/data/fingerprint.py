@@ -9,7 +9,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.data.datalist import SPLITS
 from consilium.data.folders import read_folders
 from consilium.data.safe_open import read_text
-from consilium.data.text import FILES, has_texts
+from consilium.data.text import has_texts, split_files
 
 
 def fingerprint(path: Path) -> str:
@@ -30,8 +30,8 @@ def _folder_content(path: Path) -> list[Any]:
     folder = path if path.is_dir() else path.parent
     if not has_texts(folder):
         return [[split, name, *_name_and_size(picture)] for split, picture, name in read_folders(folder)]
-    files = [next((folder / name for name in names if (folder / name).is_file()), None) for names in FILES.values()]
-    return [None if file is None else read_text(file, "") for file in files]
+    files = split_files(folder)
+    return [read_text(files[split], "") if split in files else None for split in SPLITS]
 
 
 def _list_content(path: Path) -> dict[str, Any]:

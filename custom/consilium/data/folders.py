@@ -70,8 +70,10 @@ def lone_masks(folder: Path) -> str:
         if there and by_kind[other] and not any(_pictures(one) for one in by_kind[other]):
             lost = by_kind[other][0]
             held = sorted({path.suffix.lower() or path.name for path in lost.iterdir() if not path.name.startswith(".")})
-            what = f"{kind}s in {there[0].name}/, and in {lost.name}/ {', '.join(held[:3]) or 'nothing'}, which is not read"
-            return f"{what}; {UNREAD}"
+            return (
+                f"{kind}s in {there[0].name}/, and in {lost.name}/ {', '.join(held[:3]) or 'nothing'}, which is not read; "
+                f"{UNREAD}"
+            )
     return ""
 
 

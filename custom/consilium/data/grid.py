@@ -52,53 +52,44 @@ class Grid:
 
         For an oblique volume it is the closest one.
         """
-        if axis == "stored" or self.affine is None:
-            return 2
-        return next(stored for stored in range(3) if self._orientation[stored][0] == CANONICAL[axis])
+        return self._axes(axis)[0][0]
 
     def planes(self, axis: Axis) -> int:
         """Return the number of planes of an orientation."""
         return self.shape[self.across(axis)]
 
-    def index(self, axis: Axis, number: int) -> int:
-        """Return the stored index of plane `number`. Axial planes count upwards, coronal forwards, sagittal to the right."""
-        across = self.across(axis)
-        backwards = axis != "stored" and self.affine is not None and self._orientation[across][1] < 0
-        return self.shape[across] - 1 - number if backwards else number
-
     def cut(self, voxels: np.ndarray, axis: Axis, number: int) -> np.ndarray:
-        """Return plane `number` of `voxels` (i, j, k, ...) as a picture (rows, columns, ...)."""
-        return self._oriented(np.take(voxels, self.index(axis, number), self.across(axis)), axis)
+        """Return a copy of plane `number` of `voxels` (i, j, k, ...) as a picture (rows, columns, ...).
+
+        Axial planes count upwards, coronal forwards, sagittal to the right.
+        """
+        return self._oriented(voxels, axis)[number].copy()
 
     def put(self, voxels: np.ndarray, axis: Axis, number: int, picture: np.ndarray) -> None:
         """Write a picture (rows, columns) back into its plane of `voxels` (i, j, k): the inverse of `cut`."""
-        place: list[slice | int] = [slice(None)] * 3
-        place[self.across(axis)] = self.index(axis, number)
-        self._oriented(voxels[tuple(place)], axis)[...] = picture
+        self._oriented(voxels, axis)[number] = picture
 
     def pixel(self, axis: Axis) -> tuple[float, float] | None:
         """Return the millimetres between rows and between columns of a plane, None if unknown."""
         if self.voxel is None:
             return self.plane
-        first, second = self._plane_axes(axis)
-        rows, columns = (second, first) if self._has_rows_second(axis) else (first, second)
+        _, (rows, _), (columns, _) = self._axes(axis)
         return self.voxel[rows], self.voxel[columns]
 
-    def _plane_axes(self, axis: Axis) -> tuple[int, int]:
-        first, second = (stored for stored in range(3) if stored != self.across(axis))
-        return first, second
+    def _oriented(self, voxels: np.ndarray, axis: Axis) -> np.ndarray:
+        """Return a view of `voxels` (i, j, k, ...) as (planes, rows, columns, ...) in radiological orientation."""
+        stored, steps = zip(*self._axes(axis), strict=True)
+        return voxels.transpose(*stored, *range(3, voxels.ndim))[tuple(slice(None, None, step) for step in steps)]
 
-    def _has_rows_second(self, axis: Axis) -> bool:
-        """Tell whether the picture's rows are counted along the second of a plane's two stored axes."""
-        first, second = self._plane_axes(axis)
-        return self.affine is None or self._orientation[second][0] > self._orientation[first][0]
-
-    def _oriented(self, plane: np.ndarray, axis: Axis) -> np.ndarray:
-        """Return a view of a stored plane (first, second, ...) in radiological orientation."""
-        if self.affine is not None:
-            steps = [-1 if self._orientation[stored][1] > 0 else 1 for stored in self._plane_axes(axis)]
-            plane = plane[:: steps[0], :: steps[1]]
-        return plane.swapaxes(0, 1) if self._has_rows_second(axis) else plane
+    def _axes(self, axis: Axis) -> tuple[tuple[int, int], ...]:
+        """Return the stored axis of a picture's planes, rows and columns, each with 1, or -1 if it is counted backwards."""
+        if self.affine is None:
+            return (2, 1), (1, 1), (0, 1)
+        patient = [one for one, _ in self._orientation]
+        across = 2 if axis == "stored" else patient.index(CANONICAL[axis])
+        columns, rows = sorted({0, 1, 2} - {across}, key=patient.__getitem__)
+        counted = 1 if axis == "stored" else self._orientation[across][1]
+        return (across, counted), (rows, -self._orientation[rows][1]), (columns, -self._orientation[columns][1])
 
     @cached_property
     def _orientation(self) -> list[tuple[int, int]]:
@@ -136,16 +127,11 @@ def resample_to_grid(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
     """
     if own.affine is None or wanted.affine is None:
         raise ValueError("a grid without an affine lies nowhere")
+    from scipy.ndimage import affine_transform  # imported here, because a server loads this module and resamples nothing
+
     step = np.linalg.inv(own.affine) @ wanted.affine
-    found = np.zeros(wanted.shape, values.dtype)
-    rows = np.indices(wanted.shape[:2], dtype=np.float64).reshape(2, -1)
-    for k in range(wanted.shape[2]):  # a plane at a time, to save memory
-        near = np.floor(step[:3, :2] @ rows + step[:3, 2:3] * k + step[:3, 3:] + 0.5).astype(np.int64)
-        inside = ((near >= 0) & (near < np.array(own.shape)[:, None])).all(0)
-        plane = np.zeros(inside.shape, values.dtype)
-        plane[inside] = values[tuple(near[:, inside])]
-        found[:, :, k] = plane.reshape(wanted.shape[:2])
-    return found
+    # grid-constant: the outer half of an outer voxel still has its value
+    return affine_transform(values, step[:3, :3], step[:3, 3], wanted.shape, order=0, mode="grid-constant")
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

@@ -58,9 +58,11 @@ def check_identifier(where: str, key: str, value: str) -> str:
     """
     for place, character in enumerate(value.strip(), start=1):
         if _is_invisible(character):
-            name = f"U+{ord(character):04X} {unicodedata.name(character, 'a control character')}"
-            what = f"{key} has {name} as its character {place}, which is invisible"
-            raise DataError(f"{where}: {what}; take it out, so that every {key} has one spelling", "hidden character")
+            raise DataError(
+                f"{where}: {key} has U+{ord(character):04X} {unicodedata.name(character, 'a control character')} as its "
+                f"character {place}, which is invisible; take it out, so that every {key} has one spelling",
+                "hidden character",
+            )
     return canonical(value)
 
 
@@ -79,7 +81,7 @@ def identifier(where: str, entry: dict[str, Any], key: str) -> str:
 def pseudonym(identifier: str) -> str:
     """Return a pseudonym of a patient or study, valid within this process; "" for "".
 
-    Identifiers of equal `canonical` spelling have equal pseudonyms; `alike_pseudonyms` finds nearly equal identifiers. Each
+    Identifiers of equal `canonical` spelling have equal pseudonyms; `alike_patients` finds nearly equal identifiers. Each
     process draws a key of its own, which is never written.
     """
     text = canonical(identifier)
@@ -91,13 +93,17 @@ def pseudonym_of(path: Path) -> str:
     return _keyed_hash(f"\0{path}")
 
 
-def alike_pseudonyms(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return groups of different pseudonyms whose identifiers differ by case, punctuation, blanks or leading zeros alone."""
-    found: dict[str, dict[str, None]] = {}
-    for one in pseudonyms:
-        if _APART in one:
-            found.setdefault(one.rpartition(_APART)[0], {})[one] = None
-    return [tuple(group) for group in found.values() if len(group) > 1]
+def alike_patients(samples: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line per group of patients whose identifiers differ by case, punctuation, blanks or leading zeros alone.
+
+    They may be one person. `samples`: the (pseudonym of its patient, name) of each sample. The line has the name of each
+    patient's first sample.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for whose, name in samples:
+        if _APART in whose:
+            found.setdefault(whose.rpartition(_APART)[0], {}).setdefault(whose, name)
+    return [" ~ ".join(group.values()) for group in found.values() if len(group) > 1]
 
 
 def _keyed_hash(text: str) -> str:

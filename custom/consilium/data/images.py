@@ -4,7 +4,7 @@ Own code, because MONAI's dictionary transforms are slow: the anti-aliased resiz
 integers, so a sample is bitwise the same on every CPU.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,10 @@ from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
-from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
-from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, undeclared, undeclared_remedy
+from consilium.data.settings import DEFAULTS, Axis, PictureSettings
+from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, Classes, undeclared, undeclared_remedy
 
 Sample = dict[str, Tensor]
-Classes = Mapping[str, Sequence[Value]]
-"""Label values per class. Classes may share values, because a cup is part of its disc."""
 Colour = tuple[int, int, int]
 BLACK: Colour = (0, 0, 0)
 
@@ -93,8 +91,10 @@ def _window_limits(item: Item, spread: Spread) -> tuple[float, float]:
     if not item.alone:
         return spread()
     parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
-    what = f"its {parts} are records of their own, and percentiles of the {whole} would tie them together"
-    raise UnfitError(f"{item.image}: {what}; set task.window for privacy.unit record")
+    raise UnfitError(
+        f"{item.image}: its {parts} are records of their own, and percentiles of the {whole} would tie them together; "
+        "set task.window for privacy.unit record"
+    )
 
 
 def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
@@ -161,8 +161,11 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     if isinstance(item.label, Path) and (
         what := pictures.why_altered(item.label, labels.values, labels.present() - set(unknown))
     ):
-        labels_of = "if they are labels, map each under `labels` of site.yaml, to [] as background"
-        raise DataError(f"{item.label}: {what}; {UNSMOOTHED}; {labels_of}", "mask with smoothed edges")
+        raise DataError(
+            f"{item.label}: {what}; {UNSMOOTHED}; if they are labels, map each under `labels` of site.yaml, to [] as "
+            "background",
+            "mask with smoothed edges",
+        )
     if item.label_map is None:
         what = f"{undeclared_remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
     else:
@@ -173,8 +176,11 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
 def check_annotated(item: Item, classes: Classes) -> None:
     """Raise DataError if an item's `annotated` has a name that is no class of the task."""
     if unknown := [name for name in item.annotated or () if name not in classes]:
-        what = f"annotated class {unknown[0][:80]!r} is not a class of the task"
-        raise DataError(f"{item.image}: {what}; task.classes has {', '.join(classes)}", "undeclared class")
+        raise DataError(
+            f"{item.image}: annotated class {unknown[0][:80]!r} is not a class of the task; "
+            f"task.classes has {', '.join(classes)}",
+            "undeclared class",
+        )
 
 
 def valid_size(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:

@@ -44,19 +44,25 @@ def with_job_labels(
                 shown = [name for name in classes or () if own.annotated is None or name in own.annotated]
                 mapped = {name for _, names in pairs for name in names}
                 if (lost := [name for name in shown if name not in mapped]) and not quiet:
-                    remedy = "map one to it, or leave it out of `annotated`"
-                    raise DataError(f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; {remedy}")
+                    raise DataError(
+                        f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; "
+                        "map one to it, or leave it out of `annotated`"
+                    )
                 left = tuple(name for name in shown if name in mapped) if lost else own.annotated
                 yield replace(own, annotated=left, label_map=pairs)
             elif (names := by_name.get(str(item.label))) is None:
-                what = f"class {item.label!r} is not under `labels` of site.yaml"
-                raise DataError(f"{item.image}: {what}; map it, or leave its pictures out with an empty list")
+                raise DataError(
+                    f"{item.image}: class {item.label!r} is not under `labels` of site.yaml; "
+                    "map it, or leave its pictures out with an empty list"
+                )
             elif names:
                 chosen = [name for name in names if classes is None or name in classes]
                 if len(chosen) != 1 and not quiet:
                     told = ", ".join(map(repr, chosen)) or "none of the job's"
-                    what = f"class {item.label!r} is {told} by site.yaml, and a picture has one class"
-                    raise DataError(f"{item.image}: {what}; map it to one, or leave its pictures out with an empty list")
+                    raise DataError(
+                        f"{item.image}: class {item.label!r} is {told} by site.yaml, and a picture has one class; "
+                        "map it to one, or leave its pictures out with an empty list"
+                    )
                 yield replace(own, label=chosen[0] if len(chosen) == 1 else None)
 
     return replace(data, splits={split: tuple(change(items)) for split, items in data.splits.items()})

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from consilium.core.errors import ConfigError, DataError
+from consilium.core.grouping import grouped
 from consilium.data.file_kinds import NIFTI, PICTURES, SLIDES
 from consilium.data.safe_open import open_picture, reading
 
@@ -82,8 +83,10 @@ def parse(text: str) -> Pattern:
     image, equals, mask = text.partition("=")
     pattern = Pattern(image, mask) if equals else Pattern(mask=text)
     if pattern.image.count("{}") != 1 or pattern.mask.count("{}") != 1:
-        what = "expected MASK or IMAGE=MASK without endings, each with one {} for the part that both names share"
-        raise ConfigError(f"--mask-pattern: {text!r}: {what}, as '{{}}_mask' or '{{}}_0000={{}}'")
+        raise ConfigError(
+            f"--mask-pattern: {text!r}: expected MASK or IMAGE=MASK without endings, each with one {{}} for the part that "
+            "both names share, as '{}_mask' or '{}_0000={}'"
+        )
     return pattern
 
 
@@ -170,9 +173,11 @@ def unpaired_message(pairs: Pairs, folder: Path) -> str:
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
     every, alone = len(pairs.found) + len(pairs.alone), pairs.alone[0]
     wanted = next((Path(name).name for one in (alone.full, alone.short) if (name := pairs.pattern.of(one))), "like the others'")
-    what = f"by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of {every} pictures have one"
-    remedy = f"complete the set, or write --mask-pattern '{pairs.pattern}' to leave pictures without one out"
-    return f"{pairs.alone[0].path}: expected a mask named {wanted}; {what}; found {there}; {remedy}"
+    return (
+        f"{pairs.alone[0].path}: expected a mask named {wanted}; by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of "
+        f"{every} pictures have one; found {there}; complete the set, or write --mask-pattern '{pairs.pattern}' to leave "
+        "pictures without one out"
+    )
 
 
 # roles: which files are masks -------------------------------------------------------------------------------------------------
@@ -184,9 +189,7 @@ def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names
     Words are searched in the names of folders, then in the names of files. Without any, some files of each folder are opened,
     and if these show no folder of masks and `every` is set, all files.
     """
-    by_parent: dict[Path, list[Path]] = {}
-    for path in files:
-        by_parent.setdefault(path.parent, []).append(path)
+    by_parent = grouped((path.parent, path) for path in files)
     role = {parent: _role(parent, folder) for parent in by_parent}
     drawn = {parent for parent, own in role.items() if own == "mask"}
     drop = by_words = bool(drawn)
@@ -265,10 +268,8 @@ def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:
             raise DataError(f"{mask.path}: has the same name as {other}; keep one of the two")
     for mask in masks:
         found.setdefault(mask.short, mask.path)
-    folded: dict[str, set[Path]] = {}
-    for name, path in found.items():
-        folded.setdefault(name.casefold(), set()).add(path)
-    return found | {name: next(iter(paths)) for name, paths in folded.items() if len(paths) == 1 and name not in found}
+    folded = grouped((name.casefold(), path) for name, path in found.items())
+    return found | {name: paths[0] for name, paths in folded.items() if len(set(paths)) == 1 and name not in found}
 
 
 def _pair_by(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
@@ -308,10 +309,7 @@ def _best_pattern(images: Sequence[Names], masks: Sequence[Names], known: Mappin
 def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern]:
     """Yield patterns that pair some picture with some mask: each replaces a part, or the longest run, that both names share."""
     yield Pattern()
-    having: dict[str, list[str]] = {}
-    for mask in masks:
-        for part in _name_parts(mask):
-            having.setdefault(part, []).append(mask)
+    having = grouped((part, mask) for mask in masks for part in _name_parts(mask))
     for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
         own = image.short
         rare = sorted((having[part] for part in _name_parts(own) if part in having), key=len)[

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib import colormaps
@@ -34,12 +34,12 @@ from numpy.random import Generator
 from scipy.cluster.vq import kmeans2
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
 from consilium.data.patients import item_pseudonym, samples_by_patient
-from consilium.data.safe_open import text_lines
-from consilium.data.text import FILES, read_texts
+from consilium.data.text import read_texts, record_lines, split_files
 
 SHARED_OUT = "test"
 """The split that every site gets in full."""
@@ -47,15 +47,17 @@ MOST_COLORS = 20
 """Classes that have a colour of their own. Further classes share one colour."""
 
 
-class Labelled(Protocol):
-    """A sample that can be assigned to a site by its class."""
+@dataclass(frozen=True)
+class Record:
+    """A line of a JSONL file, its class (the value of the chosen key), and its patient, "" if unknown."""
 
-    @property
-    def label(self) -> Any:
-        """The class of the sample."""
+    line: str
+    label: str
+    patient: str = ""
 
 
-S = TypeVar("S", bound=Labelled)
+S = TypeVar("S", Item, Record)
+"""A sample that is assigned to a site by its label."""
 Sites = dict[str, dict[str, list[S]]]
 """Samples by site and split."""
 Patient = Sequence[S]
@@ -79,7 +81,12 @@ def partition(
     nothing else. Raises DataError for a source without classes, an unknown class in `exclude`, too few samples or patients, or
     a folder that already holds sites.
     """
-    splits, classes = _read_with_classes(source, exclude)
+    data = read_datalist(source, classes=True)
+    labels = {item.label for items in data.splits.values() for item in items}
+    if None in labels:
+        raise DataError(f"{source}: has samples without a class; give every one a label")
+    known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
+    splits, classes = _exclude_classes(source, data.splits, known, exclude)
     splits = splits if test else splits | {SHARED_OUT: []}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
     patients = listed_patients(source)  # identifiers in the list; identifiers in files are never written
@@ -97,9 +104,10 @@ def partition(
         write_atomic(folder / name / "datalist.json", text.encode(), PUBLIC)
     notes = []
     if nameless := sum(not item_pseudonym(item) for item in splits["training"]):
-        of = f"{nameless} of {len(splits['training'])} training samples"
-        what = f"{of} name no patient, so one patient's pictures may be at several sites"
-        notes.append(f"{what}; name them as `patient` in the list, if you know them")
+        notes.append(
+            f"{nameless} of {len(splits['training'])} training samples name no patient, so one patient's pictures may be at "
+            "several sites; name them as `patient` in the list, if you know them"
+        )
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude), "notes": notes}
     return write_summary(source, folder, asked, classes, found)
 
@@ -144,11 +152,14 @@ def share_out(
     """Return the samples of each site by the rule above. Raises DataError if `minimum` training samples cannot be reached."""
     rng = np.random.default_rng(seed_for(seed, "partition"))
     found: dict[str, dict[str, list[Patient[S]]]] = {name: {"training": [], "validation": []} for name in names}
-    of_class: dict[str, dict[str, list[Patient[S]]]] = {"training": {}, "validation": {}}
-    for split, by_class in of_class.items():
-        for patient in samples_by_patient(splits[split]):
-            often = Counter(str(sample.label) for sample in patient).most_common(1)  # of ties, the first
-            by_class.setdefault(often[0][0], []).append(patient)
+
+    def most_frequent(patient: Patient[S]) -> str:  # of ties, the first
+        return Counter(str(sample.label) for sample in patient).most_common(1)[0][0]
+
+    of_class = {
+        split: grouped((most_frequent(patient), patient) for patient in samples_by_patient(splits[split]))
+        for split in ("training", "validation")
+    }
     for label in classes:
         shares = np.full(len(names), 1 / len(names)) if beta is None else rng.dirichlet([beta] * len(names))
         for split, by_class in of_class.items():
@@ -177,8 +188,10 @@ def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> N
             if movable := [n for n, patient in enumerate(training[rich]) if len(patient) <= sizes[rich] - minimum]:
                 break
         else:
-            what = f"{minimum}: patients are not cut apart, and none can go to a site of {least} samples"
-            raise DataError(f"--minimum: {what}; ask for less, or for fewer sites")
+            raise DataError(
+                f"--minimum: {minimum}: patients are not cut apart, and none can go to a site of {least} samples; "
+                "ask for less, or for fewer sites"
+            )
         poor, moved = sizes.index(least), training[rich].pop(movable[int(rng.integers(len(movable)))])
         training[poor].append(moved)
         sizes[poor], sizes[rich] = least + len(moved), sizes[rich] - len(moved)
@@ -208,16 +221,6 @@ def plot(summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def _read_with_classes(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], list[str]]:
-    """Return the samples by split and the remaining classes, sorted, numbers by value. Raises DataError."""
-    data = read_datalist(source, classes=True)
-    labels = {item.label for items in data.splits.values() for item in items}
-    if None in labels:
-        raise DataError(f"{source}: has samples without a class; give every one a label")
-    known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]
-    return _exclude_classes(source, data.splits, known, exclude)
-
-
 def _exclude_classes(
     source: Path, splits: Mapping[str, Sequence[S]], known: Sequence[str], exclude: Sequence[str]
 ) -> tuple[dict[str, list[S]], list[str]]:
@@ -242,15 +245,6 @@ MOST_VALUES = 1000
 
 ITERATIONS = 100
 """Iterations of k-means."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line of a JSONL file, its class (the value of the chosen key), and its patient, "" if unknown."""
-
-    line: str
-    label: str
-    patient: str = ""
 
 
 def partition_texts(
@@ -316,17 +310,15 @@ def _read_records(
     """Return the records by split, and their classes, sorted. Raises DataError."""
     data = read_texts(source)  # raises for a bad record
     splits: dict[str, list[Record]] = {split: [] for split in SPLITS}
-    for split in SPLITS:
-        path = next((file for name in FILES[split] if (file := data.path / name).is_file()), None)
-        lines = enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1) if path else ()
-        told = ((number, line.removesuffix("\n")) for number, line in lines if line.strip())
-        for (number, line), text in zip(told, data.splits[split], strict=True):
+    for split, path in split_files(data.path).items():
+        for (number, line), text in zip(record_lines(path), data.splits[split], strict=True):
             record = json.loads(line) if by else {}
             value = record.get(by) if by else ALL
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-                what = f"--by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}"
-                raise DataError(f"{path}:{number}: {what}")
-            splits[split].append(Record(line, str(value), text.patient))
+                raise DataError(
+                    f"{path}:{number}: --by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}"
+                )
+            splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
     if kinds:  # the splits are clustered together
         of_texts = iter(kinds([text.prompt_words for split in SPLITS for text in data.splits[split]]))
         splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from consilium.core.grouping import grouped
 from consilium.data.datalist import DataList
-from consilium.data.identifiers import ALIKE, alike_pseudonyms
+from consilium.data.identifiers import ALIKE, alike_patients
 
 S = TypeVar("S")
 _log = logging.getLogger(__name__)
@@ -17,11 +18,8 @@ def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
 
     Samples without a patient are left out, because their patients could not be protected.
     """
-    found: dict[str, list[int]] = {}
-    for place, item in enumerate(data.splits["training"]):
-        if whose := item_pseudonym(item):
-            found.setdefault(whose, []).append(place)
-    return tuple(map(tuple, found.values()))
+    training = enumerate(data.splits["training"])
+    return tuple(map(tuple, grouped((whose, place) for place, item in training if (whose := item_pseudonym(item))).values()))
 
 
 def patients_and_most_samples(samples: Sequence[Any]) -> tuple[int, int]:
@@ -32,10 +30,7 @@ def patients_and_most_samples(samples: Sequence[Any]) -> tuple[int, int]:
 
 def samples_by_patient(samples: Sequence[S]) -> list[list[S]]:
     """Return a group of samples per patient, in the order of first samples. A sample without a patient is a group alone."""
-    found: dict[str | int, list[S]] = {}
-    for place, item in enumerate(samples):
-        found.setdefault(item_pseudonym(item) or place, []).append(item)
-    return list(found.values())
+    return list(grouped((item_pseudonym(item) or place, item) for place, item in enumerate(samples)).values())
 
 
 def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
@@ -43,30 +38,20 @@ def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
 
     Samples are linked if they share a key, directly or through other samples.
     """
-    head = list(range(len(keys)))
+    from scipy.cluster.hierarchy import DisjointSet  # imported here, because a server loads this module and links nothing
 
-    def root(index: int) -> int:
-        while head[index] != index:
-            head[index] = head[head[index]]
-            index = head[index]
-        return index
-
-    first: dict[Hashable, int] = {}
+    linked, first, least = DisjointSet(range(len(keys))), dict[Hashable, int](), dict[int, int]()
     for index, own in enumerate(keys):
         for key in own:
-            one, other = sorted((root(first.setdefault(key, index)), root(index)))
-            head[other] = one
-    return [root(index) for index in range(len(keys))]
+            linked.merge(first.setdefault(key, index), index)
+    return [least.setdefault(linked[index], index) for index in range(len(keys))]
 
 
 def warn_of_alike(data: DataList) -> None:
     """Warn in the site's own log of patients whose identifiers are nearly equal, because they may be one person."""
-    first: dict[str, str] = {}
-    for split, items in data.splits.items():
-        for item in items:
-            first.setdefault(item_pseudonym(item), f"{split}: {item.name}")
-    for group in alike_pseudonyms(first):
-        _log.warning(f"{ALIKE}: {' ~ '.join(first[one] for one in group)}; give one person one identifier")
+    samples = ((split, item) for split, items in data.splits.items() for item in items)
+    for line in alike_patients((item_pseudonym(item), f"{split}: {item.name}") for split, item in samples):
+        _log.warning(f"{ALIKE}: {line}; give one person one identifier")
 
 
 def item_pseudonym(item: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from consilium.core.errors import DataError
 from consilium.data.label_masks import Labels
@@ -13,8 +13,6 @@ from consilium.data.pixel_values import check_numbers, is_anti_aliased, whole_nu
 from consilium.data.safe_open import check_pixels, open_picture, reading
 from consilium.data.settings import Value
 
-ORIENTATION = 0x0112
-"""EXIF's orientation tag. Its values 5 to 8 exchange rows and columns."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
 """PIL's modes that are read unchanged: grey of 1, 8, 16 or 32 bits, and RGB. Pictures of other modes become RGB."""
 _TAGS = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}
@@ -27,7 +25,6 @@ def size(path: Path) -> tuple[int, int]:
     """Return the (rows, columns) of what `read` returns, from the header. Raises DataError for a picture that is not read."""
     with reading(path, "image cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
-        _check_turn(path, picture)
         # PIL has exchanged a TIFF's width and height already
         turned = picture.format != "TIFF" and _orientation(path, picture) >= 5
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
@@ -55,13 +52,7 @@ def _orientation(path: Path, picture: Image.Image) -> int:
                 file.seek(length + 4, 1)
             else:
                 return 1
-    return int(picture.getexif().get(ORIENTATION, 1))
-
-
-def _check_turn(path: Path, picture: Image.Image) -> None:
-    """Raise DataError for an uncompressed TIFF whose tag exchanges rows and columns: PIL decodes it wrongly."""
-    if picture.format == "TIFF" and picture.getexif().get(ORIENTATION, 1) >= 5 and picture.info.get("compression") == "raw":
-        raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
+    return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def exif_orientation(path: Path) -> int:
@@ -77,7 +68,6 @@ def read(path: Path, what: str = "image") -> np.ndarray:
     """
     with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
-        _check_turn(path, picture)
         upright = ImageOps.exif_transpose(picture)
         if what == "mask":
             array = _label_values(path, upright, picture.format == "GIF")
@@ -104,11 +94,15 @@ def _label_values(path: Path, picture: Image.Image, is_gif: bool) -> np.ndarray:
     grey, alpha = array[..., 0], array[..., 3]
     if (off := (array[..., :3] != grey[..., None]).any(2)).any():
         colour = ", ".join(map(str, array[off][0, :3].tolist()))
-        what = f"mask has colours, such as ({colour})"
-        raise DataError(f"{path}: {what}; save it as one channel of label values", "mask of colours")
+        raise DataError(
+            f"{path}: mask has colours, such as ({colour}); save it as one channel of label values", "mask of colours"
+        )
     if alpha.min() < alpha.max() and (alpha != grey).any() and ((grey[alpha < 255] > 0).any() or not grey.any()):
-        what = "mask is drawn by its transparency, which is not read"
-        raise DataError(f"{path}: {what}; save it as one channel of label values, without transparency", "mask of colours")
+        raise DataError(
+            f"{path}: mask is drawn by its transparency, which is not read; save it as one channel of label values, without "
+            "transparency",
+            "mask of colours",
+        )
     return grey
 
 

@@ -43,8 +43,11 @@ def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
     whole = np.rint(array)
     off = array - whole
     if (between := np.abs(off, out=off) > WHOLE).any():
-        what = f"mask holds values between whole numbers, such as {float(array[between][0]):.4g}"
-        raise DataError(f"{path}: {what}: it is anti-aliased, or holds probabilities; {UNSMOOTHED}", "mask of broken numbers")
+        raise DataError(
+            f"{path}: mask holds values between whole numbers, such as {float(array[between][0]):.4g}: it is anti-aliased, or "
+            f"holds probabilities; {UNSMOOTHED}",
+            "mask of broken numbers",
+        )
     return whole.astype(np.int64)
 
 

@@ -89,8 +89,13 @@ def _read_layout(path: Path) -> _Layout:
 
 def _refuse(path: Path, *faults: tuple[bool, str]) -> None:
     """Raise DataError for the first fault of (whether it is there, its description) pairs, with the remedy."""
-    remedy = "which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd"
-    refuse(path, *((there, f"{what}, {remedy}") for there, what in faults))
+    refuse(
+        path,
+        *(
+            (there, f"{what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
+            for there, what in faults
+        ),
+    )
 
 
 def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:

@@ -73,8 +73,10 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     if forms and (bad := sorted(key for key in present - KEYS if key.strip().lower() in KEYS)):
         raise DataError(f"{where}: {bad[0][:80]!r} is not read; write {bad[0].strip().lower()!r}, or leave it out")
     if bad := sorted(MEANINGS & present):
-        remedy = "put its words into the question or the answer, or leave the key out"
-        raise DataError(f"{where}: {bad[0]}: {repr(raw[bad[0]])[:80]} would change what is learned and is not read; {remedy}")
+        raise DataError(
+            f"{where}: {bad[0]}: {repr(raw[bad[0]])[:80]} would change what is learned and is not read; "
+            "put its words into the question or the answer, or leave the key out"
+        )
     if not forms:
         return None
     form, system = forms[0], raw.get("system", "")
@@ -131,8 +133,10 @@ def _chat_from_completion(where: str, raw: Mapping[str, Any], system: Any, key: 
         raise DataError(f"{where}: prompt: ends with a turn of {asked[-1][0] if asked else 'nobody'}; end it with the user's")
     answer = [] if completion is None else _read_messages(where, key, completion)
     if completion is not None and [role for role, _ in answer] != ["assistant"]:
-        what = f"has the roles {[role for role, _ in answer]}"
-        raise DataError(f"{where}: {key}: {what}; write one assistant message, and earlier ones into prompt")
+        raise DataError(
+            f"{where}: {key}: has the roles {[role for role, _ in answer]}; write one assistant message, and earlier ones "
+            "into prompt"
+        )
     return replace(_chat_from_messages(where, "prompt", [*asked, *answer]), learns_history=False)
 
 
@@ -152,8 +156,10 @@ def _read_message(where: str, value: Any) -> tuple[str, str]:
     names = ("from", "value") if sharegpt else ("role", "content")
     for key, one in value.items():
         if key not in names and one not in (None, "", [], {}):
-            what = f"{str(key)[:40]}: {repr(one)[:60]} would change what is learned and is not read"
-            raise DataError(f"{where}: {what}; put its words into {names[1]}, or leave the key out")
+            raise DataError(
+                f"{where}: {str(key)[:40]}: {repr(one)[:60]} would change what is learned and is not read; "
+                f"put its words into {names[1]}, or leave the key out"
+            )
     role = value.get(names[0])
     role = ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ("system", "user", "assistant"):
@@ -178,9 +184,10 @@ def _chat_from_messages(where: str, form: str, messages: Sequence[tuple[str, str
     for number, (role, _) in enumerate(turns):
         if role != ("user", "assistant")[number % 2]:
             at = number + len(messages) - len(turns)
-            what = f"a turn of {role} where the {('user', 'assistant')[number % 2]}'s is expected"
-            remedy = "join turns that follow each other, and begin with the user's after at most one system message"
-            raise DataError(f"{where}: {form}[{at}]: {what}; {remedy}")
+            raise DataError(
+                f"{where}: {form}[{at}]: a turn of {role} where the {('user', 'assistant')[number % 2]}'s is expected; "
+                "join turns that follow each other, and begin with the user's after at most one system message"
+            )
     if not turns:
         raise DataError(f"{where}: {form}: a system message alone; write {EXAMPLE}")
     words = [content for _, content in turns]

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from consilium.core.errors import DataError, UnfitError
 
@@ -152,15 +152,21 @@ def check_unpacked(path: Path, shape: Sequence[int], each: int, what: str) -> No
     """Raise DataError for a volume without voxels, or with more bytes (`each` per voxel) than a file of its size may take."""
     needed, most = prod(shape) * each, most_unpacked(path.stat().st_size)
     if not 0 < needed <= most:
-        found = f"{'x'.join(map(str, shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
-        raise DataError(f"{path}: {what} ({found}); cut it into smaller ones", "too large")
+        raise DataError(
+            f"{path}: {what} ({'x'.join(map(str, shape))} voxels, {needed:,} bytes; "
+            f"at most {most:,} are of a file of its size); cut it into smaller ones",
+            "too large",
+        )
 
 
 def volume_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
     """Return the shape (i, j, k) of a volume of two or three dimensions. Raises DataError for a further dimension over 1."""
     if len(sizes) < 2 or any(n != 1 for n in sizes[3:]):
-        what = f"has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}"
-        raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
+        raise DataError(
+            f"{path}: has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}; save its sequences or times as volumes of "
+            "three",
+            "not three dimensions",
+        )
     i, j, k = (*sizes, 1)[:3]
     return int(i), int(j), int(k)
 
@@ -243,8 +249,9 @@ def open_picture(path: Path) -> Image.Image:
             if not kind:  # `reading` turns it into one line
                 raise OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}") from None
             remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
-            what = f"image cannot be read (its ending is that of {kind})"
-            raise DataError(f"{path}: {what}; {remedy}", "format that is not read") from None
+            raise DataError(
+                f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read"
+            ) from None
     if found.format in ("JPEG", "MPO"):  # a scan of 20 bytes makes the decoder pass over the whole picture
         scans, last = 0, b""
         with path.open("rb") as file:
@@ -269,8 +276,11 @@ def _array_picture(path: Path) -> Image.Image:
     kind = found.dtype.kind if isinstance(found, np.ndarray) else ""
     if kind not in tuple("buif") or not (found.ndim == 2 or (found.shape[2:] == (3,) and found.dtype == np.uint8)):
         what = f"{'x'.join(map(str, found.shape))} of {found.dtype}" if kind else "several arrays"
-        remedy = "save one picture as (rows, columns), or in colour as (rows, columns, 3) of 8 bits"
-        raise DataError(f"{path}: holds an array of {what}; {remedy}", "array that is not a picture")
+        raise DataError(
+            f"{path}: holds an array of {what}; save one picture as (rows, columns), or in colour as (rows, columns, 3) of 8 "
+            "bits",
+            "array that is not a picture",
+        )
     if found.shape[0] * found.shape[1] > MOST_PIXELS:
         raise _too_large(path, f"{found.shape[1]}x{found.shape[0]} pixels, at most {MOST_PIXELS:,}")
     if kind == "f":
@@ -309,7 +319,10 @@ def _number(file: IO[bytes], form: str) -> int:
 
 
 def check_pixels(path: Path, picture: Image.Image) -> None:
-    """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
+    """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded.
+
+    Raises DataError for an uncompressed TIFF whose tag exchanges rows and columns, because PIL decodes it wrongly.
+    """
     # PIL's own count takes minutes for 50,000 pages, and reads all frames of a GIF
     count = pages(path) if picture.format == "TIFF" else 1 + getattr(picture, "is_animated", False)
     if count > 1:
@@ -317,11 +330,16 @@ def check_pixels(path: Path, picture: Image.Image) -> None:
         raise UnfitError(f"{path}: has {told} pages; save each as a picture of its own", "several pages")
     if picture.width * picture.height > MOST_PIXELS:
         raise _too_large(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
+    on_side = picture.format == "TIFF" and picture.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    if on_side and picture.info.get("compression") == "raw":
+        raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
 
 
 def _too_large(path: Path, found: str) -> DataError:
-    what = f"cannot be read as one picture ({found})"
-    return UnfitError(f"{path}: {what}; save it as a tiled TIFF and set task.tiles to read it by parts", "too large")
+    return UnfitError(
+        f"{path}: cannot be read as one picture ({found}); save it as a tiled TIFF and set task.tiles to read it by parts",
+        "too large",
+    )
 
 
 def is_encodable(text: str) -> bool:

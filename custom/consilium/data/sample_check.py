@@ -17,7 +17,8 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
-from consilium.data import images, pictures, slides, volumes
+from consilium.core.grouping import grouped
+from consilium.data import images, pictures, slides, undeclared_values, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_names import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
@@ -75,9 +76,7 @@ class SampleReport:
 
 def by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
     """Return the results of `read` for all items, in order. Threads call it once per image file, with all items of the file."""
-    files: dict[Path, list[int]] = {}
-    for index, item in enumerate(items):
-        files.setdefault(item.image, []).append(index)
+    files = grouped((item.image, index) for index, item in enumerate(items))
 
     def read_file(indices: list[int]) -> list[T]:
         if not volumes.is_volume(items[indices[0]].image):
@@ -136,9 +135,13 @@ def _check_entry(
                 and (way < 5 or image.shape[0] == image.shape[1])
                 and pictures.exif_orientation(Path(str(item.label))) == 1
             ):
-                what = "its mask is not: it must be drawn on the turned picture"
-                remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
-                found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
+                found.warnings.append(
+                    (
+                        "turned by its EXIF tag",
+                        "its mask is not: it must be drawn on the turned picture; save the picture upright and without the "
+                        "tag, as Python's PIL.ImageOps.exif_transpose does",
+                    )
+                )
         if size and found.classes and isinstance(classes, Mapping):
             for part in _planes_or_tiles(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
@@ -157,17 +160,14 @@ def _planes_or_tiles(item: Item, count: int, settings: PictureSettings) -> Itera
         yield from (replace(item, axis=axis, slice=number) for number in range(count))
     else:
         wanted = settings.tiles or TilesConfig()
-        rows, columns = slides.shape(item.image, wanted.level)
-        for tile in slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size):
-            yield replace(item, tile=tile)
+        yield from (replace(item, tile=tile) for tile in slides.tiles(slides.shape(item.image, wanted.level), wanted))
 
 
 def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, classes: Classes) -> None:
     """Add the findings about a large picture to its report, from some of its tiles and its whole mask. Raises DataError."""
     wanted = settings.tiles or TilesConfig()
-    rows, columns = slides.shape(item.image, wanted.level)
-    found.size = pictures.size_text((rows, columns))
-    found.planes = len(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size))
+    shape = slides.shape(item.image, wanted.level)
+    found.size, found.planes = pictures.size_text(shape), len(slides.tiles(shape, wanted))
     some = slides.sample_tiles(item.image, wanted.level)
     digest = hashlib.blake2b(found.size.encode(), digest_size=16)
     for one in some:
@@ -180,7 +180,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
     if not isinstance(item.label, Path):
         _add_label(found, item, None, None, classes)
         return
-    for block in slides.mask_blocks(item.label, (rows, columns)):
+    for block in slides.mask_blocks(item.label, shape):
         found.values |= block.present()
     if isinstance(classes, Mapping):
         every = np.array([[value for value in found.values if isinstance(value, int)]])
@@ -326,7 +326,9 @@ def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int
     return shape if item.crop is None else item.crop.shape(*shape)
 
 
-def check_sample(item: Item, classes: images.Classes, settings: PictureSettings = DEFAULTS, size: int = 0) -> tuple[str, ...]:
+def check_sample(
+    item: Item, classes: undeclared_values.Classes, settings: PictureSettings = DEFAULTS, size: int = 0
+) -> tuple[str, ...]:
     """Return the classes of which resizing to `size` would leave no pixel, see images.resize_masks; none for a size of 0.
 
     Raises DataError for the same samples as images.read_sample, except for damaged pixels: only the labels are decoded.
@@ -339,7 +341,7 @@ def check_sample(item: Item, classes: images.Classes, settings: PictureSettings 
 
 
 def too_small(
-    item: Item, labels: Labels, classes: images.Classes, size: int, settings: PictureSettings = DEFAULTS
+    item: Item, labels: Labels, classes: undeclared_values.Classes, size: int, settings: PictureSettings = DEFAULTS
 ) -> tuple[str, ...]:
     """Return the classes that an item's labels (H, W) show, and of which resizing to `size` would leave no pixel."""
     cut = labels.map(lambda values: images.crop(item, values))
@@ -357,10 +359,8 @@ def find_errors(
     checked again. `small` receives (split, class) for each class that a check returns. Threads share the work; all planes of a
     volume are checked by one thread.
     """
-    groups: dict[object, list[tuple[Place, Item]]] = {}
-    for split, items in data.splits.items():
-        for index, item in enumerate(items):
-            groups.setdefault((split, index) if item.slice is None else item.image, []).append(((split, index), item))
+    samples = [((split, index), item) for split, items in data.splits.items() for index, item in enumerate(items)]
+    groups = grouped((place if item.slice is None else item.image, (place, item)) for place, item in samples)
 
     def check_group(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
         found = []

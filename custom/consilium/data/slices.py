@@ -49,8 +49,7 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
             return
         if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
             raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
-        rows, columns = slides.shape(item.image, wanted.level)
-        for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
+        for number, tile in enumerate(slides.tiles(slides.shape(item.image, wanted.level), wanted)):
             one = replace(item, study=item.study or pseudonym_of(item.image), tile=tile)
             if (
                 not thin
@@ -75,14 +74,17 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
 
 def _expand_volume(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
     if isinstance(item.label, Path) and not volumes.is_volume(item.label):
-        what = f"is one picture, and {item.image.name} has several planes"
-        raise UnfitError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
+        raise UnfitError(
+            f"{item.label}: is one picture, and {item.image.name} has several planes; give a mask of equal grid",
+            "mask of another size",
+        )
     slices, count = settings.slices, header.grid.planes(item.axis)
     labelled = set(range(count))
     if thin and slices.empty != "keep":  # planes that show any label
         if not isinstance(item.label, Path):
-            what = "has no volume as its mask, so task.slices.empty cannot tell its planes"
-            raise UnfitError(f"{item.image}: {what}; write keep")
+            raise UnfitError(
+                f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep"
+            )
         found = volumes.labels(item.label, header, settings.resample_masks)
         background = {0, *(value for value, classes in item.label_map or () if not classes)}
         marked = found.where(found.present() - background)

@@ -21,7 +21,7 @@ from consilium.data.file_kinds import SLIDES
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, pages, reading
-from consilium.data.settings import PictureSettings
+from consilium.data.settings import PictureSettings, TilesConfig
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file causes one line, an error of ours
 MOST_BLOCK = 2**26
@@ -87,8 +87,11 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     """
     levels = layout(path).levels
     if wanted not in levels:
-        what = f"mask is {pictures.size_text(levels[0])} pixels (width x height), its image {pictures.size_text(wanted)}"
-        raise UnfitError(f"{path}: {what}; make them equal", "mask of another size")
+        raise UnfitError(
+            f"{path}: mask is {pictures.size_text(levels[0])} pixels (width x height), its image "
+            f"{pictures.size_text(wanted)}; make them equal",
+            "mask of another size",
+        )
     values = read(path, tile, levels.index(wanted), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
         raise DataError(f"{path}: mask has colours; save it as one channel of label values", "mask of colours")
@@ -111,14 +114,18 @@ def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
             yield read_labels(path, (x, y, min(_MASK_BLOCK, columns - x), min(_MASK_BLOCK, rows - y)), wanted)
 
 
-def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
-    """Return the tiles that cover a picture, row by row. The last tile of a row or column is moved back to end at the edge.
+def tiles(shape: tuple[int, int], wanted: TilesConfig) -> list[Tile]:
+    """Return the tiles that cover a picture of `shape` (rows, columns), row by row.
 
-    Raises DataError for more than MOST_TILES tiles.
+    The last tile of a row or column is moved back to end at the edge. Raises DataError for more than MOST_TILES tiles.
     """
+    (rows, columns), size, stride = shape, wanted.size, wanted.stride or wanted.size
     if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
-        what = f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut"
-        raise UnfitError(f"{what}; set task.tiles.size or stride higher", "too large")
+        raise UnfitError(
+            f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut; "
+            "set task.tiles.size or stride higher",
+            "too large",
+        )
     return [
         (x, y, min(size, columns), min(size, rows))
         for y in _tile_starts(rows, size, stride)
@@ -195,8 +202,9 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
         for page in file.pages if by_openslide else ():
             rows, columns = _block_shape(page)
             if page.is_tiled and 4 * rows * columns > MOST_BLOCK_BYTES:
-                what = f"is a slide with tiles of {columns}x{rows} pixels"
-                raise UnfitError(f"{path}: {what}; save it in smaller ones", "too large")
+                raise UnfitError(
+                    f"{path}: is a slide with tiles of {columns}x{rows} pixels; save it in smaller ones", "too large"
+                )
         if by_openslide:
             with OpenSlide(str(path)) as slide:
                 return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
@@ -226,8 +234,11 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
             rows, columns = _block_shape(page)
             each = page.samplesperpixel * (page.dtype.itemsize if page.dtype is not None else 1)
             if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * each > MOST_BLOCK_BYTES:
-                what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
-                raise UnfitError(f"{path}: {what}; save it as a tiled TIFF", "too large")
+                raise UnfitError(
+                    f"{path}: its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}; "
+                    "save it as a tiled TIFF",
+                    "too large",
+                )
             needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
             if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
                 raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
@@ -116,10 +117,7 @@ def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) ->
 
 def linked_groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return the groups of linked samples, in the order of the list. Linked samples share a key, directly or through others."""
-    found: dict[int, list[Sample]] = {}
-    for sample, first in zip(samples, first_linked([sample.keys for sample in samples]), strict=True):
-        found.setdefault(first, []).append(sample)
-    return list(found.values())
+    return list(grouped(zip(first_linked([sample.keys for sample in samples]), samples, strict=True)).values())
 
 
 def _count_labels(samples: Sequence[Sample]) -> Counter[str]:

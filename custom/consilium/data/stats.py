@@ -20,14 +20,13 @@ from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import windowed
-from consilium.data.sample_check import by_file
+from consilium.data.sample_check import Classes, by_file
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 PERCENTILES = (1, 25, 50, 75, 99)
 BINS = 32
 MOST_VALUES = 2**20
 """About this many values of an image are sampled, evenly spread."""
-Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 
 
 @dataclass

@@ -18,7 +18,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -94,7 +94,7 @@ class Store:
     def note_passed(self, name: str) -> None:
         """Store that the check of this name was passed."""
         if self._writes and self._make_room(_MARK):
-            self._try_write(lambda: self._write(self._path(name, "passed"), []))
+            self._write(self._path(name, "passed"), [])
 
     def get(self, name: str) -> CachedSample | None:
         """Return a sample as read-only memory-mapped arrays; None if it is missing or damaged."""
@@ -129,7 +129,7 @@ class Store:
             return True
         if not self._writes or not self._make_room(_HEAD + sum(map(len, body))):
             return False
-        return self._try_write(lambda: self._write(path, [_MAGIC, self._digest(name, body), *body]))
+        return self._write(path, [_MAGIC, self._digest(name, body), *body])
 
     def _path(self, name: str, kind: str = "sample") -> Path:
         return self.folder / f"{name}.{kind}"
@@ -140,30 +140,25 @@ class Store:
             found.update(part)
         return found.digest()
 
-    def _try_write(self, write: Callable[[], None]) -> bool:
-        """Call `write` and tell whether it succeeded. After an error of the disk, nothing more is written."""
-        try:
-            if not self.folder.is_dir():  # the cache was cleared during the run
-                make_folder(self.folder, self.salt)
-            write()
-        except OSError as error:
-            self._stop_writing(error.strerror or "error")
-            return False
-        return True
+    def _write(self, path: Path, parts: Iterable[bytes | memoryview]) -> bool:
+        """Write a file under a hidden name, rename it, and tell whether this succeeded.
 
-    def _write(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a file under a hidden name, then rename it.
-
-        It is not flushed to disk, because a file that a crash damages fails its checksum.
+        It is not flushed to disk, because a file that a crash damages fails its checksum. After an error of the disk, nothing
+        more is written.
         """
         temporary = path.with_name(f".{path.stem}-{threading.get_ident()}.{os.getpid()}")
         try:
+            if not self.folder.is_dir():  # the cache was cleared during the run
+                make_folder(self.folder, self.salt)
             with open(temporary, "wb", opener=_open_private) as file:
                 file.writelines(parts)
             os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            self._stop_writing(error.strerror or "error")
+            return False
+        return True
 
     def _make_room(self, size: int) -> bool:
         """Reserve `size` bytes and tell whether cache and disk have room. A full cache evicts its least recently used files."""

@@ -84,6 +84,12 @@ def has_texts(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES["training"])
 
 
+def split_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each split in a folder of instruction data, without splits that have none."""
+    there = ((split, folder / name) for split, names in FILES.items() for name in reversed(names))
+    return {split: path for split, path in there if path.is_file()}  # of two files of a split, the first in FILES
+
+
 def read_named_list(path: Path) -> DataList:
     """Read the list that a site's `datalist` names: a folder or file of records, or a list of pictures. Raises DataError."""
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
@@ -98,13 +104,11 @@ def read_texts(path: Path, pictures: bool = False) -> DataList:
     folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):
         raise DataError(f"{path}: holds no training.jsonl or train.jsonl; give a folder with one record a line in it")
-    found = {split: [f for n in FILES[split] if (f := folder / n).is_file()] for split in SPLITS}
-    return DataList(
-        folder, {split: tuple(read_records(files[0], None, pictures)) if files else () for split, files in found.items()}
-    )
+    records = {split: tuple(read_records(path, None, pictures)) for split, path in split_files(folder).items()}
+    return DataList(folder, {split: records.get(split, ()) for split in SPLITS})
 
 
-def _record_lines(path: Path) -> Iterator[tuple[int, str]]:
+def record_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and text of every line that is not blank. Raises DataError for more than MOST_RECORDS."""
     records = 0
     for number, line in enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1):
@@ -121,7 +125,7 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
     folder.
     """
     first = None
-    for number, line in _record_lines(path):
+    for number, line in record_lines(path):
         where = f"{path}:{number}"
         try:
             check_line(where, line)
@@ -129,8 +133,9 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
             record, form = _parse_record(where, f"{path.name}:{number}", raw, answered=bad is None)
             first = first or (form, number)
             if form != first[0]:
-                what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
-                raise DataError(f"{where}: {what}; write one form in a file")
+                raise DataError(
+                    f"{where}: a record with {form!r}, where line {first[1]} has {first[0]!r}; write one form in a file"
+                )
             if pictures and record.history:  # the record does not say which turn the picture belongs to
                 raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
             named = raw.get("image")

@@ -20,6 +20,7 @@ ONE_CLASS = "object"
 LARGEST = 2**16
 """Values of `task.classes` must be lower. A site's `labels` take any value."""
 Classes = Mapping[str, Sequence[Value]]
+"""Label values per class. Classes may share values, because a cup is part of its disc."""
 
 
 def one_class(by_site: Iterable[Collection[Value]]) -> bool:

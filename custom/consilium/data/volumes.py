@@ -1,9 +1,9 @@
 """Headers, voxels and labels of volumes. The formats are read by nifti.py, raw_volumes.py and dicom/."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import BoundedSemaphore, local
@@ -16,7 +16,7 @@ from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, grid_difference, resample_to_grid
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
-from consilium.data.safe_open import Kept, Stamp, stamp
+from consilium.data.safe_open import Kept, stamp
 from consilium.data.settings import NiftiAffine
 
 __all__ = ["Header", "forget", "header", "hold_volumes", "is_volume", "labels", "percentiles", "voxels", "window_percentiles"]
@@ -44,22 +44,6 @@ class Header:
     affine: NiftiAffine | None = None
 
 
-def voxels(path: Path) -> np.ndarray:
-    """Return a volume's real numbers (i, j, k), or 8-bit colours (i, j, k, 3). Raises DataError.
-
-    The last volumes read stay in memory.
-    """
-    return _read_once(_voxels, path, stamp(path))
-
-
-def labels(path: Path, image: Header, resample: bool = False) -> Labels:
-    """Return the labels of a file on the grid of its image (i, j, k). The last labels read stay in memory.
-
-    Raises UnfitError if they lie on another grid, unless `resample` is set.
-    """
-    return _read_once(_labels, path, stamp(path), image, resample)
-
-
 @contextmanager
 def hold_volumes() -> Iterator[None]:
     """Keep all volumes that this thread reads in the block in memory until its end, to read their planes one after another.
@@ -74,21 +58,23 @@ def hold_volumes() -> Iterator[None]:
             del _local.held
 
 
-def _read_once(read: Callable[..., T], *args: object) -> T:
-    """Return `read(*args)`. Within `hold_volumes`, a result that this thread already has is returned again."""
-    mine: dict[object, T] | None = getattr(_local, "held", None)
-    if mine is None:
-        return read(*args)
-    if (read, *args) not in mine:
-        if len(mine) == 2 * KEPT:  # there may be one mask per plane
-            del mine[next(iter(mine))]
-        mine[read, *args] = read(*args)
-    return mine[read, *args]
+class _Held(Kept[T]):
+    """A function whose last KEPT results stay in memory, and within `hold_volumes` those that this thread has read."""
+
+    def __call__(self, path: Path, *args: Any) -> T:
+        mine: dict[object, T] | None = getattr(_local, "held", None)
+        if mine is None:
+            return super().__call__(path, *args)
+        if (key := (self, stamp(path), path, *args)) not in mine:
+            if len(mine) == 2 * KEPT:  # there may be one mask per plane
+                del mine[next(iter(mine))]
+            mine[key] = super().__call__(path, *args)
+        return mine[key]
 
 
 def forget() -> None:
     """Drop all volumes, headers and percentiles from memory."""
-    for kept in (header, _voxels, _labels, window_percentiles):
+    for kept in (header, voxels, labels, window_percentiles):
         kept.cache_clear()
     forget_formats()
 
@@ -111,25 +97,34 @@ def header(path: Path, affine: NiftiAffine | None = None) -> Header:
     """
     found: Header = replace(_read_by_format("header", path), affine=affine)
     if found.second is not None and affine is None:
-        what = f"its qform and its sform give its voxels two places ({grid_difference(found.grid, found.second)})"
-        remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right"
-        raise DataError(f"{path}: {what}; {remedy}, or set the other's code to 0", "qform and sform disagree")
+        raise DataError(
+            f"{path}: its qform and its sform give its voxels two places ({grid_difference(found.grid, found.second)}); write "
+            "nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right, or set the other's code to 0",
+            "qform and sform disagree",
+        )
     if found.second is not None and affine == "qform":
         found = replace(found, grid=found.second)
     place = found.grid.affine
     if place is not None and not (np.isfinite(place).all() and abs(np.linalg.det(place[:3, :3])) > 0):
-        what = "its header gives the voxels no size or place (an affine that cannot be inverted)"
-        raise DataError(f"{path}: {what}; write the header anew", "broken geometry")
+        raise DataError(
+            f"{path}: its header gives the voxels no size or place (an affine that cannot be inverted); write the header anew",
+            "broken geometry",
+        )
     return found
 
 
-@lru_cache(maxsize=KEPT)
-def _voxels(path: Path, stamp: Stamp) -> np.ndarray:
+@partial(_Held, most=KEPT)
+def voxels(path: Path) -> np.ndarray:
+    """Return a volume's real numbers (i, j, k), or 8-bit colours (i, j, k, 3). Raises DataError."""
     return check_numbers(path, _read_by_format("voxels", path))
 
 
-@lru_cache(maxsize=KEPT)
-def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
+@partial(_Held, most=KEPT)
+def labels(path: Path, image: Header, resample: bool = False) -> Labels:
+    """Return the labels of a file on the grid of its image (i, j, k).
+
+    Raises UnfitError if they lie on another grid, unless `resample` is set.
+    """
     if volume_format(path) == "dicom":
         found: Labels = _read_by_format("labels", path, image)
     else:
@@ -141,8 +136,10 @@ def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
         return found
     if resample and own.affine is not None and image.grid.affine is not None:
         return found.map(lambda values: resample_to_grid(values, own, image.grid))
-    what = f"the mask's grid differs from its image's ({wrong})"
-    raise UnfitError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
+    raise UnfitError(
+        f"{path}: the mask's grid differs from its image's ({wrong}); set task.resample_masks, or fix the file",
+        "mask on another grid",
+    )
 
 
 @partial(Kept, most=4096)

@@ -279,15 +279,12 @@ def _read_place(file: Path, own: Dataset) -> Place | None:
     return Place(origin, i * spacing[1], j * spacing[0], depth)
 
 
-Order = tuple[list[Frame], int, np.ndarray | None]
-"""Frames sorted along their normal, the number of slices, and the affine (4, 4) to mm, None if frames have no position."""
+def in_order(path: Path, frames: Sequence[Frame], on_lattice: bool) -> tuple[list[Frame], int, np.ndarray | None]:
+    """Return frames sorted along their normal, the number of slices, and the affine (4, 4) to mm.
 
-
-def in_order(path: Path, frames: Sequence[Frame], on_lattice: bool) -> Order:
-    """Return the frames of an image in order of position, one per slice.
-
-    `on_lattice`: frames of a segmentation, where several may share a slice and empty slices have none. Raises DataError for
-    frames that are not parallel, and for an uneven stack: different sizes, two frames at one position, a missing slice.
+    The affine is None if frames have no position. `on_lattice`: frames of a segmentation, where several may share a slice and
+    empty slices have none. Raises DataError for frames that are not parallel, and for an uneven stack: different sizes, two
+    frames at one position, a missing slice.
     """
     if not on_lattice and any(frame.shape != frames[0].shape for frame in frames):
         raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
@@ -349,5 +346,7 @@ def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:
         needed += (1 if segments else count) * rows * columns * max(4, int(elements.get("SamplesPerPixel") or 1))
     most = min(most, MOST_FILES + packed // _OF_FRAME)
     if needed > (largest := most_unpacked(packed)) or frames > most:
-        found = f"{frames:,} frames, {needed:,} bytes; at most {most:,} and {largest:,} are of files of their size"
-        raise DataError(f"{path}: cannot be read as DICOM ({found}); cut it into smaller ones")
+        raise DataError(
+            f"{path}: cannot be read as DICOM ({frames:,} frames, {needed:,} bytes; "
+            f"at most {most:,} and {largest:,} are of files of their size); cut it into smaller ones"
+        )

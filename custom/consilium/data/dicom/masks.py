@@ -77,8 +77,10 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
     ends = (np.ceil(polygon[:, 1]).clip(0, image.grid.shape[1]).astype(np.int64) for polygon in polygons)
     if (lines := sum(int(np.abs(np.roll(one, -1) - one).sum()) for one in ends)) > MOST_CROSSINGS:
-        found = f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are"
-        raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
+        raise DataError(
+            f"{path}: cannot be read as masks (edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are); "
+            "leave structures out"
+        )
     nothing = np.zeros(image.grid.shape[::-1], bool).T  # each slice contiguous
     regions: dict[Value, np.ndarray] = {name: nothing for name in map(_structure_name, structures.values())}
     for name, one in planes:
@@ -123,8 +125,10 @@ def _read_points(path: Path, contour: Dataset) -> np.ndarray:
         return np.zeros((0, 3))
     values = raw.value.split(b"\\") if isinstance(raw.value, bytes) else list(raw.value)
     if isinstance(raw.value, bytes) and max(map(len, values)) > _LONGEST_NUMBER:
-        what = f"has a contour with a number of over {_LONGEST_NUMBER} characters"
-        raise DataError(f"{path}: {what}; replace it or take it off the list", TOO_LARGE)
+        raise DataError(
+            f"{path}: has a contour with a number of over {_LONGEST_NUMBER} characters; replace it or take it off the list",
+            TOO_LARGE,
+        )
     return np.array(values).astype(np.float64).reshape(-1, 3)
 
 
@@ -214,8 +218,10 @@ def _read_segments(path: Path, elements: Dataset, image: Grid) -> Labels:
         (int(one.SegmentNumber), str(one.get("SegmentLabel") or "").strip()) for one in elements.get("SegmentSequence") or []
     ]
     if (needed := len(segments) * prod(grid.shape)) > MOST_VOLUME:
-        found_there = f"{len(segments)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are"
-        raise DataError(f"{path}: cannot be read as masks ({found_there}); leave segments out")
+        raise DataError(
+            f"{path}: cannot be read as masks ({len(segments)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are); "
+            "leave segments out"
+        )
     masks = {number: np.zeros(grid.shape[::-1], bool).T for number, _ in segments if number}
     by_number = {frame.number: (frame, place) for frame, place in zip(found.frames, places, strict=True)}
     for number, picture in enumerate(pictures(path)):

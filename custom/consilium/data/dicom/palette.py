@@ -62,8 +62,10 @@ def _table_entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
         )
         found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
     if len(found) < count:
-        what = f"its palette of {count:,} colours has another number of them, or refers to its own segments"
-        raise DataError(f"{file}: {what}, which is not read; {_SAVE}, or {TAKE_OFF}")
+        raise DataError(
+            f"{file}: its palette of {count:,} colours has another number of them, or refers to its own segments, which is "
+            f"not read; {_SAVE}, or {TAKE_OFF}"
+        )
     return found
 
 

@@ -32,11 +32,13 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
     most, runs = _LARGEST * pixels + _SPARE, elements.file_meta.TransferSyntaxUID == RLELossless
     for number, code in enumerate(generate_frames(elements.PixelData, number_of_frames=count)):
         found = codestream_shape(code) or shape
-        named = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
         refuse(
             file,
             (len(code) > most, f"frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it"),
-            (found != shape, f"frame {number} has {named}; {TAKE_OFF}"),
+            (
+                found != shape,
+                f"frame {number} has {found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header; {TAKE_OFF}",
+            ),
         )
         check_decoding_cost(f"{file}: frame {number}", code)
         if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_run_lengths(code))) > 2 * pixels:
@@ -143,8 +145,9 @@ def _decode_frames(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.nd
                 picture = decoder.as_array(one, index=0, decoding_plugin=name)[0]
                 break
         else:
-            what = f"frame {number}: no decoder here reads its code of {syntax.name}"
-            raise DataError(f"{file}: cannot be read as DICOM ({what}); {TAKE_OFF}")
+            raise DataError(
+                f"{file}: cannot be read as DICOM (frame {number}: no decoder here reads its code of {syntax.name}); {TAKE_OFF}"
+            )
         if one.PixelRepresentation != signed:  # reinterpret the stored bits with or without a sign
             bits = int(elements.BitsStored)
             whole = picture.astype(np.int64) & (1 << bits) - 1

@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -14,15 +15,12 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data import pictures
 from consilium.data.pairs import Pattern, compose_unicode
 from consilium.data.safe_open import open_picture, reading, text_lines
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 GIVE = "give the publisher's file"
 UNREADABLE = ("cannot be read as a picture", "replace it")
-RUN_LENGTHS = 3
-"""zlib's strategy for run lengths. On label pictures it is twice as fast as the default, and the files are smaller."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -80,6 +78,11 @@ class SourceSample:
     is_patient: bool = False
     more: tuple[Path, ...] = ()
 
+    @property
+    def masks(self) -> list[Path]:
+        """The files of the masks that the label consists of; [] for a class, or a mask to write."""
+        return [mask for mask in (self.label, *self.more) if isinstance(mask, Path)]
+
 
 @dataclass(frozen=True)
 class TextRecord:
@@ -109,7 +112,9 @@ class ImportResult:
 
 @dataclass(frozen=True)
 class Importer:
-    """A data set: its layout in one line, and its reader. `sizes`: names of its training sets, the default first.
+    """A data set: its layout in one line, and its reader. A result without samples means that the source has another layout.
+
+    `sizes`: names of its training sets, the default first.
 
     `has_types`: it has classes of cells. `is_file`: the source is a file, not a folder. `has_patterns`: the user may give
     patterns for the names of masks. `is_own`: the labels are a user's, not a publisher's.
@@ -195,13 +200,6 @@ def frame_order(path: Path) -> tuple[int, str]:
     return (int(digits[-1]) if digits else -1, path.name)
 
 
-def check_sizes(image: Path, mask: Path) -> None:
-    """Raise DataError unless both pictures have the same size, after turning by their EXIF tags."""
-    if (one := pictures.size(image)) != (other := pictures.size(mask)):
-        expected, found = map(pictures.size_text, (one, other))
-        raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {image}; found {found}")
-
-
 def grey_values(path: Path) -> np.ndarray:
     """Return a picture's grey values (H, W), 0..255. A palette is read by its colours. Raises DataError."""
     with reading(path, *UNREADABLE), open_picture(path) as picture:
@@ -225,6 +223,5 @@ def encode_png(array: np.ndarray, **how: int) -> bytes:
 
 def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> DerivedFile:
     """Return a label picture that will be written as masks/NAME.png with the values of `make(*arguments)`."""
-    return DerivedFile(
-        "masks", f"{name}.png", lambda: encode_png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS)
-    )
+    # on label pictures, run lengths are twice as fast as zlib's default strategy, and the files are smaller
+    return DerivedFile("masks", f"{name}.png", lambda: encode_png(make(*arguments), compress_level=1, compress_type=zlib.Z_RLE))

@@ -82,19 +82,24 @@ def read_own(source: Path, options: Options) -> ImportResult:
                 open_table(path, {})  # raises the error that says what is wrong with the table
             unread = _describe_unread(source)
             if options.patient_folders is None and not unread and _holds_patients(source):
-                what = "holds folders of folders, which may be classes with a folder for each patient"
-                raise DataError(f"{source}: {what}; --patient-folders reads them so")
+                raise DataError(
+                    f"{source}: holds folders of folders, which may be classes with a folder for each patient; "
+                    "--patient-folders reads them so"
+                )
             raise DataError(f"{source}: {unread}; {UNREAD}") if unread else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
     else:
         _check_sites(source, {name: len(found) for name, (found, _) in sites.items()}, options)
         _check_classes(source, sites, options)
         left = [one.name for one in asked if one.name not in sites]
-        why = "left out, it has neither masks nor classes nor a table that `consilium data import csv` reads"
-        notes += [f"{name}: {why}" for name in left]
+        notes += [
+            f"{name}: left out, it has neither masks nor classes nor a table that `consilium data import csv` reads"
+            for name in left
+        ]
         if table := find_table(source):
-            command = f"consilium data import csv {shlex.quote(str(table.path))} DEST --add"
-            notes.append(f"{table.path.name}: not read; `{command}` adds it")
+            notes.append(
+                f"{table.path.name}: not read; `consilium data import csv {shlex.quote(str(table.path))} DEST --add` adds it"
+            )
     samples = [one for found, _ in sites.values() for one in found]
     told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
@@ -136,9 +141,11 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
     few = padded or (len(counts) >= _MANY and (half <= _FEW or numbered))
     if options.patient_folders is None and (few or len(counts) >= _MOST) and not any(map(_SITE.search, counts)):
         names = sorted(counts)
-        what = f"{len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples"
-        remedy = "--patient-folders makes one site of these patients, --no-patient-folders a site of each"
-        raise DataError(f"{source}: holds {what}, which may be patients or sites; write which: {remedy}")
+        raise DataError(
+            f"{source}: holds {len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples, "
+            "which may be patients or sites; write which: --patient-folders makes one site of these patients, "
+            "--no-patient-folders a site of each"
+        )
 
 
 def _classes_with_patients(sites: Mapping[str, Site]) -> str:
@@ -168,12 +175,15 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
     They are splits beside other folders, folds, classes whose pictures have masks, or classes with folders of patients.
     """
     if splits := sorted(filter(_named_split, sites)):
-        what = f"{splits[0]} is called after a split, and {min(set(sites) - set(splits))} beside it is not"
-        remedy = "call splits train, validation and test, or rename the folder if it is a site"
-        raise DataError(f"{source}: {what}; {remedy}")
+        raise DataError(
+            f"{source}: {splits[0]} is called after a split, and {min(set(sites) - set(splits))} beside it is not; "
+            "call splits train, validation and test, or rename the folder if it is a site"
+        )
     if len(sites) > 1 and all(re.fullmatch(r"(?i)(cv[ _-]?)?fold[ _-]?\d+", name) for name in sites):
-        remedy = "import each by itself and join the lists, or rename the folders if they are sites"
-        raise DataError(f"{source}: {', '.join(list(sites)[:3])} are called after folds of one site's data; {remedy}")
+        raise DataError(
+            f"{source}: {', '.join(list(sites)[:3])} are called after folds of one site's data; "
+            "import each by itself and join the lists, or rename the folders if they are sites"
+        )
     masked = [name for name, (found, _) in sites.items() if any(isinstance(one.label, Path) for one in found)]
     called = [] if any(map(_SITE.search, masked)) else list(filter(_DIAGNOSIS.search, masked))
     why = _classes_with_patients(sites)
@@ -352,8 +362,9 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     asked = options.mask_patterns
     if pairs.others:
         both = " and ".join(f"'{one}'" for one in (pairs.pattern, *pairs.others))
-        what = f"every picture has masks by {both}, and one is read"
-        raise DataError(f"{folder}: {what}; choose by --mask-pattern '{pairs.pattern}'")
+        raise DataError(
+            f"{folder}: every picture has masks by {both}, and one is read; choose by --mask-pattern '{pairs.pattern}'"
+        )
     with_masks = {image.path.parent for image, _ in pairs.found}
     left_out = pairs.pattern in asked or not any(one.path.parent in with_masks for one in pairs.alone)
     if not pairs.found or (pairs.alone and not left_out):
@@ -363,8 +374,10 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
         choice = " or ".join(f"--mask-pattern '{place}/{{}}'" for place in places)
         choice = choice if len(places) == 2 else f"--mask-pattern '{pairs.pattern}' leaves them out"
         other = pairs.unused[0].relative_to(folder)
-        what = f"'{pairs.pattern}' finds {len(pairs.found)} masks, and not {len(pairs.unused)} others, the first {other}"
-        raise DataError(f"{folder}: {what}; choose: {choice}")
+        raise DataError(
+            f"{folder}: '{pairs.pattern}' finds {len(pairs.found)} masks, and not {len(pairs.unused)} others, the first "
+            f"{other}; choose: {choice}"
+        )
     notes = []
     if pairs.pattern != Pattern():
         image, mask = pairs.found[0]

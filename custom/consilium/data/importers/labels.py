@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
+from consilium.core.grouping import grouped
 from consilium.data import pictures, slides, volumes
 from consilium.data.class_names import doubtful_names
 from consilium.data.datalist import Item, read_json
@@ -43,13 +44,11 @@ def result_of_labels(
     found = [replace(one, site=names[one.site]) for one in samples]
     notes = [*renamed_notes(names), *notes]
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
-    splits: dict[tuple[str, str], set[str | None]] = {}
-    for one in found:
-        if one.is_patient and not options.resplit:
-            splits.setdefault((one.site, one.group), set()).add(one.split)
-    if cut := sorted(whose for whose, own in splits.items() if len(own) > 1):
-        what = f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}"
-        notes.append(f"{what}; --resplit cuts anew")
+    splits = grouped(((one.site, one.group), one.split) for one in found if one.is_patient and not options.resplit)
+    if cut := sorted(whose for whose, own in splits.items() if len(set(own)) > 1):
+        notes.append(
+            f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}; --resplit cuts anew"
+        )
     masks, classed = ([one for one in found if isinstance(one.label, Path) is kind] for kind in (True, False))
     if not masks:
         return _result_by_class_name(classed, notes)
@@ -67,7 +66,7 @@ def result_of_labels(
     beside = _result_by_class_name(classed, apart) if classed else None
     for number, one in enumerate(masks):
         if one.more and isinstance(one.label, Path):  # write the union of all masks of the picture
-            mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *_mask_files(one))
+            mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *one.masks)
             masks[number] = replace(one, label=mask, more=())
     return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
 
@@ -96,9 +95,9 @@ def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Map
     every = set().union(*values.values()) - {0}
     ignored = {value for one in by_file for name, own in one.items() if name.strip().casefold() == "ignore" for value in own}
     if there := sorted(ignored & every):
-        what = f"dataset.json calls {there[0]} 'ignore', pixels that no loss counts, and masks have it; here every pixel counts"
         raise DataError(
-            f"{source}: {what}; draw these pixels, set them to 0, or give the value another name in dataset.json to learn it"
+            f"{source}: dataset.json calls {there[0]} 'ignore', pixels that no loss counts, and masks have it; here every "
+            "pixel counts; draw these pixels, set them to 0, or give the value another name in dataset.json to learn it"
         )
     agreed = by_file[0] if by_file and all(one == by_file[0] for one in by_file) else {}
     named = {name: own for name, own in agreed.items() if ignored.isdisjoint(own)}
@@ -123,8 +122,8 @@ def _mask_values(sample: SourceSample, exact: bool) -> set[int]:
     assert isinstance(sample.image, Path)
     found = set[int]()
     if sample.more:
-        unite_masks(*_mask_files(sample))  # raises where they are not parts of one drawing
-    for mask in _mask_files(sample):
+        unite_masks(*sample.masks)  # raises where they are not parts of one drawing
+    for mask in sample.masks:
         for labels in _label_arrays(Item(sample.image, mask)):
             own = {value for value in labels.present() if isinstance(value, int)}
             found |= own
@@ -133,8 +132,10 @@ def _mask_values(sample: SourceSample, exact: bool) -> set[int]:
             if what := pictures.why_altered(mask, labels.values, {0, max(own)}):
                 raise DataError(f"{mask}: {what}; {UNSMOOTHED}, {EXACT}")
             if len(own) > MOST_VALUES and not volumes.is_volume(mask):
-                what = f"{len(own):,} values are single objects or grey levels, no classes"
-                raise DataError(f"{mask}: {what}; save it with one value for each class, at most {MOST_VALUES}, {EXACT}")
+                raise DataError(
+                    f"{mask}: {len(own):,} values are single objects or grey levels, no classes; "
+                    f"save it with one value for each class, at most {MOST_VALUES}, {EXACT}"
+                )
     return found
 
 
@@ -154,10 +155,6 @@ def _label_arrays(item: Item) -> Sequence[Labels]:
     return [labels]
 
 
-def _mask_files(sample: SourceSample) -> list[Path]:
-    return [mask for mask in (sample.label, *sample.more) if isinstance(mask, Path)]
-
-
 def unite_masks(*masks: Path) -> np.ndarray:
     """Return the label values (H, W) of the union of several masks of one picture.
 
@@ -171,7 +168,8 @@ def unite_masks(*masks: Path) -> np.ndarray:
         if both.sum() > _ONE_OBJECT * max(1, (drawn | (found > 0)).sum()):
             what = "mostly cover each other, as two people's drawings of one object do"
         if what:
-            whose = f"this mask and {masks[0].name} are of one picture"
-            raise DataError(f"{path}: {whose} and {what}; choose one by --mask-pattern")
+            raise DataError(
+                f"{path}: this mask and {masks[0].name} are of one picture and {what}; choose one by --mask-pattern"
+            )
         found[drawn] = more[drawn]
     return found

@@ -31,6 +31,7 @@ from consilium.data.importers.base import (
     wrong_layout,
 )
 from consilium.data.importers.xml_files import read_xml
+from consilium.data.safe_open import MOST_SLIDE, reading
 from consilium.data.site_names import slug
 
 NUCLEUS = {"nucleus": [1]}
@@ -38,9 +39,6 @@ PANNUKE_TYPES = ["neoplastic", "inflammatory", "connective", "dead", "epithelial
 """PanNuke's mask channels 0 to 4; channel 5 is background."""
 MONUSAC_TYPES = ["epithelial", "lymphocyte", "macrophage", "neutrophil"]
 FOLDS = {"1": "training", "2": "validation", "3": "test"}
-PANNUKE_LAYOUT = "fold folders such as 'Fold 1' with images/fold1/images.npy and types.npy, and masks/fold1/masks.npy"
-MONUSEG_LAYOUT = "a folder with 'Tissue Images'/*.tif and Annotations/*.xml, and perhaps MoNuSegTestData with both together"
-MONUSAC_LAYOUT = "a folder per patient, named by TCGA barcode, with *.tif or *.svs and an *.xml of the same name"
 
 
 def _numbered_classes(types: list[str]) -> dict[str, list[int]]:
@@ -55,8 +53,6 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     """
     arrays = [path for path in files(source, ["images.npy"]) if path.name == "images.npy"]
     numbers = {_fold_number(source, path) for path in arrays}
-    if not arrays:
-        raise wrong_layout(source, PANNUKE_LAYOUT)
     published = numbers == set(FOLDS) and len(arrays) == len(FOLDS) and not options.resplit
     numbered = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
 
@@ -95,10 +91,8 @@ def _fold_number(source: Path, path: Path) -> str:
 
 
 def _load_array(path: Path) -> np.ndarray:
-    try:
+    with reading(path, "cannot be read as a NumPy array", GIVE, MOST_SLIDE):
         return np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: expected a NumPy array; found none that can be read ({error})") from None
 
 
 def read_monuseg(source: Path, options: Options) -> ImportResult:
@@ -117,8 +111,6 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
         for image in files(images, [".tif"]):
             xml = find_partner(image.stem, xmls, image, "annotation (*.xml)")
             found.append(_sample_from_polygons("monuseg", image, xml, None, split))
-    if not found:
-        raise wrong_layout(source, MONUSEG_LAYOUT)
     return ImportResult(found, NUCLEUS)
 
 
@@ -138,8 +130,6 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
         test = any("testing" in part.lower() for part in xml.relative_to(source).parts[:-1])
         site = slug("tcga-" + xml.stem.split("-")[1])
         found.append(_sample_from_polygons(site, image, xml, options.types, "test" if test else None))
-    if not found:
-        raise wrong_layout(source, MONUSAC_LAYOUT)
     return ImportResult(found, _numbered_classes(MONUSAC_TYPES) if options.types else NUCLEUS)
 
 
@@ -163,8 +153,7 @@ def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
             if apart is not None and regions:
                 named = next((one.attrib.get("Name", "") for one in annotation.iter("Attribute")), "").strip().lower()
                 if named not in (*MONUSAC_TYPES, "ambiguous"):
-                    what = f"expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}"
-                    raise DataError(f"{xml}: {what}")
+                    raise DataError(f"{xml}: expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}")
                 value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if apart else 1
             for region in regions:
                 points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iter("Vertex")]
@@ -178,7 +167,18 @@ def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
 
 
 SETS = {
-    "pannuke": Importer(PANNUKE_LAYOUT, read_pannuke, has_types=True),
-    "monuseg": Importer(MONUSEG_LAYOUT, read_monuseg),
-    "monusac": Importer(MONUSAC_LAYOUT, read_monusac, has_types=True),
+    "pannuke": Importer(
+        "fold folders such as 'Fold 1' with images/fold1/images.npy and types.npy, and masks/fold1/masks.npy",
+        read_pannuke,
+        has_types=True,
+    ),
+    "monuseg": Importer(
+        "a folder with 'Tissue Images'/*.tif and Annotations/*.xml, and perhaps MoNuSegTestData with both together",
+        read_monuseg,
+    ),
+    "monusac": Importer(
+        "a folder per patient, named by TCGA barcode, with *.tif or *.svs and an *.xml of the same name",
+        read_monusac,
+        has_types=True,
+    ),
 }

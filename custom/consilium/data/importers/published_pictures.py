@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from consilium.core.errors import DataError
+from consilium.data import pictures
 from consilium.data.folders import read_folders
 from consilium.data.importers.base import (
     NO_PATIENTS,
@@ -22,7 +23,6 @@ from consilium.data.importers.base import (
     Options,
     SourceSample,
     by_stem,
-    check_sizes,
     child,
     csv_rows,
     files,
@@ -83,10 +83,11 @@ def with_masks(
     """
     for one in found:
         assert isinstance(one.image, Path)
-        drawings = [path for path in (one.label, *one.more) if isinstance(path, Path)]
-        for path in drawings:
-            check_sizes(one.image, path)
-        yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *drawings), more=())
+        for mask in one.masks:
+            if (own := pictures.size(one.image)) != (other := pictures.size(mask)):
+                expected, there = map(pictures.size_text, (own, other))
+                raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {one.image}; found {there}")
+        yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *one.masks), more=())
 
 
 def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:
@@ -104,8 +105,6 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
             if not own:
                 raise wrong_layout(folder, one.layout)
             found += own
-    if not found:
-        raise wrong_layout(source, sets_layout(sets))
     there = {one.site for one in found}
     runs = {one.site for one in found if one.group.startswith("run-")}
     unnamed = {s for s in there if not sets[s].has_frames and (options.resplit or not sets[s].has_split)}
@@ -130,8 +129,8 @@ def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
 def match_by_name(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
     """Return a folder's pictures with the masks whose names are `prefix` and the picture's name. Raises DataError."""
     known = by_stem(files(masks, PICTURE_ENDINGS))
-    pictures = files(images, PICTURE_ENDINGS)
-    return [with_drawings(p, [find_partner(prefix + p.stem, known, p, "mask")], split) for p in pictures]
+    drawn = ((image, find_partner(prefix + image.stem, known, image, "mask")) for image in files(images, PICTURE_ENDINGS))
+    return [with_drawings(image, [mask], split) for image, mask in drawn]
 
 
 def find_folder(name: str, source: Path) -> Path | None:
@@ -182,8 +181,6 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
     ten runs. Raises DataError for another layout.
     """
     train, test = find_folder("TrainDataset", source), find_folder("TestDataset", source)
-    if train is None and test is None:
-        raise wrong_layout(source, PRANET_LAYOUT)
     parts: dict[str, list[SourceSample]] = {"cvc-clinicdb": [], "kvasir-seg": []}
     trained = set(parts)
     for one in match_by_name(*folder_pair(train, PRANET_PAIRS)) if train else []:
@@ -295,8 +292,6 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
             own = match_by_name(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
             eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
             found += with_masks(site, eyes, partial(mask_from, partial(cup_from_dark, False), ()), f"{split}-")
-    if not found:
-        raise wrong_layout(source, FEDDG_LAYOUT)
     there = sorted({one.site for one in found})
     notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
     return ImportResult(found, DISC_AND_CUP, notes)
@@ -314,8 +309,6 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
             raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
         own = (replace(one, group=slide.name, is_patient=True) for one in match_by_name(slide, annotated))
         found += with_masks("tnbc", own, partial(mask_from, lambda path: grey_values(path) > 0, (0, 1)))
-    if not found:
-        raise wrong_layout(source, TNBC_LAYOUT)
     return ImportResult(found, NUCLEUS)
 
 
@@ -377,17 +370,11 @@ DOMAINS = {
     "domain3": "REFUGE's training set",
     "domain4": "REFUGE's validation set",
 }
-FEDDG_LAYOUT = "folders Domain1 to Domain4, or some of them, with train/ and test/, each with ROIs/image and ROIs/mask"
 PRANET_PAIRS = [("image", "mask"), *PLAIN]
 PRANET_SITES = {"kvasir": "kvasir-seg"} | {
     name: name for name in ("cvc-300", "cvc-clinicdb", "cvc-colondb", "etis-laribpolypdb")
 }
 """Sites by the names of the folders in TestDataset, in lower case."""
-PRANET_LAYOUT = (
-    "TrainDataset/{image,mask}/*.png and TestDataset/SET/{images,masks}/*.png, SET one of CVC-300, CVC-ClinicDB, "
-    "CVC-ColonDB, ETIS-LaribPolypDB and Kvasir"
-)
-TNBC_LAYOUT = "folders Slide_01, ... with *.png beside folders GT_01, ... with masks of the same names"
 
 
 @dataclass(frozen=True)
@@ -405,14 +392,12 @@ class ClassSet:
         return f"{start} per class: {', '.join(self.classes)}"
 
     def read(self, source: Path, options: Options) -> ImportResult:
-        """Read the pictures of the first folder that has a folder for each class. Raises DataError."""
+        """Read the pictures of the first folder that has a folder for each class."""
         wanted = [f"{split}/{name}" for split in self.splits or (".",) for name in self.classes]
         root = next((one for one in folders(source) if all((one / name).is_dir() for name in wanted)), None)
-        if root is None:
-            raise wrong_layout(source, self.layout)
         found = [
             SourceSample(self.site, f"{name}/{picture.name}", picture, name, split=split if self.splits else None)
-            for split, picture, name in read_folders(root)
+            for split, picture, name in (read_folders(root) if root else ())
             if name in self.classes
         ]
         notes = ["one list for all, no sites: share it out with `consilium data partition` of its datalist.json"]
@@ -429,10 +414,16 @@ KVASIR_V2 = ClassSet(  # Pogorelov et al., Kvasir (2017)
 )  # fmt: skip
 SETS = {
     "polyp": Importer(sets_layout(POLYPS), partial(read_sets, POLYPS, POLYP)),
-    "polyp-pranet": Importer(PRANET_LAYOUT, read_pranet),
+    "polyp-pranet": Importer(
+        "TrainDataset/{image,mask}/*.png and TestDataset/SET/{images,masks}/*.png, SET one of CVC-300, CVC-ClinicDB, "
+        "CVC-ColonDB, ETIS-LaribPolypDB and Kvasir",
+        read_pranet,
+    ),
     "fundus": Importer(sets_layout(FUNDUS), partial(read_sets, FUNDUS, DISC_AND_CUP)),
-    "fundus-feddg": Importer(FEDDG_LAYOUT, read_feddg),
-    "tnbc": Importer(TNBC_LAYOUT, read_tnbc),
+    "fundus-feddg": Importer(
+        "folders Domain1 to Domain4, or some of them, with train/ and test/, each with ROIs/image and ROIs/mask", read_feddg
+    ),
+    "tnbc": Importer("folders Slide_01, ... with *.png beside folders GT_01, ... with masks of the same names", read_tnbc),
     "oct-c8": Importer(OCT_C8.layout, OCT_C8.read),
     "kvasir-v2": Importer(KVASIR_V2.layout, KVASIR_V2.read),
 }

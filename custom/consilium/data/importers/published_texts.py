@@ -16,6 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import grouped
 from consilium.data.importers.base import (
     GIVE,
     Importer,
@@ -78,8 +79,10 @@ class TextSet:
                     raise DataError(f"{path}: expected {beside.name} beside it; found none; complete the set")
                 labels = read_text(beside, GIVE).split()
                 if len(labels) != len(raws):
-                    what = f"expected {len(raws)} labels, as many as {path.name} has records; found {len(labels)}"
-                    raise DataError(f"{beside}: {what}; {GIVE}")
+                    raise DataError(
+                        f"{beside}: expected {len(raws)} labels, as many as {path.name} has records; found {len(labels)}; "
+                        f"{GIVE}"
+                    )
             total += len(raws)
             for number, (raw, label) in enumerate(zip(raws, labels, strict=True), start=1):
                 if found := self.convert(f"{path}: record {number}", raw, label):
@@ -164,8 +167,9 @@ def _choice_record(where: str, task: str, text: str, options: Sequence[Any], lab
     letters = [chr(ord("A") + index) for index in range(len(options))]
     known = letters if first is None else [str(first + index) for index in range(len(options))]
     if label not in known:
-        what = f"expected a label from {known[0]} to {known[-1]}; found {label[:20]!r}"
-        raise DataError(f"{where}: {text[:60]!r}: {what}; {GIVE}")
+        raise DataError(
+            f"{where}: {text[:60]!r}: expected a label from {known[0]} to {known[-1]}; found {label[:20]!r}; {GIVE}"
+        )
     asked = f"{task} Answer with {', '.join(letters[:-1])} or {letters[-1]}."
     shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
     return _make_record(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
@@ -258,15 +262,19 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
         for number, answer in tests.items():
             own = raws.get(number)
             if not (isinstance(own, dict) and own.get("final_decision") == answer):
-                there = f"expected the final_decision of {number} in {path.name}"
-                raise DataError(f"{truth}: {there}; found {repr(answer)[:40]}; give both files of one release")
+                raise DataError(
+                    f"{truth}: expected the final_decision of {number} in {path.name}; found {repr(answer)[:40]}; "
+                    "give both files of one release"
+                )
     lines = list[TextRecord]()
     for number, raw in raws.items():
         where = f"{path}: {number}"
         fits = isinstance(raw, dict) and isinstance(raw.get("QUESTION"), str) and isinstance(raw.get("CONTEXTS"), list)
         if not (fits and all(isinstance(one, str) for one in raw["CONTEXTS"]) and raw.get("final_decision") in PUBMEDQA):
-            what = "expected QUESTION, CONTEXTS and a final_decision of yes, no or maybe"
-            raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {GIVE}")
+            raise DataError(
+                f"{where}: expected QUESTION, CONTEXTS and a final_decision of yes, no or maybe; found {repr(raw)[:120]}; "
+                f"{GIVE}"
+            )
         asked = "Read the abstract and answer the question about it with yes, no or maybe."
         text = "\n".join([*raw["CONTEXTS"], "", f"Question: {raw['QUESTION']}"])
         record = _make_record(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
@@ -322,8 +330,6 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
                 continue
             record = _make_record(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
             lines.append(TextRecord(site, f"{path.parent.name}/{path.name}", record))
-    if not lines:
-        raise wrong_layout(source, MEDQUAD_LAYOUT)
     parts = ", ".join(f"{count} of {site}" for site, count in sorted(empty.items()) if count)
     return ImportResult(one_split_per_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
 
@@ -344,10 +350,7 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
         if not {"mr", "ref"} <= set(heads := next((row for _, row in csv_lines(path)), [])):
             raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
         rows = [(row["mr"], row["ref"]) for row in csv_rows(path) if row["mr"] and row["ref"]]
-        references: dict[str, list[str]] = {}
-        for mr, ref in rows:
-            references.setdefault(mr, []).append(ref)
-        merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in references.items()]
+        merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in grouped(rows).items()]
         answers = merged if split == "test" else [(mr, {"output": ref}) for mr, ref in rows]
         for mr, answer in answers:
             first = re.match(r"[^\[\]]*\[([^\]]*)\]", mr)
@@ -360,7 +363,6 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
     return ImportResult(one_split_per_prompt(lines), None)
 
 
-MEDQUAD_LAYOUT = "folders such as 1_CancerGov_QA or 9_CDC_QA with *.xml of QAPairs"
 E2E_LAYOUT = "trainset.csv, devset.csv and testset_w_refs.csv with the columns mr and ref"
 PUBMEDQA_LAYOUT = "ori_pqal.json, a map of records with QUESTION, CONTEXTS and final_decision, and test_ground_truth.json"
 MMLU_LAYOUT = "dev, val and test with SUBJECT_dev.csv, SUBJECT_val.csv and SUBJECT_test.csv, as anatomy_test.csv"
@@ -442,7 +444,7 @@ TEXT_SETS = (
     ),
 )  # fmt: skip
 SETS = {one.site: Importer(one.layout, one.read, sizes=one.sizes) for one in TEXT_SETS} | {
-    "medquad": Importer(MEDQUAD_LAYOUT, read_medquad),
+    "medquad": Importer("folders such as 1_CancerGov_QA or 9_CDC_QA with *.xml of QAPairs", read_medquad),
     "e2e": Importer(E2E_LAYOUT, read_e2e),
     "pubmedqa": Importer(PUBMEDQA_LAYOUT, read_pubmedqa),
     "mmlu-medical": Importer(MMLU_LAYOUT, read_mmlu),

@@ -9,7 +9,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import Registry
 from consilium.core.schema import nearest
 from consilium.core.storage import nothing_left_on_failure
-from consilium.data.importers.base import Importer, Options
+from consilium.data.importers.base import Importer, Options, wrong_layout
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
 _ROOM = "consilium.data.importers"
@@ -55,6 +55,8 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
         raise DataError(f"{source}: no such {'file' if own.is_file else 'folder'}; expected {own.layout}")
     earlier_imports(dest, add)
     found = own.read(source, options)
+    if not found.samples:
+        raise wrong_layout(source, own.layout)
     if own.is_own:  # the importer has selected and renamed the sites already
         options = replace(options, only=(), rename=options.rename if options.sites else {})
     if found.beside is None:
@@ -67,8 +69,10 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
 def _check(name: str, options: Options) -> None:
     """Raise ConfigError for options with impossible values, or that the set does not have."""
     if min(options.validation, options.test) < 0 or options.validation + options.test >= 1:
-        asked = f"--validation {options.validation:g} --test {options.test:g}"
-        raise ConfigError(f"{asked}: expected shares of at least 0 that sum to less than 1")
+        raise ConfigError(
+            f"--validation {options.validation:g} --test {options.test:g}: expected shares of at least 0 that sum to less "
+            "than 1"
+        )
     own = IMPORTERS[name]
     faults: tuple[tuple[str, object, bool, str], ...] = (
         ("--types", options.types, own.has_types, f"{name} has no classes of cells"),

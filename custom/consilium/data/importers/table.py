@@ -10,9 +10,10 @@ from itertools import chain, islice
 from pathlib import Path
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
+from consilium.core.grouping import grouped
 from consilium.core.schema import nearest
 from consilium.data.class_names import EACH_ITS_OWN, doubtful_names
-from consilium.data.file_kinds import PICTURES, is_volume, place_of
+from consilium.data.file_kinds import PICTURES, is_there, is_volume, place_of
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, files
@@ -77,8 +78,10 @@ class Table:
             own, image = values.get("site", "") or site, files["image", values["image"]]
             one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
             if (before := known.setdefault(str(one.image), row.number)) != row.number:  # or it might get into two splits
-                what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
-                raise DataError(f"{self.path}: line {row.number}: {what}")
+                raise DataError(
+                    f"{self.path}: line {row.number}: image {row.values['image']!r} is that of line {before}; "
+                    "keep one of the two"
+                )
             found.append(one)
         return found
 
@@ -94,7 +97,6 @@ def read_table(source: Path, options: Options) -> ImportResult:
 def read_texts(source: Path, options: Options) -> ImportResult:
     """Read a table of texts: text, label and, where known, site, patient and split. Raises DataError and ConfigError."""
     there, lines = _read_lines(source)
-    _check_headings(source, there)
     named, notes = _match_columns(source, options.columns, there, (), TEXT_FIELDS)
     rows = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in lines]
     kept = [row for row in rows if row.values["text"] and row.values["label"]]
@@ -124,8 +126,10 @@ def find_table(folder: Path) -> Table | None:
         except ConsiliumError:  # a table of something else
             continue
     if len(found) > 1:
-        what = f"{found[0].path.name} and {found[1].path.name} are both tables of its pictures"
-        raise DataError(f"{folder}: {what}; take one out, or read each by `consilium data import csv`")
+        raise DataError(
+            f"{folder}: {found[0].path.name} and {found[1].path.name} are both tables of its pictures; "
+            "take one out, or read each by `consilium data import csv`"
+        )
     return found[0] if found else None
 
 
@@ -133,7 +137,6 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     """Return a table of pictures with its lines by field. Raises DataError, and ConfigError for a missing column."""
     there, lines = _read_lines(source)
     head = list(islice(lines, _LOOKED_AT))
-    _check_headings(source, there)
     named, notes = _match_columns(source, columns, there, head)
     every = [*head, *lines]
     flags = _column_names(named["label"], there) if named["label"] not in there else []
@@ -142,9 +145,11 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
         ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in every]
         if wrong := [(row.number, own) for row, own in zip(every, ones, strict=True) if len(own) != 1]:
             line, own = wrong[0]
-            what = f"{len(wrong)} of {len(every)} lines have not exactly one 1 in {', '.join(flags)}, the first is line {line}"
-            remedy = "name one class's columns alone by --column label=A,B, or give a column with one class a line"
-            raise DataError(f"{source}: {what} with {' and '.join(own) or 'none'}; a picture has one class: {remedy}")
+            raise DataError(
+                f"{source}: {len(wrong)} of {len(every)} lines have not exactly one 1 in {', '.join(flags)}, the first is "
+                f"line {line} with {' and '.join(own) or 'none'}; a picture has one class: name one class's columns alone by "
+                "--column label=A,B, or give a column with one class a line"
+            )
         every = [replace(row, values={**row.values, "label": own[0]}) for row, own in zip(every, ones, strict=True)]
         named["label"] = "label"
     every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in every]
@@ -164,7 +169,10 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
 
 
 def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
-    """Return the headings, and the lines with cells by heading. Excel may write a line `sep=;` before the headings."""
+    """Return the headings, and the lines with cells by heading. Excel may write a line `sep=;` before the headings.
+
+    Raises DataError if the first line is a picture's instead of headings, or two headings have the same name.
+    """
     lines = text_lines(source, "save it as CSV in UTF-8", newline="")
     before, first, said = 0, next(lines, ""), None
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
@@ -172,30 +180,28 @@ def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
         before, first = before + 1, next(lines, "")
     reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
     there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+    if picture := next((name for name in there if _is_path(source, name)), None):
+        raise DataError(
+            f"{source}: line 1 names a picture, {picture!r}, and no columns; put a line of headings before it, such as "
+            "image,label"
+        )
+    named = Counter(name.casefold() for name in there if name)
+    if twice := next((name for name in there if named[name.casefold()] > 1), None):
+        raise DataError(f"{source}: two columns are called {twice!r}; rename or delete one")
 
     def rows() -> Iterator[Row]:
         try:
             for raw in reader:
                 if any(map(str.strip, raw.pop(None, None) or ())):  # type: ignore[call-overload]
-                    what = f"line {reader.line_num + before}: more cells than the {len(there)} headings"
                     raise DataError(
-                        f"{source}: {what}; put a cell with a {reader.reader.dialect.delimiter!r} in it into quotes"
+                        f"{source}: line {reader.line_num + before}: more cells than the {len(there)} headings; "
+                        f"put a cell with a {reader.reader.dialect.delimiter!r} in it into quotes"
                     )
                 yield Row(reader.line_num + before, {name: (raw[name] or "").strip() for name in there})
         except csv.Error as error:
             raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
 
     return there, rows()
-
-
-def _check_headings(source: Path, there: Sequence[str]) -> None:
-    """Raise DataError if the first line is a picture's instead of headings, or two headings have the same name."""
-    if picture := next((name for name in there if _is_path(source, name)), None):
-        what = f"line 1 names a picture, {picture!r}, and no columns"
-        raise DataError(f"{source}: {what}; put a line of headings before it, such as image,label")
-    named = Counter(name.casefold() for name in there if name)
-    if twice := next((name for name in there if named[name.casefold()] > 1), None):
-        raise DataError(f"{source}: two columns are called {twice!r}; rename or delete one")
 
 
 def _match_columns(
@@ -233,16 +239,20 @@ def _match_columns(
             own, every = _propose_column("label", others, rows), ",".join(flags)
             if own != "NAME" or any(split_of(word) for name in flags for word in re.split(r"[\W_]+", name)):
                 choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, every))
-                what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
-                raise ConfigError(f"--column: {source}: {what}; write {choice}")
+                raise ConfigError(
+                    f"--column: {source}: no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1; "
+                    f"write {choice}"
+                )
             named[one] = every
             notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
         elif one not in named:
             lacking[one] = _propose_column(one, [name for name in left if name not in lacking.values()], rows)
     if lacking:
         remedy = " ".join(f"--column {shlex.quote(f'{one}={name}')}" for one, name in lacking.items())
-        what = f"{source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}"
-        raise ConfigError(f"--column: {what}; write {remedy}")
+        raise ConfigError(
+            f"--column: {source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}; "
+            f"write {remedy}"
+        )
     return named, notes
 
 
@@ -289,10 +299,9 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
     found = {key: path for key in lines if (path := _find_picture(table.path.parent, key[1]))}
     if len(found) == len(lines):
         return found
-    below: dict[str, list[Path]] = {}
-    for path in files(table.path.parent, PICTURES)[:_SEARCHED]:
-        for name in {path.name, without_ending(path.name)}:
-            below.setdefault(compose_unicode(name).casefold(), []).append(path)
+    there = files(table.path.parent, PICTURES)[:_SEARCHED]
+    names = ((name, path) for path in there for name in {path.name, without_ending(path.name)})
+    below = grouped((compose_unicode(name).casefold(), path) for name, path in names)
     lost = list[str]()
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
         name = compose_unicode(cell.replace("\\", "/").rpartition("/")[2]).casefold()
@@ -322,10 +331,7 @@ def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
 def _find_picture(folder: Path, cell: str) -> Path | None:
     """Return the path of the file, or of the folder with a DICOM series, that a cell names; None if it does not exist."""
     path = place_of(folder, cell)
-    try:
-        return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
-    except (OSError, ValueError):  # a name that no file can have
-        return None
+    return path if cell and is_there(path) and (path.is_file() or (path.is_dir() and is_volume(path))) else None
 
 
 SETS = {

@@ -28,10 +28,6 @@ from consilium.data.site_names import asked_sites, slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
 """Hospitals by SAML's names, with their other names in FedDG and FedFMS."""
-PROSTATE_LAYOUT = (
-    f"folders {', '.join(HOSPITALS)}, or some of them (RUNMC and BMC also as ISBI and ISBI_1.5), with CaseXX.nii.gz and "
-    "CaseXX_segmentation.nii.gz, or images/CaseXX.nii.gz and labels/CaseXX.nii.gz"
-)
 MNMS_LAYOUT = "a *.csv with 'External code', 'VendorName' or 'Vendor', 'ED' and 'ES', and CODE_sa.nii.gz with CODE_sa_gt.nii.gz"
 ENDINGS = (".nii", ".nii.gz")
 
@@ -63,8 +59,6 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
             found += [
                 SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _labelled_planes(mask)
             ]
-    if not found:
-        raise wrong_layout(source, PROSTATE_LAYOUT)
     return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {', '.join(missing)}"] if missing else []))
 
 
@@ -175,4 +169,11 @@ def _pack_labels(path: Path, mask_path: Path, axes: int, frame: int | None = Non
     return gzip.compress(_read_mask(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
 
 
-SETS = {"prostate": Importer(PROSTATE_LAYOUT, read_prostate), "mnms": Importer(MNMS_LAYOUT, read_mnms)}
+SETS = {
+    "prostate": Importer(
+        f"folders {', '.join(HOSPITALS)}, or some of them (RUNMC and BMC also as ISBI and ISBI_1.5), with CaseXX.nii.gz and "
+        "CaseXX_segmentation.nii.gz, or images/CaseXX.nii.gz and labels/CaseXX.nii.gz",
+        read_prostate,
+    ),
+    "mnms": Importer(MNMS_LAYOUT, read_mnms),
+}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -12,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
-from consilium.core.storage import PUBLIC, write_atomic
+from consilium.core.storage import PUBLIC, nothing_left_on_failure, write_atomic
 from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
@@ -38,8 +38,10 @@ def write_sites(
     earlier = earlier_imports(dest, add)
     found, dropped = arrange(reading.samples, name, options)
     if not found or not (earlier or any(splits["training"] for splits in found.values())):
-        few = f"no site is left with {options.minimum} samples and one for training"
-        raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
+        raise DataError(
+            f"{source}: no site is left with {options.minimum} samples and one for training; "
+            "lower --minimum, or --resplit where a site has test samples only"
+        )
     if unknown := sorted(options.rename.keys() - found.keys()):
         raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(found)}")
     sites = {options.rename.get(site, site): splits for site, splits in found.items()}
@@ -57,19 +59,14 @@ def write_sites(
         "sites": {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()},
         "notes": [*reading.notes, *left],
     }
-    hidden, is_new, moved = dest / f".import-{os.getpid()}", not dest.exists(), []
-    try:
+    hidden = dest / f".import-{os.getpid()}"
+    with nothing_left_on_failure(dest):
         for site, splits in sites.items():
             _write_site(hidden / site, site, splits, classes)
         for site in sites:  # all files were written
             os.rename(hidden / site, dest / site)
-            moved.append(dest / site)
         write_atomic(dest / "import.json", json.dumps({"imports": [*earlier, summary]}, indent=1).encode(), PUBLIC)
-    except BaseException:
-        for folder in [dest] if is_new else [hidden, *moved]:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    hidden.rmdir()
+        hidden.rmdir()
     return summary
 
 
@@ -116,12 +113,9 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
         asked = asked_sites({sample.site for sample in samples}, options.only, {})
         samples = [sample for sample in samples if sample.site in asked]
     samples = pool(samples, name, options) if options.sites else samples
-    by_site: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_site.setdefault(sample.site, []).append(sample)
     found: Sites = {}
     dropped = []
-    for site, mine in sorted(by_site.items()):
+    for site, mine in sorted(grouped((sample.site, sample) for sample in samples).items()):
         splits = split_site(mine, site, options)
         enough = sum(map(len, splits.values())) >= options.minimum
         if enough and (splits["training"] or all(isinstance(one, SourceSample) and one.split == "test" for one in mine)):

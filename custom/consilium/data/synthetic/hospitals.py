@@ -20,7 +20,6 @@ from consilium.data.synthetic.organs import LABELS, WINDOW, Study, draw_anatomy,
 
 Files = Literal["nifti", "dicom", "png"]
 Entries = list[dict[str, Any]]
-Write = Callable[[Path, Study], Entries]
 
 
 def make_studies(folder: Path, spec: dict[str, Any], counts: dict[str, int], look: np.ndarray, hand: np.ndarray) -> Path:
@@ -29,7 +28,7 @@ def make_studies(folder: Path, spec: dict[str, Any], counts: dict[str, int], loo
     `spec` holds the site, the seed, the size and the format, "files". Nothing is written if the folder holds data of the same
     arguments. Raises DataError if the packages that write DICOM are missing.
     """
-    write: Write
+    write: Callable[[Path, Study], Entries]
     if spec["files"] == "dicom":
         try:
             write = import_module("consilium.data.synthetic.dicom").write_dicom
