@@ -65,9 +65,12 @@ def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) 
     configuration, plugins, known = _app_digest(app, config), plugins_of(config), approvals(local)
     found = _digest_with_plugins(configuration, plugins)
     if found not in known:
-        review = f"review it and run: consilium approve {app} --kit {local.parent}"
-        what = f"is not approved here (site.yaml: approve){_describe_change(configuration, plugins, known)}"
-        raise RefusedError(f"the job's digest {found} {what}; {review}", Reason.APPROVAL)
+        raise RefusedError(
+            f"the job's digest {found} is not approved here (site.yaml: "
+            f"approve){_describe_change(configuration, plugins, known)}; "
+            f"review it and run: consilium approve {app} --kit {local.parent}",
+            Reason.APPROVAL,
+        )
 
 
 def _describe_change(configuration: str, plugins: Mapping[str, str], known: Mapping[str, Mapping[str, str]]) -> str:
@@ -156,8 +159,9 @@ def _read_client_config(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_hook=_sort_tasks)
     except (OSError, ValueError) as error:
-        remedy = "a job to approve has its components there"
-        raise ConfigError(f"{path}: cannot be read ({error}); {remedy}", Reason.APPROVAL) from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); a job to approve has its components there", Reason.APPROVAL
+        ) from None
 
 
 def _sort_tasks(section: dict[str, Any]) -> dict[str, Any]:

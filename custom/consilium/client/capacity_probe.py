@@ -54,8 +54,10 @@ def step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[[], T
 
 def _rehearsal_loss(config: JobConfig, model: nn.Module, device: torch.device) -> Tensor:
     if (rehearse := TASKS[config.task.name].rehearse) is None:
-        what = f"task {config.task.name!r} cannot be measured without records, which privacy hides"
-        raise ConfigError(f"site.yaml: capacity: {what}; give `train` instead of step_seconds and memory_bytes")
+        raise ConfigError(
+            f"site.yaml: capacity: task {config.task.name!r} cannot be measured without records, which privacy hides; "
+            "give `train` instead of step_seconds and memory_bytes"
+        )
     with device:
         return rehearse(config.task, config.model, model, config.training.batch_size)
 

@@ -143,8 +143,10 @@ class Client:
         if state.place == (payload.round, payload.phase):
             return state.reply
         if state.place is not None and state.place > (payload.round, payload.phase):
-            what = f"round {payload.round} phase {payload.phase} is stale, the site is at {state.place}"
-            raise RefusedError(f"{self.context.name}: {what}", Reason.TASK)  # it depends on the server, not on the data
+            raise RefusedError(
+                f"{self.context.name}: round {payload.round} phase {payload.phase} is stale, the site is at {state.place}",
+                Reason.TASK,  # it depends on the server, not on the data
+            )
         start = self.context.receive(state.params, payload)
         with self._hide_data_errors():
             return self._train(run, payload, state, start)
@@ -163,12 +165,15 @@ class Client:
         if report.failure is not None:  # an error that the algorithm caught
             raise report.failure
         if not isinstance(reply, Payload):
-            what = f"local_update() returned {type(reply).__name__}; return trainer.update()"
-            raise ConfigError(f"strategy {strategy.name!r}: {what}")
+            raise ConfigError(
+                f"strategy {strategy.name!r}: local_update() returned {type(reply).__name__}; return trainer.update()"
+            )
         for name, value in trainer.memory.items():
             if not isinstance(value, Tensor):
-                what = f"trainer.memory[{name!r}] is a {type(value).__name__}; keep a tensor, as torch.tensor(value)"
-                raise ConfigError(f"strategy {strategy.name!r}: {what}")
+                raise ConfigError(
+                    f"strategy {strategy.name!r}: trainer.memory[{name!r}] is a {type(value).__name__}; "
+                    "keep a tensor, as torch.tensor(value)"
+                )
         seconds, end = time.monotonic() - began, trainer.values()
         if context.config.diagnostics.drift:
             path = context.folder / run / diagnostics.DRIFT

@@ -164,8 +164,11 @@ class Ranks:
         if self.together:
             return
         if torch.is_grad_enabled():
-            what = "this job wants gradients outside of its steps, which one device alone computes"
-            raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
+            raise ConsiliumError(
+                "site.yaml: base: 'sharded': "
+                "this job wants gradients outside of its steps, which one device alone computes; use replicated",
+                Reason.POLICY,
+            )
         for child in self.children:
             send_by_value(child.pipe, BlockRequest(block))
 

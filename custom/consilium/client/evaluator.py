@@ -44,8 +44,9 @@ class Evaluator:
         context.observer({"event": "evaluate", "site": context.name, "round": payload.round, "stage": f"{split}/{stage}"})
         metrics = scores(context.model, context.task, context.config, split, full)
         if wrong := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
-            what = f"the task's evaluate() returned {wrong[0]!r} as no number; return float(...)"
-            raise ConsiliumError(what, Reason.TRAINING)
+            raise ConsiliumError(
+                f"the task's evaluate() returned {wrong[0]!r} as no number; return float(...)", Reason.TRAINING
+            )
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
     def validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
@@ -80,8 +81,11 @@ class Evaluator:
             context.receive(own, self.choose_final(own, payload))
         else:
             if payload.scalars.keys() != {"scaling", "share"}:
-                what = "the payload is not a site's model, which has the scalars scaling and share; nothing was scored"
-                raise RefusedError(f"{context.name}: {what}", Reason.TASK)
+                raise RefusedError(
+                    f"{context.name}: the payload is not a site's model, which has the scalars scaling and share; "
+                    "nothing was scored",
+                    Reason.TASK,
+                )
             kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
             check_scaling_and_share(kept, "the model that the server sent")
             context.load(kept.values)

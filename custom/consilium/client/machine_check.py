@@ -100,13 +100,18 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
         patients, most = patients_and_most_samples(samples)
         nameless = sum(not item_pseudonym(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
-            found = (
-                f"{nameless} of {len(samples)} training entries name no patient, so jobs of privacy.unit patient leave them out"
+            yield Finding(
+                check,
+                f"{nameless} of {len(samples)} training entries name no patient, "
+                "so jobs of privacy.unit patient leave them out",
+                'write "patient" into every entry of the list',
             )
-            yield Finding(check, found, 'write "patient" into every entry of the list')
         elif "record" in site.privacy.budgets and "patient" not in site.privacy.budgets and most > 1:
-            found = f"{patients} named, with up to {most} training entries each; a budget for a record hides one entry of them"
-            yield Finding(check, found, advice="give privacy.budgets a `patient`")
+            yield Finding(
+                check,
+                f"{patients} named, with up to {most} training entries each; a budget for a record hides one entry of them",
+                advice="give privacy.budgets a `patient`",
+            )
 
 
 def _count_entries(path: Path) -> str:
@@ -122,8 +127,11 @@ def _check_shared_images(site: SiteConfig) -> Finding | str:
         ):
             patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
             if patients != (one.patients or name):
-                found = f"data sets {other} and {name} both list {item.image}, so its budget counts twice"
-                return Finding("budgets", found, "give both the same `patients` in site.yaml")
+                return Finding(
+                    "budgets",
+                    f"data sets {other} and {name} both list {item.image}, so its budget counts twice",
+                    "give both the same `patients` in site.yaml",
+                )
     return f"{len({patients for patients, _ in owners.values()})} in {len(site.datasets)} data sets, no image in two"
 
 
@@ -149,8 +157,11 @@ def examine_device(site: SiteConfig, promised: int) -> Finding:
     def look() -> Finding | str:
         device, count = pick_device(site.main_device), torch.cuda.device_count()
         if promised > count:
-            remedy = "set num_of_gpus in local/resources.json to what is there, or FLARE refuses to start"
-            return Finding("device", f"resources.json promises {promised} GPUs, {count} found", remedy)
+            return Finding(
+                "device",
+                f"resources.json promises {promised} GPUs, {count} found",
+                "set num_of_gpus in local/resources.json to what is there, or FLARE refuses to start",
+            )
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
         return f"{device}: {names}" if device.type == "cuda" else f"{device}, no GPU in use: training will be slow"
 

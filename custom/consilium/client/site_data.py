@@ -103,8 +103,10 @@ def _only_test_split(config: JobConfig, name: str, data: DataList) -> DataList:
     Raises ConfigError if there is no test split, or if sites run DP-SGD on their own.
     """
     if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
-        what = f"a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; leave it out"
-        raise ConfigError(f"{name}: test_only: {what}")
+        raise ConfigError(
+            f"{name}: test_only: a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; "
+            "leave it out"
+        )
     if not data.splits["test"]:
         raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
     return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
@@ -173,9 +175,9 @@ def warn_about_patients(config: JobConfig, data: DataList) -> str | None:
         return f'privacy.unit patient: {what}; write "patient" into every entry of the list'
     if config.dpsgd is None or config.dpsgd.unit != "record" or most < 2:
         return None
-    what = f"its list names {patients} patients with up to {most} training samples each"
     return (
-        f"privacy.unit record hides one sample, and {what}: for such a patient the bound is {most} times epsilon; use patient"
+        f"privacy.unit record hides one sample, and its list names {patients} patients with up to {most} training samples "
+        f"each: for such a patient the bound is {most} times epsilon; use patient"
     )
 
 

@@ -43,8 +43,10 @@ def read_fingerprint(text: str) -> str:
         raw = base64.b64decode(f"{coded}=")
         if base64.b64encode(raw).decode() == f"{coded}=":  # the last character has two bits that must be 0
             return raw.hex()
-    what = f"{ascii(text)[:100]} is not a SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`"
-    raise ValueError(f"{what}; copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it")
+    raise ValueError(
+        f"{ascii(text)[:100]} is not a SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`; "
+        "copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it"
+    )
 
 
 # sections -------------------------------------------------------------------------------------------------------------

@@ -106,8 +106,10 @@ def check_versions(hello: Hello) -> None:
     own = libraries()
     for package, verdict in differences(hello.libraries, own).items():
         if verdict is Verdict.REFUSE:
-            said = f"{package} {hello.libraries[package]}, the server has {own[package]}"
-            raise RefusedError(f"{name}: {said}; install what consilium pins at both")
+            raise RefusedError(
+                f"{name}: {package} {hello.libraries[package]}, the server has {own[package]}; "
+                "install what consilium pins at both"
+            )
 
 
 def warnings(hello: Hello) -> list[str]:

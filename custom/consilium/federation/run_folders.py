@@ -25,8 +25,10 @@ _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)
 def check_name(name: str) -> str:
     """Return a run's name if it can name a folder. Raises ConfigError otherwise."""
     if not _NAME.fullmatch(name) or len(name) > LENGTH:
-        rule = f"at most {LENGTH} letters, digits and ._-, a letter or digit first, no dot last"
-        raise ConfigError(f"experiment: {shown(name, 80)!r}: expected {rule}; give the run another name")
+        raise ConfigError(
+            f"experiment: {shown(name, 80)!r}: expected at most {LENGTH} letters, digits and ._-, a letter or digit first, "
+            "no dot last; give the run another name"
+        )
     if name.lower() in RESERVED or _FILE.fullmatch(name):
         raise ConfigError(f"experiment: {name!r} is the name of a file or folder of ours; give the run another name")
     return name
@@ -51,8 +53,9 @@ def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
             raise ConfigError(f"experiment: {name!r}: there is a run {twins[0]!r}; give this one a name that differs more")
         owner = _owner(folder)
         if owner is not None and owner["submitter"] != submitter:
-            who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
-            raise ConfigError(f"experiment: {name!r} is a run of {who}; give another name")
+            raise ConfigError(
+                f"experiment: {name!r} is a run of {shown(owner['submitter'])}, not of {shown(submitter)}; give another name"
+            )
         _check_site(folder, owner, site)
         if (told := {"submitter": submitter} | ({"site": site} if site else {})) != owner:
             write_atomic(folder / OWNER, json.dumps(told).encode())
@@ -65,8 +68,9 @@ def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | 
     if (owner := _owner(folder)) is None:
         return None
     if owner["submitter"] != submitter:
-        who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
-        raise ConfigError(f"cross_site.run: {name!r} is a run of {who}; give one of yours")
+        raise ConfigError(
+            f"cross_site.run: {name!r} is a run of {shown(owner['submitter'])}, not of {shown(submitter)}; give one of yours"
+        )
     _check_site(folder, owner, site)
     return folder
 
@@ -80,9 +84,10 @@ def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
         return
     known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
     if known and site not in known:
-        what = f"is the state of {shown(min(known))}, not of {shown(site)}, in this run"
-        remedy = f"give each site a `state` of its own in its site.yaml, or name {shown(site)} in {OWNER} if it is its own"
-        raise ConfigError(f"{folder}: {what}; {remedy}")
+        raise ConfigError(
+            f"{folder}: is the state of {shown(min(known))}, not of {shown(site)}, in this run; "
+            f"give each site a `state` of its own in its site.yaml, or name {shown(site)} in {OWNER} if it is its own"
+        )
 
 
 def _recorded_sites(folder: Path) -> set[str]:

@@ -61,8 +61,9 @@ def write_kept(
     private_folder(made)
     found = []
     if kept.share:
-        what = f"each counting {1 - kept.share:g} and {kept.share:g}"
-        found.append(f"Beside the adapter runs the site's local one (`local/`), {what}.")
+        found.append(
+            f"Beside the adapter runs the site's local one (`local/`), each counting {1 - kept.share:g} and {kept.share:g}."
+        )
     if kept.similar:
         found.append(
             f"Where it was tested, each sample weighed the local adapter by how alike it is to {kept.similar} training records "
@@ -144,8 +145,10 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
     live = {name: tensor for name, tensor in layers.tensors(model).items() if isinstance(tensor, nn.Parameter)}
     absent = {n: skippable_block(n) if strategy.traits.skips_blocks else None for n in live if n not in values}
     if lost := sorted(name for name, block in absent.items() if block is None):
-        why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
-        raise CheckpointError(f"{who}: no value for {lost[0]!r}: {why}")
+        raise CheckpointError(
+            f"{who}: no value for {lost[0]!r}: "
+            "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
+        )
     blocks = {block for block in absent.values() if block is not None}
     layers.leave_out(model, blocks)
     layers.load(model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})

@@ -104,8 +104,10 @@ class Terms:
             return
         why = "the job is private" if private else "site.yaml has a privacy policy"
         why = "site.yaml has share_statistics: false" if self.share is False else why
-        remedy = "statistics have no noise; share_statistics: true lets them leave all the same"
-        raise RefusedError(f"{name}: {why}; nothing was sent; {remedy}", Reason.STATISTICS)
+        raise RefusedError(
+            f"{name}: {why}; nothing was sent; statistics have no noise; share_statistics: true lets them leave all the same",
+            Reason.STATISTICS,
+        )
 
 
 TERMS = Terms()
@@ -159,9 +161,12 @@ def _read_stored_answer(folder: Path, dataset: str, config: JobConfig) -> dict[s
             f"{path}: the kept statistics cannot be read; nothing was sent; restore the file", Reason.LEDGER
         ) from None
     if asked != question(config):
-        what = f"another question about data set {dataset!r} was answered before, and the two could be subtracted"
-        told = "another question about the data was answered before"
-        raise RefusedError(f"{what}; nothing was sent; remove {path} to answer anew", Reason.STATISTICS, told)
+        raise RefusedError(
+            f"another question about data set {dataset!r} was answered before, and the two could be subtracted; "
+            f"nothing was sent; remove {path} to answer anew",
+            Reason.STATISTICS,
+            "another question about the data was answered before",
+        )
     return values.model_dump(mode="json")
 
 

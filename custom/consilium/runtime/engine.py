@@ -94,8 +94,10 @@ def _check_goes_on(job: Job, workspace: Path) -> None:
     """Raise ConsiliumError if this job cannot resume the run in `workspace`. It is called before any file is written."""
     rounds = run_start.load_for_resume(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
-        what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
-        raise ConfigError(f"{what}; start anew in another --workspace")
+        raise ConfigError(
+            f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone; "
+            "start anew in another --workspace"
+        )
 
 
 def _check_workers(job: Job, sites: Mapping[str, SiteConfig]) -> None:

@@ -118,8 +118,12 @@ class Coordinator:
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             for changed in self.log.resumed(self.state):
-                text = f"resumed with another version: {changed}; the run's numbers are of both, see versions.json"
-                observer({"event": "warning", "text": text})
+                observer(
+                    {
+                        "event": "warning",
+                        "text": f"resumed with another version: {changed}; the run's numbers are of both, see versions.json",
+                    }
+                )
         else:
             self.log.trains(job.strategy, job.initial)
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
@@ -264,9 +268,10 @@ class Coordinator:
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
         if (result.round, result.phase) != (self.state.round, self.state.phase):
-            at = f"round {self.state.round} phase {self.state.phase}"
-            told = f"round {shown(result.round, 20)} phase {shown(result.phase, 20)}"
-            raise RefusedError(f"stale: answers {told}, the federation is at {at}")
+            raise RefusedError(
+                f"stale: answers round {shown(result.round, 20)} phase {shown(result.phase, 20)}, "
+                f"the federation is at round {self.state.round} phase {self.state.phase}"
+            )
         sent = self.sent[name]
         check_update(self.job, self.plan, result, sent)
         return sent

@@ -35,8 +35,10 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
         return None
     where, why = f"cross_site.run: {section.run!r}", ""
     if former is None or not (former / "results.json").is_file():
-        what = "no run of that name here has come to its end"
-        raise ConfigError(f"{where}: {what}; give an experiment that has, in a simulation a folder beside the workspace")
+        raise ConfigError(
+            f"{where}: no run of that name here has come to its end; "
+            "give an experiment that has, in a simulation a folder beside the workspace"
+        )
     for config in former_jobs(job.config):
         try:
             saved = run_start.read(former, replace(job, config=config))

@@ -110,8 +110,7 @@ class MaskedRounds:
                 ask, self._cancel_and_retry(ask, attempt), payloads
             )
             if opened is None:
-                what = "secure aggregation: too few sites stay to the end of a phase"
-                raise self._too_few_error(what, attempt)
+                raise self._too_few_error("secure aggregation: too few sites stay to the end of a phase", attempt)
             self._open_and_conclude(opened)
         finally:
             for name in self._away:
@@ -127,8 +126,12 @@ class MaskedRounds:
         new = [name for name in sorted(c.trainers) if name not in roster]
         if self.bare and self.collector.has_begun:
             for name in new:
-                what = "came after the run's first round, and without noise all its sums are of the same hospitals"
-                c.refuse(name, f"{name} {what}; begin a new run, see the privacy page on sums over several runs", joining=True)
+                c.refuse(
+                    name,
+                    f"{name} came after the run's first round, and without noise all its sums are of the same hospitals; "
+                    "begin a new run, see the privacy page on sums over several runs",
+                    joining=True,
+                )
                 del c.sites[name]
             return
         question = self.collector.hello_question()
@@ -227,8 +230,10 @@ class MaskedRounds:
             question = attempt.cancel_question()
             ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
         if not attempt.is_cancelled:
-            what = "too few sites are left to open this phase's sum, and too few to cancel it and ask anew"
-            raise self._too_few_error(f"secure aggregation: {what}", attempt)
+            raise self._too_few_error(
+                "secure aggregation: too few sites are left to open this phase's sum, and too few to cancel it and ask anew",
+                attempt,
+            )
         return self.collector.again(attempt)
 
     def _too_few_error(self, what: str, attempt: Attempt) -> ConsiliumError:

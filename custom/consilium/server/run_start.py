@@ -43,8 +43,10 @@ def keep_inside(config: JobConfig, own: SiteConfig) -> None:
         return
     path = in_checkpoints("adapter.start", config.adapter.start, own, "the server's").resolve()
     if own.checkpoints is None or not path.is_relative_to(own.checkpoints.resolve()):
-        what = "not in the server's checkpoint folder; have it put there, and write ${SITE}/NAME"
-        raise ConfigError(f"adapter.start: {config.adapter.start!r}: {what}")
+        raise ConfigError(
+            f"adapter.start: {config.adapter.start!r}: not in the server's checkpoint folder; "
+            "have it put there, and write ${SITE}/NAME"
+        )
 
 
 def server_start(job: Job, own: SiteConfig) -> Start:
@@ -86,8 +88,10 @@ def _initial_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> 
             return fresh
         raise ConfigError(f"adapter.start: {folder} lacks {name!r}, which this job trains; use its model and adapter sections")
     if kept.values[name].shape != fresh.shape:
-        shapes = f"{tuple(kept.values[name].shape)} of {name!r}, this job's is {tuple(fresh.shape)}"
-        raise ConfigError(f"adapter.start: {folder} has shape {shapes}; use its adapter section and classes")
+        raise ConfigError(
+            f"adapter.start: {folder} has shape {tuple(kept.values[name].shape)} of {name!r}, "
+            f"this job's is {tuple(fresh.shape)}; use its adapter section and classes"
+        )
     return kept.values[name].to(fresh.dtype)
 
 
@@ -100,8 +104,10 @@ def _check_comparable(config: JobConfig, kept: SavedModel, card: Card, folder: P
     made_by = load_run_job(folder, frozenset(config.packages))
     scaling = made_by.adapter.product_scaling * kept.scaling
     if scaling != config.adapter.product_scaling:
-        what = f"multiplies its products by {scaling:g}, this job by {config.adapter.product_scaling:g}"
-        raise ConfigError(f"adapter.start: {folder} {what}; give rank and alpha as there")
+        raise ConfigError(
+            f"adapter.start: {folder} multiplies its products by {scaling:g}, "
+            f"this job by {config.adapter.product_scaling:g}; give rank and alpha as there"
+        )
 
 
 # checkpoint ------------------------------------------------------------------------------------------------------------
@@ -142,8 +148,10 @@ def read(folder: Path, job: Job) -> Saved:
     tensors, meta = load_state(path)
     if meta["job"] != _fingerprint(job):
         if other := other_version(folder):
-            what = f"{folder}: is a run of consilium {other}, which {__version__} does not resume"
-            raise CheckpointError(f"{what}; resume it with that version, or begin a new run in another --workspace")
+            raise CheckpointError(
+                f"{folder}: is a run of consilium {other}, which {__version__} does not resume; "
+                "resume it with that version, or begin a new run in another --workspace"
+            )
         raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
     groups = {group: _tensors_of_group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
     sites = {name: _tensors_of_group(tensors, f"sites/{name}") for name in meta["reported"]}

@@ -120,8 +120,9 @@ class Admin:
         """Return the server's list of sites (see heartbeat_server.py). Raises ConsiliumError if the server's kit is too old."""
         found = self.session._do_command("check_status server")["meta"].get(KEY)
         if found is None:
-            what = "the server's kit has nothing that counts its sites"
-            raise ConsiliumError(f"{what}; there stop it, run `consilium allow KIT`, start it")
+            raise ConsiliumError(
+                "the server's kit has nothing that counts its sites; there stop it, run `consilium allow KIT`, start it"
+            )
         return found
 
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
@@ -169,8 +170,10 @@ class Admin:
 
     def _failure_line(self, job: Job) -> str:
         if job["status"] == LOST:
-            resume = f"`consilium resume {shown(experiment_of(job))} --kit KIT`"
-            return f"its server process is gone; {resume} goes on from the last finished round"
+            return (
+                "its server process is gone; "
+                f"`consilium resume {shown(experiment_of(job))} --kit KIT` goes on from the last finished round"
+            )
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
         reason = self._ended_outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
         return " ".join((reason or self._scheduler_lines(job["job_id"]) or NO_REASON).split())
@@ -325,6 +328,8 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
         raise UnreachableError(f"{kit}: {_why_no_session(kit, error)}") from None
     except FLARE_ERRORS as error:
         if isinstance(error, NO_SESSION) or INACTIVE in str(error):
-            what = "the server has ended this session: it was started anew, or the person's credential was revoked"
-            raise UnreachableError(f"{kit}: {what}; run the command again") from None
+            raise UnreachableError(
+                f"{kit}: the server has ended this session: it was started anew, or the person's credential was revoked; "
+                "run the command again"
+            ) from None
         raise ConsiliumError(f"FLARE: {error}") from None

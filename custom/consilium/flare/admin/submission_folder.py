@@ -76,8 +76,10 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
         if (job / "meta.json").is_file():
             tasks = (job / "app/config/config_fed_client.json").read_text(encoding="utf-8")
             if config.secure_aggregation is not None and f'"{MASKS}"' not in tasks:
-                what = f"{job}: is a ready job folder without secure aggregation, so its sites would not answer"
-                raise ConfigError(f"secure_aggregation: {what}; give its app/config/job.yaml instead")
+                raise ConfigError(
+                    f"secure_aggregation: {job}: is a ready job folder without secure aggregation, "
+                    "so its sites would not answer; give its app/config/job.yaml instead"
+                )
             shutil.copytree(job, folder)
         else:
             write_atomic(Path(place) / "job.yaml", text)

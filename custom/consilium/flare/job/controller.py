@@ -119,8 +119,12 @@ class RoundController(Controller):
             self._give_up(error, fl_ctx)
         except OSError as error:
             remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see the server's log"
-            what = f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
-            self._give_up(ConsiliumError(what), fl_ctx)
+            self._give_up(
+                ConsiliumError(
+                    f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
+                ),
+                fl_ctx,
+            )
 
     @staticmethod
     def _abort_reason(tasks: TaskSender, registration: Registration) -> str:

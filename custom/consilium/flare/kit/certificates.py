@@ -87,13 +87,22 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
         return server_certificate(kit)
     except ssl.SSLError as error:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
-            now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
-            return Finding("server", f"{target}: its certificate is not valid now, {now}", f"set the clock, or {RENEW_SERVER}")
+            return Finding(
+                "server",
+                f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock",
+                f"set the clock, or {RENEW_SERVER}",
+            )
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OTHER_ROOT:
-            found = f"{target}: {Cause.PROJECT}: no root of this kit has signed its certificate ({error})"
-            return Finding("server", found, f"{Cause.PROJECT.remedy}, or the network's people not to open TLS")
-        remedy = "ask the hub whether the server's address has changed, the network's people not to open TLS"
-        return Finding("server", f"{target}: {error}", remedy)
+            return Finding(
+                "server",
+                f"{target}: {Cause.PROJECT}: no root of this kit has signed its certificate ({error})",
+                f"{Cause.PROJECT.remedy}, or the network's people not to open TLS",
+            )
+        return Finding(
+            "server",
+            f"{target}: {error}",
+            "ask the hub whether the server's address has changed, the network's people not to open TLS",
+        )
     except OSError as error:
         return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
 

@@ -82,13 +82,17 @@ def _check_state(kit: Path) -> None:
     load_site(path)
     raw = read_yaml(path) or {}
     if not all(Path(place).is_absolute() for place in (raw.get("state", ""), raw.get("privacy", {}).get("ledger", "/"))):
-        remedy = f"move {kit / STATE}, if it is there, to a folder of its own, and write absolute paths"
-        raise ConfigError(f"{path}: state: the copy would have a ledger and a budget of its own; {remedy}")
+        raise ConfigError(
+            f"{path}: state: the copy would have a ledger and a budget of its own; "
+            f"move {kit / STATE}, if it is there, to a folder of its own, and write absolute paths"
+        )
     found = [Path(place).resolve() for place in (raw["state"], raw.get("privacy", {}).get("ledger")) if place]
     copied = [(kit / name).resolve() for name in FOLDERS]
     if inside := [place for place in found if any(place.is_relative_to(folder) for folder in copied)]:
-        what = "lies in a folder that is copied, so the copy would hold the site's state"
-        raise ConfigError(f"{path}: {inside[0]}: {what}; move it out of there, and correct the path")
+        raise ConfigError(
+            f"{path}: {inside[0]}: lies in a folder that is copied, so the copy would hold the site's state; "
+            "move it out of there, and correct the path"
+        )
 
 
 def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:
@@ -100,5 +104,7 @@ def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:
         lines = [line for line in output_text.getvalue().splitlines() if line and not line.startswith(("Warning:", "Code:"))]
         raise ConsiliumError(f"{settings}: {' '.join(lines)}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # FLARE does not check the type of every value
-        what = f"FLARE cannot use it ({type(error).__name__}: {error})"
-        raise ConsiliumError(f"{settings}: {what}; compare it with provisioning/container/slurm.yaml") from None
+        raise ConsiliumError(
+            f"{settings}: FLARE cannot use it ({type(error).__name__}: {error}); "
+            "compare it with provisioning/container/slurm.yaml"
+        ) from None

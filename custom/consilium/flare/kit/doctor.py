@@ -83,8 +83,11 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     if not named.ok:
         return
     if not is_word(path := str(kit.resolve())):
-        what = f"{path}: FLARE writes it into the commands of jobs without quotes, and every job fails"
-        yield Finding("path", what, "move the kit to a path without spaces, quotes and #")
+        yield Finding(
+            "path",
+            f"{path}: FLARE writes it into the commands of jobs without quotes, and every job fails",
+            "move the kit to a path without spaces, quotes and #",
+        )
     yield _signature(kit)
     yield _start_script(kit)
     yield checked("key", lambda: _key(kit))
@@ -114,11 +117,15 @@ def _state(folder: Path) -> Finding | str:
     """Return whether a server's folder of jobs and snapshots is writable, private to its user, and not a temporary folder."""
     there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        found = f"{there}: user {os.geteuid()} cannot write there"
-        return Finding("state", found, f"as root: mkdir -p {folder} && chown {os.geteuid()} {folder}")
+        return Finding(
+            "state",
+            f"{there}: user {os.geteuid()} cannot write there",
+            f"as root: mkdir -p {folder} && chown {os.geteuid()} {folder}",
+        )
     if there == folder and (mode := folder.stat().st_mode & 0o777) & 0o077:
-        found = f"{folder}: mode {mode:o}: other users of this machine can read jobs and results"
-        return Finding("state", found, f"chmod 700 {folder}")
+        return Finding(
+            "state", f"{folder}: mode {mode:o}: other users of this machine can read jobs and results", f"chmod 700 {folder}"
+        )
     if any(folder.resolve().is_relative_to(place) for place in TEMPORARY):
         advice = "a restart of the machine may empty it: name another `state` in sites.yml, `consilium provision --local KIT`"
         return Finding("state", f"{folder}: in a temporary folder", advice=advice)
@@ -132,13 +139,19 @@ def _port(kit: Path, port: int) -> Finding | str:
         try:
             own.bind(("", port))
         except PermissionError:
-            remedy = "run it as a service with CAP_NET_BIND_SERVICE, or choose a `port` over 1023 in sites.yml"
-            return Finding("port", f"{port}: this user may not listen there", remedy)
+            return Finding(
+                "port",
+                f"{port}: this user may not listen there",
+                "run it as a service with CAP_NET_BIND_SERVICE, or choose a `port` over 1023 in sites.yml",
+            )
         except OSError as error:
             if processes(kit):
                 return f"{port}: it listens"
-            remedy = f"stop what listens there (`ss -ltnp sport = :{port}` names it), or choose another `port` in sites.yml"
-            return Finding("port", f"{port}: {error.strerror}", remedy)
+            return Finding(
+                "port",
+                f"{port}: {error.strerror}",
+                f"stop what listens there (`ss -ltnp sport = :{port}` names it), or choose another `port` in sites.yml",
+            )
     if processes(kit):
         return Finding("port", f"{port}: it runs and does not listen", f"try again in a minute, then see {kit / 'log.txt'}")
     return f"{port}: free"
@@ -174,8 +187,9 @@ def _admission(kit: Path) -> Finding:
 
 def _signature(kit: Path) -> Finding:
     if not is_signed(kit / "startup"):
-        found = "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
-        return Finding("signature", found)
+        return Finding(
+            "signature", "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
+        )
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
     return Finding("signature", f"startup/ was altered: {', '.join(altered_files(kit / 'startup'))}", "restore it")
@@ -211,10 +225,11 @@ def _certificates(kit: Path) -> Iterator[Finding]:
 def _start_script(kit: Path) -> Finding:
     if leaves_callers_folder(kit / "startup"):
         return Finding("start script", "starts Python in an empty folder of the kit")
-    remedy = (
-        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder; the hub can make a new kit"
+    return Finding(
+        "start script",
+        "loads Python modules from the folder it is called in",
+        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder; the hub can make a new kit",
     )
-    return Finding("start script", "loads Python modules from the folder it is called in", remedy)
 
 
 def _settings(kit: Path) -> Finding:
@@ -275,16 +290,22 @@ def _is_prefix(entry: str) -> bool:
 
 def _log_streaming(resources: dict[str, Any]) -> Finding | str:
     if resources.get("allow_log_streaming", True):
-        remedy = "set allow_log_streaming to false: error logs may name patients' files"
-        return Finding("log streaming", "on: error logs go to the server", remedy)
+        return Finding(
+            "log streaming",
+            "on: error logs go to the server",
+            "set allow_log_streaming to false: error logs may name patients' files",
+        )
     return "off"
 
 
 def _scope(privacy: dict[str, Any]) -> Finding | str:
     scopes = privacy.get("scopes", [])
     if [scope.get("name") for scope in scopes] != [privacy.get("default_scope")]:
-        remedy = "keep one scope and name it in default_scope: a job's author may choose among several"
-        return Finding("privacy scope", f"{len(scopes)} scopes, default {privacy.get('default_scope')!r}", remedy)
+        return Finding(
+            "privacy scope",
+            f"{len(scopes)} scopes, default {privacy.get('default_scope')!r}",
+            "keep one scope and name it in default_scope: a job's author may choose among several",
+        )
     for chain, wanted in GUARD.items():
         path = f"{wanted.__module__}.{wanted.__name__}"
         if path not in [one.get("path") for one in scopes[0].get(chain, [])]:
@@ -298,8 +319,11 @@ def _rights(authorization: dict[str, Any]) -> Finding | str:
     for role, rights in authorization.get("permissions", {}).items():
         for right in ("byoc", "shell_commands"):
             if (given := rights if isinstance(rights, str) else rights.get(right, "none")) != "none":
-                remedy = f"set {right} to none, or that person's code runs here and can go round the guard"
-                return Finding("rights", f"{role} has {right}: {given}", remedy)
+                return Finding(
+                    "rights",
+                    f"{role} has {right}: {given}",
+                    f"set {right} to none, or that person's code runs here and can go round the guard",
+                )
     return "no job brings code (BYOC), nobody has a shell"
 
 

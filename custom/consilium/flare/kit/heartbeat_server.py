@@ -168,8 +168,10 @@ def read_attendance(kit: Path) -> Facts:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        remedy = "start it; where its kit is of an earlier version, run `consilium allow KIT` first"
-        raise ConfigError(f"{path}: not there: no site has been seen by this server; {remedy}") from None
+        raise ConfigError(
+            f"{path}: not there: no site has been seen by this server; start it; "
+            "where its kit is of an earlier version, run `consilium allow KIT` first"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
     try:

@@ -76,8 +76,10 @@ def server_folders(kit: Path) -> list[Path]:
         storages = [one["args"]["storage"]["args"]["root_dir"] for one in [resources.get("snapshot_persistor")] if one]
         return [Path(one) for one in (manager["args"]["uri_root"], *storages)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "ask the hub for the kit, or run `consilium provision SITES_YML --local KIT`"
-        raise ConfigError(f"{path}: names no folder of jobs (job_manager): {error!r}; {remedy}") from None
+        raise ConfigError(
+            f"{path}: names no folder of jobs (job_manager): {error!r}; "
+            "ask the hub for the kit, or run `consilium provision SITES_YML --local KIT`"
+        ) from None
 
 
 def relay_of(kit: Path) -> dict[str, Any]:

@@ -215,8 +215,9 @@ class Guard:
         """Return the update that may leave for a training result. Raises RefusedError, and then nothing may be sent."""
         self._mark_answered(task, Kind.TRAIN)
         if (result.round, result.phase) != task.place:
-            what = f"a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
-            raise RefusedError(f"{self.name}: {what}")
+            raise RefusedError(
+                f"{self.name}: a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
+            )
         with locked(self.folder / task.run):  # a process that FLARE gave up may still run beside its successor
             checked = (
                 self.replay.once(task, lambda: self._make_release(task, result)) if self.replay else self._check_result(result)

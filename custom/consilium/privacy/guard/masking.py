@@ -60,14 +60,23 @@ class Masking:
         if self.identity is None:
             raise RefusedError(f"{self.site}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
         if section.colluders < self.identity.asks.min_colluders:
-            what = f"secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml"
-            raise RefusedError(f"{self.site}: {what} ({self.identity.asks.min_colluders}); nothing was sent", Reason.POLICY)
+            raise RefusedError(
+                f"{self.site}: secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml "
+                f"({self.identity.asks.min_colluders}); nothing was sent",
+                Reason.POLICY,
+            )
         if section.bound is not None and section.bound < self._need:
-            what = f"secure_aggregation.bound {section.bound:g} is under the {self._need:.4g} that clip and noise may come to"
-            raise RefusedError(f"{self.site}: {what}; nothing was sent; raise it or leave it out", Reason.JOB)
+            raise RefusedError(
+                f"{self.site}: secure_aggregation.bound {section.bound:g} is under the {self._need:.4g} that clip and noise "
+                "may come to; nothing was sent; raise it or leave it out",
+                Reason.JOB,
+            )
         if self.policy.budgets and not (self.identity.simulated or self.identity.asks.partners):
-            what = "site.yaml has a budget and names no secure_aggregation.partners; compare fingerprints and name them"
-            raise RefusedError(f"{self.site}: {what}; nothing was sent", Reason.POLICY)
+            raise RefusedError(
+                f"{self.site}: site.yaml has a budget and names no secure_aggregation.partners; "
+                "compare fingerprints and name them; nothing was sent",
+                Reason.POLICY,
+            )
 
     def answer(self, task: AuthorizedTask) -> Message:
         """Return the answer to a question about masks: keys, sealed shares, signatures, or the shares that open a sum.
@@ -105,8 +114,11 @@ class Masking:
     def check_room(self, room: float) -> None:
         """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data."""
         if room < self._need:
-            what = f"sums have room for {room:.4g} a number, under the {self._need:.4g} that clip and noise may come to"
-            raise RefusedError(f"{self.site}: {what}; nothing was sent; lower privacy.clip", Reason.JOB)
+            raise RefusedError(
+                f"{self.site}: sums have room for {room:.4g} a number, "
+                f"under the {self._need:.4g} that clip and noise may come to; nothing was sent; lower privacy.clip",
+                Reason.JOB,
+            )
 
     def within_room(self, run: str, sums: Tensors, plan: Plan) -> Tensors:
         """Return a step's sums (whole units of the grid), each number limited so that there is room for the noise.
@@ -147,7 +159,10 @@ class Masking:
         assert self.identity is not None  # as check_admission makes sure
         home = self.folder / run
         if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):
-            what = "this site has trained in this run, and its record of masks is lost"
-            raise RefusedError(f"{home / FOLDER}: {what}; it cannot take part in it again; nothing was sent", Reason.LEDGER)
+            raise RefusedError(
+                f"{home / FOLDER}: this site has trained in this run, and its record of masks is lost; "
+                "it cannot take part in it again; nothing was sent",
+                Reason.LEDGER,
+            )
         sums = self.sums if self.config.sums_without_noise else None
         return Party(self.identity, self.config, run, SiteRecord(home / FOLDER), sums)

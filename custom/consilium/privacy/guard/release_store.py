@@ -186,8 +186,10 @@ class ReplayPolicy:
             reject_stale(folder, task.place)
         if refusal is not None:
             self._pay_refusal(task, refusal)
-            what = f"{place} has failed here before, and that answer stays ({folder})"
-            raise RefusedError(f"{charges.site}: {what}; nothing was sent", refusal.reason)
+            raise RefusedError(
+                f"{charges.site}: {place} has failed here before, and that answer stays ({folder}); nothing was sent",
+                refusal.reason,
+            )
         if not paid and charges.is_void(row):
             raise RefusedError(f"{charges.site}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
         stored = load(folder, task.place, paid)

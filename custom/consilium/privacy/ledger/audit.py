@@ -45,8 +45,9 @@ class AuditLog:
                     self._append(file, json.dumps({"time": time.time(), **entry, "previous": self._seal}))
         except (OSError, ValueError) as error:
             why = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "a line is damaged"
-            what = f"{self.path}: the record of what leaves cannot be written ({why}); nothing was sent; look at it"
-            raise RefusedError(what, Reason.LEDGER) from None
+            raise RefusedError(
+                f"{self.path}: the record of what leaves cannot be written ({why}); nothing was sent; look at it", Reason.LEDGER
+            ) from None
 
     def _append(self, file: TextIO, line: str) -> None:
         content = _content_hash(_parse_line(line))

@@ -89,15 +89,18 @@ class Party:
             raise refused(f"attempt {place} is stale, this site is at {last}")
         self._check_model_was_shared(values, place, past)
         if "entry" not in values:
-            what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
-            raise refused(what, Reason.LEDGER)
+            raise refused(
+                "this site has no key of this run; if its state is lost, it cannot take part in it again", Reason.LEDGER
+            )
         about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
         keys = check_roster(question.get("roster"), *about)
         cohort = read_cohort(question, self.name, keys, whole=self.config.sums_without_noise)
         terms = terms_of(self.config, len(cohort))
         if terms.least < self.asks.min_sites:
-            what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
-            raise refused(what, Reason.POLICY)
+            raise refused(
+                f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml",
+                Reason.POLICY,
+            )
         if self.sums is not None:
             self.sums.check(cohort, self._least_shown(terms))
         context = self._prepare_context(place, question, cohort, terms)

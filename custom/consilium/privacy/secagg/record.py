@@ -31,8 +31,7 @@ class SiteRecord:
         with locked(self.folder):
             self.values = self._read()
             if self.values.get("ended"):
-                what = "has ended and its keys are gone; start a new run"
-                raise refused(f"this run {what}")
+                raise refused("this run has ended and its keys are gone; start a new run")
             yield self.values
 
     def _read(self) -> dict[str, Any]:
@@ -45,8 +44,11 @@ class SiteRecord:
                 return found
             raise ValueError("no record")
         except (OSError, ValueError):
-            what = "the record of secure aggregation cannot be read; this site cannot go on with this run"
-            raise RefusedError(f"{path}: {what}; nothing was sent", Reason.LEDGER) from None
+            raise RefusedError(
+                f"{path}: the record of secure aggregation cannot be read; this site cannot go on with this run; "
+                "nothing was sent",
+                Reason.LEDGER,
+            ) from None
 
     def save(self) -> None:
         """Write the values to disk. Call it before any of them leave the site."""
@@ -62,8 +64,7 @@ class SiteRecord:
             kept = attempt[step] = {"question": asked, "answer": make()}
             self.save()
         if kept["question"] != asked:
-            what = f"has answered {step} of this attempt, and this is another question"
-            raise refused(f"this site {what}")
+            raise refused(f"this site has answered {step} of this attempt, and this is another question")
         return dict(kept["answer"])
 
     def end(self) -> None:

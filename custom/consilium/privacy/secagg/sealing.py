@@ -114,8 +114,9 @@ def unseal(key: bytes, sealed: str, context: bytes, sender: str, receiver: str) 
         raw = bytes.fromhex(sealed)
         return ChaCha20Poly1305(key).decrypt(raw[:NONCE], raw[NONCE:], _associated_data(context, sender, receiver))
     except (InvalidTag, ValueError):
-        what = f"the shares of {sender} for {receiver} are not as they were sealed"
-        raise RefusedError(f"{what}; nothing was sent", Reason.TASK) from None
+        raise RefusedError(
+            f"the shares of {sender} for {receiver} are not as they were sealed; nothing was sent", Reason.TASK
+        ) from None
 
 
 def _associated_data(context: bytes, sender: str, receiver: str) -> bytes:

@@ -134,8 +134,9 @@ class Attempt:
             silent = self.silent("prepare", self.cohort)
             more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
             need = f"all that are asked, without noise; {', '.join(silent[:NAMED])}{more} not yet"
-        what = f"{there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
-        return ConsiliumError(f"secure aggregation: {what}")
+        return ConsiliumError(
+            f"secure aggregation: {there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
+        )
 
     # train -------------------------------------------------------------------------------------------------------------
 
@@ -274,8 +275,10 @@ class Attempt:
         return secret.to_bytes(32, "big")
 
     def _reconstruction_error(self, name: str) -> ConsiliumError:
-        what = f"the shares of {name!r} do not give back what it signed, so the sum cannot be opened"
-        return ConsiliumError(f"secure aggregation: {what}; a site or its state is broken, start a new run")
+        return ConsiliumError(
+            f"secure aggregation: the shares of {name!r} do not give back what it signed, so the sum cannot be opened; "
+            "a site or its state is broken, start a new run"
+        )
 
 
 class Collector:

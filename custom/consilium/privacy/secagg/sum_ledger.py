@@ -243,8 +243,9 @@ class SumLedger:
         except UndecidedError:
             raise _sum_refusal(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
         if shown is not None:
-            held = f"less earlier ones shows {_join_sites(shown)} alone, and at least {needed} must be in all that is shown"
-            raise _sum_refusal(held, new)
+            raise _sum_refusal(
+                f"less earlier ones shows {_join_sites(shown)} alone, and at least {needed} must be in all that is shown", new
+            )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -405,5 +406,8 @@ def _sum_refusal(what: str, sites: frozenset[str], first: str = "ask the hospita
 
 
 def _damaged_ledger(path: Path, what: str) -> RefusedError:
-    remedy = "restore the file from a backup, or run `consilium privacy accept` to go on with what is left"
-    return RefusedError(f"{path}: the ledger of sums {what}; nothing was sent; {remedy}", Reason.LEDGER)
+    return RefusedError(
+        f"{path}: the ledger of sums {what}; nothing was sent; "
+        "restore the file from a backup, or run `consilium privacy accept` to go on with what is left",
+        Reason.LEDGER,
+    )

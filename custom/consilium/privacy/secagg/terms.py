@@ -77,8 +77,11 @@ def terms_of(config: JobConfig, asked: int) -> Terms:
     least = max(threshold, config.federation.min_sites, asked if config.sums_without_noise else 0)
     found = Terms(asked, threshold, least, section.colluders)
     if found.problem:
-        among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"
-        raise RefusedError(f"{among}: {found.problem}", Reason.TASK)
+        raise RefusedError(
+            f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders: "
+            f"{found.problem}",
+            Reason.TASK,
+        )
     return found
 
 
