@@ -1,12 +1,11 @@
 """The client of one run: receives payloads, trains, evaluates, and stores its own tensors and its last reply."""
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from consilium import __version__
 from consilium.adapters import layers
 from consilium.client import capacity_probe
 from consilium.client.context import ClientContext
-from consilium.client.ddp import on_all_ranks
 from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
 from consilium.client.trainer import FitReport, Trainer, rehearse_step, step_of_all
@@ -33,7 +31,7 @@ from consilium.core.messages import (
     Stage,
     Tensors,
 )
-from consilium.core.storage import load_state, note, room_for, save_state, write_atomic
+from consilium.core.storage import load_state, note, read_json, room_for, save_state, write_json
 from consilium.data.counts import Tally, tally
 from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
@@ -43,6 +41,24 @@ from consilium.report.best_worst_cases import Closing
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
 """By name in the training loop, the name of a number in messages."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_all_ranks(do: Callable[Concatenate["Client", P], R]) -> Callable[Concatenate["Client", P], R]:
+    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.working."""
+
+    @wraps(do)
+    def done(client: "Client", /, *words: P.args, **named: P.kwargs) -> R:
+        context = client.context
+        if context.ranks is None:
+            return do(client, *words, **named)
+        with context.ranks.working(context.model) as context.model:
+            return do(client, *words, **named)
+
+    return done
 
 
 class SiteState(NamedTuple):
@@ -122,8 +138,8 @@ class Client:
             most, loss = getattr(config.adapter, "rank", 1), capacity_probe.step_loss(config, context.task, context.model)
             found = capacity_probe.measured_ranks(context.limits, context.model, most, loss)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(found).encode())
-        return json.loads(path.read_text(encoding="utf-8"))
+            write_json(path, found)
+        return read_json(path)
 
     def statistics(self) -> Tally:
         """Return the counts of the client's data, for its guard. Raises RefusedError if the job asks for none, or DataError."""
@@ -148,8 +164,13 @@ class Client:
                 Reason.TASK,  # it depends on the server, not on the data
             )
         start = self.context.receive(state.params, payload)
-        with self._hide_data_errors():
+        try:
             return self._train(run, payload, state, start)
+        except DataError as error:  # it stays a DataError, whose text may name a file and is kept out of FLARE's logs
+            # How far training came depends on the values that the server sent. The reason `data` is not charged, so a server
+            # could learn that for free, any number of times.
+            error.reason = Reason.TRAINING if self.context.config.privacy else error.reason
+            raise
 
     def _train(self, run: str, payload: Payload, state: SiteState, start: Tensors) -> Payload:
         """Train from `start`, the received model, store the result, and return the update."""
@@ -192,23 +213,6 @@ class Client:
         # before sending: a lost answer must not cost a second training
         self._save_state(run, SiteState(end, (payload.round, payload.phase), reply, trainer.memory, state.optimizer))
         return reply
-
-    @contextmanager
-    def _hide_data_errors(self) -> Iterator[None]:
-        """Change the reason of a DataError to `training` in a private job.
-
-        How far training came depends on the values that the server sent. The reason `data` is not charged, so a server could
-        learn that for free, any number of times.
-        """
-        try:
-            yield
-        except DataError as error:  # it stays a DataError, whose text may name a file and is kept out of FLARE's logs
-            error.reason = Reason.TRAINING if self.context.config.privacy else error.reason
-            raise
-
-    def personalized_model(self) -> Payload:
-        """Return this site's personalized model, see ModelStore.personalized_model."""
-        return self.models.personalized_model()
 
     @on_all_ranks
     def evaluate(self, run: str, payload: Payload) -> Payload:
@@ -274,9 +278,13 @@ class Client:
     def _write_pictures(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
         """Write pictures and cases of the evaluation, which stay at the site. A failed picture never loses the scores."""
         context, config = self.context, self.context.config
-        promised = context.plan.summary() if context.plan else None
-        scored = {"metrics": metrics, "privacy": promised}
-        about = {"site": context.name, "job": config.title, "task": config.task.model_dump(mode="json"), **scored}
+        about = {
+            "site": context.name,
+            "job": config.title,
+            "task": config.task.model_dump(mode="json"),
+            "metrics": metrics,
+            "privacy": context.plan.summary() if context.plan else None,
+        }
         for problem in closing.write(context.folder, about, lambda: diagnostics.draw(run, context.folder)):
             context.undrawn(problem)
 
@@ -322,5 +330,5 @@ def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:
         case Kind.STATISTICS:
             return site.statistics()
         case Kind.MODEL:
-            return site.personalized_model()
+            return site.models.personalized_model()
     return (site.train if task.kind is Kind.TRAIN else site.evaluate)(task.run, task.payload)

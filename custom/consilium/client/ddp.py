@@ -10,12 +10,11 @@ adapter, sending its values costs as much as sending gradients back.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -343,38 +342,3 @@ def _why_whole_base(config: JobConfig, site: SiteConfig) -> str:
     if site.capacity.given and config.strategy.traits.ranks_differ:
         return "capacity is measured by steps"
     return ""
-
-
-class HasRanks(Protocol):
-    """The part of a ClientContext that `on_all_ranks` uses."""
-
-    model: nn.Module
-    ranks: Ranks | None
-
-
-class HasContext(Protocol):
-    """An object with a context, such as a Client."""
-
-    @property
-    def context(self) -> HasRanks:
-        """See ClientContext."""
-        ...
-
-
-S = TypeVar("S", bound=HasContext)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def on_all_ranks(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.working."""
-
-    @wraps(do)
-    def done(client: S, /, *words: P.args, **named: P.kwargs) -> R:
-        context = client.context
-        if context.ranks is None:
-            return do(client, *words, **named)
-        with context.ranks.working(context.model) as context.model:
-            return do(client, *words, **named)
-
-    return done

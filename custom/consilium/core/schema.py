@@ -345,7 +345,6 @@ def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | Non
         return model.model_validate(raw, context={"plugins": plugins})
     except ValidationError as error:
         fields = all_fields(model)
-        rename = partial(_meant_field, model, raw, plugins, fields)
-        raise ConfigError(describe(error, path, fields, rename)) from None
+        raise ConfigError(describe(error, path, fields, partial(_meant_field, model, raw, plugins, fields))) from None
     except ConfigError as error:  # a strategy's own check of its values
         raise ConfigError(f"{path}: {error}") from None

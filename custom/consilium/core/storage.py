@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -88,6 +89,16 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
         raise
 
 
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a JSON value with `write_atomic`, private to the user."""
+    write_atomic(path, json.dumps(value, indent=indent).encode())
+
+
+def read_json(path: Path | Traversable) -> Any:
+    """Return the value in a JSON file. Raises OSError, and ValueError or RecursionError for a file that is not JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def write_figure(path: Path, figure: "Figure", dpi: int, mode: int = PRIVATE, **settings: Any) -> None:
     """Write a figure with `write_atomic`, in the format of the path's suffix. matplotlib itself would write through a link.
 
@@ -144,8 +155,7 @@ def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
 
     Raises ValueError if the file does not hold a JSON object.
     """
-    kept = _read_json_object(path)
-    write_atomic(path, json.dumps({**kept, key: dict(values)}).encode())
+    write_json(path, _read_json_object(path) | {key: dict(values)})
 
 
 def noted(path: Path, remedy: str) -> dict[str, Any]:

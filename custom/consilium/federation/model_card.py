@@ -147,7 +147,7 @@ def _limits(card: Card) -> list[str]:
         "The scores hold for data like those of the sites that took part. Test it on your own before you rely on it.",
         UNSTATED,
     ]
-    return ["## Limits", "", *lines, *cards_notes(card)]
+    return ["## Limits", "", *lines, *(part for note in card.notes for part in ("", note))]
 
 
 def _files() -> list[str]:
@@ -156,8 +156,3 @@ def _files() -> list[str]:
         "The other files have the same for other programs.",
     ]
     return ["", FILES, "", *lines]
-
-
-def cards_notes(card: Card) -> list[str]:
-    """Return the card's notes as lines, one paragraph per note."""
-    return [part for note in card.notes for part in ("", note)]

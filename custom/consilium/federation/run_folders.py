@@ -1,12 +1,11 @@
 """Folders of runs: each run has a folder under `runs` in the state folder, and a recorded owner."""
 
-import json
 import re
 from pathlib import Path
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import locked, private_folder, write_atomic
+from consilium.core.storage import locked, private_folder, read_json, write_json
 from consilium.privacy.ledger.audit import FILE, verified
 
 RUNS, OWNER = "runs", "owner.json"
@@ -51,14 +50,10 @@ def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
         twins = [p.name for p in runs.iterdir() if p.name != name and p.name.casefold() == name.casefold()]
         if twins:
             raise ConfigError(f"experiment: {name!r}: there is a run {twins[0]!r}; give this one a name that differs more")
-        owner = _owner(folder)
-        if owner is not None and owner["submitter"] != submitter:
-            raise ConfigError(
-                f"experiment: {name!r} is a run of {shown(owner['submitter'])}, not of {shown(submitter)}; give another name"
-            )
-        _check_site(folder, owner, site)
+        if (owner := _owner(folder)) is not None:
+            _check_owner(folder, owner, submitter, site, "experiment", "give another name")
         if (told := {"submitter": submitter} | ({"site": site} if site else {})) != owner:
-            write_atomic(folder / OWNER, json.dumps(told).encode())
+            write_json(folder / OWNER, told)
     return folder
 
 
@@ -67,20 +62,19 @@ def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | 
     folder = state / RUNS / check_name(name)
     if (owner := _owner(folder)) is None:
         return None
-    if owner["submitter"] != submitter:
-        raise ConfigError(
-            f"cross_site.run: {name!r} is a run of {shown(owner['submitter'])}, not of {shown(submitter)}; give one of yours"
-        )
-    _check_site(folder, owner, site)
+    _check_owner(folder, owner, submitter, site, "cross_site.run", "give one of yours")
     return folder
 
 
-def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
-    """Raise ConfigError if a run's folder belongs to another site than `site`.
+def _check_owner(folder: Path, owner: dict[str, str], submitter: str, site: str, field: str, remedy: str) -> None:
+    """Raise ConfigError if a run's folder belongs to another submitter, or to another site than `site`, if that is given.
 
-    Folders of former versions record no site. Their sites are those in the audit log.
+    Folders of former versions record no site. Their sites are those in the audit log. `field`, `remedy`: for the message about
+    another submitter's run.
     """
-    if owner is None or not site:
+    if (whose := owner["submitter"]) != submitter:
+        raise ConfigError(f"{field}: {folder.name!r} is a run of {shown(whose)}, not of {shown(submitter)}; {remedy}")
+    if not site:
         return
     known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
     if known and site not in known:
@@ -103,7 +97,7 @@ def _recorded_sites(folder: Path) -> set[str]:
 
 def _owner(folder: Path) -> dict[str, str] | None:
     try:
-        found = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        found = read_json(folder / OWNER)
         told = {key: found[key] for key in ("submitter", "site") if key in found or key == "submitter"}
         if not all(isinstance(one, str) for one in told.values()):
             raise ValueError

@@ -1,6 +1,5 @@
 """Saved models of a run: one folder per model, with the job, the tensors for Consilium and for other programs, and a card."""
 
-import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from consilium.adapters.names import LOCAL_ADAPTER, MEAN, SHIFT, is_base, skippa
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError
 from consilium.core.messages import Tensors
-from consilium.core.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic
+from consilium.core.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic, write_json
 from consilium.federation.model_card import Card, page
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
@@ -186,4 +185,4 @@ def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan 
     if SHIFT in values:
         save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})
     if plan is not None:
-        write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
+        write_json(folder / "privacy.json", plan.summary(), indent=1)

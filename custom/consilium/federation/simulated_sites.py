@@ -1,6 +1,5 @@
 """The sites of a simulation: from a number, a list of names or a data folder; and checks when a run is resumed."""
 
-import json
 import os
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
+from consilium.core.storage import read_json
 from consilium.data.fingerprint import fingerprint
 from consilium.data.folders import import_command
 from consilium.data.site_names import VALID, renamed_sites
@@ -84,7 +84,7 @@ def kept_in(folder: Path) -> Kept:
     """Return the recorded sites of the run in `folder`, empty if there is no record. Raises ConfigError for a damaged one."""
     path = folder / SIMULATION
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        found = read_json(path) if path.is_file() else {}
         sites = {name: lists if lists is None else list(map(str, lists)) for name, lists in found.get("sites", {}).items()}
         return Kept(sites, {name: str(content) for name, content in found.get("content", {}).items()})
     except (OSError, ValueError, AttributeError, TypeError):

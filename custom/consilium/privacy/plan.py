@@ -30,7 +30,7 @@ from consilium.strategies.strategy import Role, Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)
 DEVIATIONS = 40
-"""Standard deviations of noise for which `secure_aggregation.bound` must leave room."""
+"""Standard deviations of noise for which a bound must leave room; noise practically never exceeds them."""
 HIDDEN = {
     ("site", "zero-out"): "whether a site's data are there at all; that it takes part is public",
     ("site", "replace"): "which data a site has",
@@ -105,6 +105,11 @@ class Plan:
         """The noise deviation that a site adds to its update."""
         parts = {"local": 1.0, "central": 0.0, "distributed": self.shares**-0.5}
         return self.noise_multiplier * self.sensitivity * parts[self.config.trust]
+
+    @property
+    def reach(self) -> float:
+        """The largest number that clip and noise may come to, at a site."""
+        return self.clip + DEVIATIONS * self.site_noise
 
     @property
     def by_step(self) -> bool:
@@ -224,10 +229,10 @@ def _distributed_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) 
     shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
     made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
     found = replace(made, shares=shares, colluders=masked.colluders)
-    if masked.bound is not None and masked.bound < (least := found.clip + DEVIATIONS * found.site_noise):
+    if masked.bound is not None and masked.bound < found.reach:
         raise ConfigError(
             f"secure_aggregation.bound: {masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise; "
-            f"give {least:.3g} or more, or leave it out"
+            f"give {found.reach:.3g} or more, or leave it out"
         )
     return found
 

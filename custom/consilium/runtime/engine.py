@@ -1,6 +1,5 @@
 """The simulation: a coordinator and its sites without FLARE. It is the reference for FLARE's runs, and is used for research."""
 
-import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import number_of
-from consilium.core.storage import write_atomic
+from consilium.core.storage import write_json
 from consilium.data.store import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.simulated_sites import kept
@@ -75,7 +74,7 @@ def simulate(
         root = workspace / IDENTITIES / "rootCA.pem"
         masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
         crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-        write_atomic(workspace / SIMULATION, json.dumps(kept(sites)._asdict()).encode())
+        write_json(workspace / SIMULATION, kept(sites)._asdict())
         try:
             beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
             transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)

@@ -7,7 +7,7 @@ stored answers.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from cryptography import x509
 
@@ -51,27 +51,17 @@ class MaskedAggregate(RoundAggregate):
         return restored(self._maps, super().mean())
 
 
-class OpenedSums(NamedTuple):
-    """The opened sums of a phase (int64, units), their divisor, and the maps from whitened coordinates back to updates.
+def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
+    """Return the opened `sums` of a phase (int64, units), their divisor, and the maps from whitened coordinates to updates.
 
-    `maps`: by tensor name; {} if no tensor is whitened.
-    """
-
-    sums: Tensors
-    divisor: float
-    maps: dict[str, Geometry]
-
-
-def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> OpenedSums:
-    """Return the opened `sums` with their divisor and maps. `weight`: the sum of the sites' weights.
-
-    A DP-SGD step is divided by the job's constant, which does not depend on what was drawn.
+    `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
+    drawn. The maps are by tensor name; {} if no tensor is whitened.
     """
     public = state.shared | state.initial
     if not sent_as_sums(job.config):
-        return OpenedSums(sums, weight, {})
+        return sums, weight, {}
     divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
-    return OpenedSums(sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase))
+    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
 
 
 def aggregate_for(job: Job) -> RoundAggregate:

@@ -132,21 +132,32 @@ class Saved(NamedTuple):
 def write(folder: Path, job: Job, saved: Saved) -> None:
     """Write a run's checkpoint into its folder."""
     state = saved.state
-    groups = {"shared": state.shared, "initial": state.initial, "matrices": state.matrices, "optimizer": state.optimizer}
-    groups |= {f"sites/{site}": values for site, values in state.sites.items()}
+    groups = {
+        "shared": state.shared,
+        "initial": state.initial,
+        "matrices": state.matrices,
+        "optimizer": state.optimizer,
+        **{f"sites/{site}": values for site, values in state.sites.items()},
+    }
     tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
-    place: dict[str, Any] = {"round": state.round, "phase": state.phase}
-    place |= {"reported": state.reported, "weights": state.weights}
-    validations = {"validations": asdict(saved.validations)}
-    told = {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)} | validations
-    save_state(folder / FILE, tensors, place | told)
+    meta = {
+        "round": state.round,
+        "phase": state.phase,
+        "reported": state.reported,
+        "weights": state.weights,
+        "run": saved.run,
+        "checkpoint": saved.checkpoint,
+        "job": job.config.digest,  # of all settings except the number of rounds: the resuming job must have the same
+        "validations": asdict(saved.validations),
+    }
+    save_state(folder / FILE, tensors, meta)
 
 
 def read(folder: Path, job: Job) -> Saved:
     """Return the checkpoint of the run in `folder`. Raises CheckpointError if it is damaged or of another job."""
     path = folder / FILE
     tensors, meta = load_state(path)
-    if meta["job"] != _fingerprint(job):
+    if meta["job"] != job.config.digest:
         if other := other_version(folder):
             raise CheckpointError(
                 f"{folder}: is a run of consilium {other}, which {__version__} does not resume; "
@@ -170,8 +181,3 @@ def load_for_resume(folder: Path, job: Job) -> Saved:
 
 def _tensors_of_group(tensors: Tensors, group: str) -> Tensors:
     return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
-
-
-def _fingerprint(job: Job) -> str:
-    """Return the digest that a checkpoint and the resuming job must share: of all settings except the number of rounds."""
-    return job.config.digest

@@ -129,7 +129,12 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
-    yield from _run_state_samples(folder, lines, of)
+    state, end, cause = run_state(folder, lines)
+    yield Sample("run_state", 1, of | {"state": state})
+    if end is not None:
+        yield Sample("run_end_timestamp_seconds", end, of)
+    if cause:
+        yield Sample("run_stopped", 1, of | {"cause": cause})
     if lines:
         yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
@@ -142,16 +147,6 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
             seen[line["site"]] = max(seen.get(line["site"], 0.0), line["time"])
     for site, count in sorted(refused.items()):
         yield Sample("run_refusals_total", count, of | {"site": site})
-
-
-def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
-    """Yield a run's state; for an ended run its end time; for a stopped run also the cause."""
-    state, end, cause = run_state(folder, lines)
-    yield Sample("run_state", 1, of | {"state": state})
-    if end is not None:
-        yield Sample("run_end_timestamp_seconds", end, of)
-    if cause:
-        yield Sample("run_stopped", 1, of | {"cause": cause})
 
 
 def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | None, str]:

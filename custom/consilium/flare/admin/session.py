@@ -4,7 +4,6 @@ Every error of FLARE is raised as a ConsiliumError of one line.
 """
 
 import io
-import json
 import re
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
+from consilium.core.storage import read_json
 from consilium.federation.run_folders import default_name
 from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
@@ -238,7 +238,7 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
 
 def _metadata_names(meta: Path, experiment: str) -> bool:
     try:
-        return experiment_of(json.loads(meta.read_text(encoding="utf-8"))) == experiment
+        return experiment_of(read_json(meta)) == experiment
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
@@ -316,7 +316,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     if not config.is_file():
         raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
     check_time(kit)
-    user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
+    user = read_json(config)["admin"]["username"]
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints lines, and a traceback if refused
             session = _open_session(user, kit, seconds)

@@ -65,7 +65,7 @@ class RoundController(Controller):
             own = job_context.own_config(fl_ctx)
             if not job_context.simulated():
                 keep_inside(job.config, own)
-            saved = former_state(job, job_context.former_server(fl_ctx, job))
+            saved = former_state(job, job_context.former_run_folder(fl_ctx, job))
             seals = job_context.seals(fl_ctx)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own, seals)
             if job.config.cross_site and saved:

@@ -17,7 +17,7 @@ from consilium.config.inline_model_config import job_text
 from consilium.config.job import JobConfig, job_file
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
-from consilium.core.storage import private_folder, write_atomic
+from consilium.core.storage import private_folder, read_json, write_atomic
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
@@ -83,7 +83,7 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
         raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")
     recipe.export(str(folder))
     server = target / "app" / "config" / "config_fed_server.json"
-    settings = json.loads(server.read_text(encoding="utf-8")) | {"server": {"task_request_interval": TASK_REQUEST_INTERVAL}}
+    settings = read_json(server) | {"server": {"task_request_interval": TASK_REQUEST_INTERVAL}}
     server.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if bundle:
         unwanted = shutil.ignore_patterns("__pycache__", "examples")

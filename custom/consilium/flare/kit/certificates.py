@@ -1,6 +1,5 @@
 """Checks whether certificates are valid: a kit's own, the root in the kit, and the server's, which is read by connecting."""
 
-import json
 import os
 import socket
 import ssl
@@ -17,6 +16,7 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
+from consilium.core.storage import read_json
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.kit_contents import certificate, load_certificate, private_key, relay_of
 
@@ -119,7 +119,7 @@ def _server_endpoint(kit: Path) -> tuple[str, str]:
     for path in (kit / "startup" / name for name in CONFIGS):
         if path.is_file():
             try:
-                raw = json.loads(path.read_text(encoding="utf-8"))
+                raw = read_json(path)
                 if "admin" in raw:
                     return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
                 service = raw["connect_to"] if "connect_to" in raw else raw["servers"][0]["service"]

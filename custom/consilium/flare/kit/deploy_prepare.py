@@ -6,7 +6,6 @@ kit's own comm_config.json overrides. This module corrects both.
 """
 
 import io
-import json
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from nvflare.tool.deploy.deploy_commands import prepare_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
+from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit.kit_contents import LOCKED, kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
@@ -53,7 +53,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
         local = copy / "local"  # FLARE reads the kit's settings from there
         os.replace(local / RESOURCES, local / DEFAULT)
         (copy / RESOURCES).unlink()
-        if json.loads((copy / COMM).read_text(encoding="utf-8")):
+        if read_json(copy / COMM):
             os.replace(copy / COMM, local / COMM)
         else:
             (copy / COMM).unlink()

@@ -1,6 +1,5 @@
 """`consilium doctor`: checks a startup kit (signature, policies, certificates, server, data) and the machine it lies on."""
 
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from consilium.flare.kit.kit_contents import (
     kit_role,
     load_certificate,
     private_key,
+    read_settings,
     relay_of,
     server_folders,
 )
@@ -75,7 +75,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield checked("key", lambda: _key(kit))
         yield from _certificates(kit)
         if relay:
-            yield checked("port", lambda: _port(kit, _json(kit / "local" / COMM)["internal"]["resources"]["port"]))
+            yield checked("port", lambda: _port(kit, read_settings(kit / "local" / COMM)["internal"]["resources"]["port"]))
         yield checked("server", lambda: examine_servers(kit))
         return
     named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
@@ -102,7 +102,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield checked("state", lambda: _state(server_folders(kit)[0].parent))
         yield checked("disk", lambda: examine_disk(server_folders(kit)[0], "sites.yml"))
         yield checked("port", lambda: _port(kit, int(server_address(kit).rpartition(":")[2])))
-        yield checked("relays", lambda: _relays(_json(kit / "startup" / "fed_server.json"), kit))
+        yield checked("relays", lambda: _relays(read_settings(kit / "startup" / "fed_server.json"), kit))
     else:
         own = certificate(kit).read_text(encoding="utf-8")
         yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
@@ -234,7 +234,7 @@ def _start_script(kit: Path) -> Finding:
 
 def _settings(kit: Path) -> Finding:
     if is_pinned(kit):
-        narrow = "grpc" not in _json(kit / COMM)
+        narrow = "grpc" not in read_settings(kit / COMM)
         advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
         return Finding("settings", "a job cannot bring its own for connections or resources", advice=advice if narrow else "")
     return Finding("settings", "a job could bring its own for connections, and code with them", "run `consilium allow KIT`")
@@ -243,11 +243,11 @@ def _settings(kit: Path) -> Finding:
 def _policies(kit: Path, role: str) -> Iterator[Finding]:
     """Yield findings about the policy files. A missing file is a problem, because FLARE's default allows too much."""
     local = kit / "local"
-    yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json"), role))
-    yield checked("rights", lambda: _rights(_json(local / "authorization.json")))
+    yield checked("allow-list", lambda: _allow_list(read_settings(local / "resources.json"), role))
+    yield checked("rights", lambda: _rights(read_settings(local / "authorization.json")))
     if role == "site":
-        yield checked("log streaming", lambda: _log_streaming(_json(local / "resources.json")))
-        yield checked("privacy scope", lambda: _scope(_json(local / "privacy.json")))
+        yield checked("log streaming", lambda: _log_streaming(read_settings(local / "resources.json")))
+        yield checked("privacy scope", lambda: _scope(read_settings(local / "privacy.json")))
 
 
 def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
@@ -376,14 +376,14 @@ def _approval(site: SiteConfig, local: Path) -> Finding | str:
     """Return whether jobs need the administrator's approval, which code in a job (BYOC) could bypass."""
     if site.approve is None:
         return "not needed: any job of a person who may submit runs, within these policies"
-    if not (rights := checked("rights", lambda: _rights(_json(local / "authorization.json")))).ok:
+    if not (rights := checked("rights", lambda: _rights(read_settings(local / "authorization.json")))).ok:
         return Finding("approval", f"by digest, but {rights.found}", "set byoc to none: a job's code runs before it is checked")
     return f"by digest; {len(approvals(local))} jobs are approved"
 
 
 def _promised_gpus(kit: Path) -> int:
     try:
-        components = _json(kit / "local" / "resources.json").get("components", [])
+        components = read_settings(kit / "local" / "resources.json").get("components", [])
     except ConfigError:  # the findings about policies report it
         return 0
     return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
@@ -402,14 +402,3 @@ def _components(kit: Path, role: str) -> Finding | str:
     if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation reports this
         return "all of this version"
     return Finding("components", f"without {', '.join(missing)}", advice="stop it, run `consilium allow KIT`, start it")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); run `consilium provision SITES_YML --local KIT`"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); fix the place named") from None

@@ -12,7 +12,7 @@ from nvflare.lighter.constants import ProvFileName
 from nvflare.lighter.utils import load_crt, verify_content
 
 from consilium.core.errors import ConsiliumError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_atomic
 from consilium.flare.kit.kit_contents import LOCKED
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
@@ -45,7 +45,7 @@ def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
     on: without them a broken connection is found after 15 minutes only.
     """
     if not (kit / COMM).exists() or (kit / COMM).read_text(encoding="utf-8").strip() == "{}":
-        ours = json.loads(files("consilium.flare.kit").joinpath("policies", COMM).read_text(encoding="utf-8"))
+        ours = read_json(files("consilium.flare.kit").joinpath("policies", COMM))
         write_atomic(kit / COMM, json.dumps(ours | dict(more or {}), indent=2).encode() + b"\n")
     if not (kit / RESOURCES).is_symlink():
         (kit / RESOURCES).unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def altered_files(startup: Path) -> list[str]:
     signatures, key = {}, None
     with suppress(OSError, ValueError):  # if the signature file is damaged, all files count as changed
         key = load_crt(startup / "rootCA.pem").public_key()
-        signatures = json.loads((startup / ProvFileName.SIGNATURE_JSON).read_text(encoding="utf-8"))
+        signatures = read_json(startup / ProvFileName.SIGNATURE_JSON)
 
     def is_signed_so(name: str) -> bool:
         with suppress(OSError, KeyError, ValueError, TypeError, AttributeError, InvalidSignature):

@@ -5,7 +5,6 @@ under the new one, and the reverse. So each hospital can change its kit at any t
 keeps its key too. For a root with another key see root_ca.py.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
@@ -30,7 +29,7 @@ from nvflare.lighter.utils import (
 
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_atomic, write_json
 from consilium.flare.kit.kit_contents import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
@@ -56,7 +55,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     path = folder / deployment.name / "state" / "cert.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
-    state = json.loads(path.read_text(encoding="utf-8"))
+    state = read_json(path)
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
     if root == KEEP:
         name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
@@ -71,7 +70,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
             state[name]["cert"] = _renew_with_same_key(state[name]["cert"], state, deployment.valid_days)
         else:
             del state[name]  # FLARE makes a key and certificate for each participant that is not in its state
-    write_atomic(path, json.dumps(state).encode())
+    write_json(path, state)
     return provision(sites, folder, names)
 
 

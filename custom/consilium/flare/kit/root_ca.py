@@ -7,7 +7,6 @@ certificate. The server's kit trusts the former root until all kits are new, bec
 """
 
 import hashlib
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from nvflare.lighter.utils import Identity, generate_cert, generate_keys, serial
 
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_fingerprint
+from consilium.core.storage import read_json
 from consilium.flare.kit.kit_contents import load_certificate
 
 ROOT, ROOT_KEY = "root_cert", "root_pri_key"
@@ -86,12 +86,12 @@ def _to_pem(certificate: x509.Certificate) -> str:
 def former_root(state: Path) -> dict[str, str] | None:
     """Return the former root from a project's folder `state`. None if no root is being replaced."""
     path = state / "cert.json"
-    return json.loads(path.read_text(encoding="utf-8")).get(FORMER) if path.is_file() else None
+    return read_json(path).get(FORMER) if path.is_file() else None
 
 
 def fingerprint(state: Path) -> str:
     """Return the SHA-256 of the current root's certificate, which sites compare by telephone."""
-    root = json.loads((state / "cert.json").read_text(encoding="utf-8"))[ROOT]
+    root = read_json(state / "cert.json")[ROOT]
     return fingerprints(x509.load_pem_x509_certificate(root.encode()))[0]
 
 

@@ -14,7 +14,7 @@ from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_trail import AuditTrail
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.privacy.plan import Plan
+from consilium.privacy.plan import DEVIATIONS, Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.client import Party
@@ -26,8 +26,6 @@ from consilium.strategies.strategy import Strategy
 
 FOLDER = "masks"
 """The folder of the secure aggregation record, in a run's private folder."""
-DEVIATIONS = 40
-"""Standard deviations of noise for which a bound must leave room; noise practically never exceeds them."""
 STATE = ("state.safetensors", "released.safetensors")
 """The files in a run's folder that show that the site has trained in the run."""
 
@@ -109,7 +107,7 @@ class Masking:
     @property
     def _need(self) -> float:
         """The largest number that clip and noise may produce; 0 without privacy, because larger numbers are then cut off."""
-        return self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
+        return self.plan.reach if self.plan else 0.0
 
     def check_room(self, room: float) -> None:
         """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data."""

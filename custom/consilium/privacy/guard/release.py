@@ -1,6 +1,5 @@
 """Checks of a release (names, roles, shapes, finite values), and its clipping and noise. Used by the guard."""
 
-import json
 import math
 from collections.abc import Collection, Set
 from pathlib import Path
@@ -15,7 +14,7 @@ from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.linalg.norms import non_finite
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
-from consilium.core.storage import digest, note
+from consilium.core.storage import digest, note, read_json
 from consilium.privacy import mechanism
 from consilium.privacy.distributed_noise import Bits, add_share
 from consilium.privacy.plan import Plan
@@ -173,7 +172,7 @@ def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
     """
     key, found = "{}-{}".format(*place), f"{digest(sent.tensors)} {sorted(sent.scalars.items())}"
     path = folder / FILE
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = read_json(path) if path.is_file() else {}
     if key in known and known[key]["model"] != found:
         raise RefusedError(f"round {place[0]} phase {place[1]} had another model before; nothing was sent", Reason.TASK)
     if key not in known:

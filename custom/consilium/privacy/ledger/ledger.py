@@ -350,8 +350,12 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
         shutil.copy2(ledger.path, copy)
     changed = _reseal_or_replace(ledger)
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(told) - {*ledger.seals()}))
-    said = {"kind": ACCEPTANCE, "by": getpass.getuser(), "reason": reason, "rows": len(ledger.seals()), "lost": lost}
-    said |= {
+    said = {
+        "kind": ACCEPTANCE,
+        "by": getpass.getuser(),
+        "reason": reason,
+        "rows": len(ledger.seals()),
+        "lost": lost,
         "rows_with_new_seals": changed,
         "kept": str(copy) if copy.is_file() else None,
         "records_set_aside": aside,

@@ -3,7 +3,6 @@
 The site does not trust the server: it checks every question against its own record, and refuses a question that does not fit.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Payload, Tensors
+from consilium.core.storage import digest
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
@@ -40,7 +40,6 @@ from consilium.privacy.secagg.terms import (
     prepare_context,
     read_attempt,
     refused,
-    same_numbers,
     terms_of,
     what_was_sent,
 )
@@ -164,7 +163,7 @@ class Party:
             for name in cohort
             if name != self.name
         }
-        public, committed = sealing.public_of(private), hashlib.sha256(seed).hexdigest()
+        public, committed = sealing.public_of(private), sealing.commitment(seed)
         signature = sign(self.identity.key, "prepare", context, self.name.encode(), public.encode(), committed.encode())
         return {"key": public, "seed": committed, "signature": signature, "shares": sealed}
 
@@ -239,7 +238,7 @@ class Party:
                 seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
                 self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
             numbers = {**integers, "": torch.tensor([weight])}
-            self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
+            self.record.once(attempt, "masked", {"numbers": digest(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
             private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
             for name, public in told["parties"].items():

@@ -4,14 +4,13 @@ A repeated question gets the same bytes. A different question for the same step 
 answers a server could remove a mask. Only the file's owner can read it, and the secrets are deleted at the end of the run.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.storage import locked, write_atomic
+from consilium.core.storage import locked, read_json, write_json
 from consilium.privacy.secagg.sealing import canonical, hashed
 from consilium.privacy.secagg.terms import Message, refused
 
@@ -39,7 +38,7 @@ class SiteRecord:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             if isinstance(found, dict) and found:
                 return found
             raise ValueError("no record")
@@ -52,7 +51,7 @@ class SiteRecord:
 
     def save(self) -> None:
         """Write the values to disk. Call it before any of them leave the site."""
-        write_atomic(self.folder / FILE, json.dumps(self.values).encode())
+        write_json(self.folder / FILE, self.values)
 
     def once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
         """Return the answer of a step. The first question makes and stores it; a repeated question gets the same answer.
@@ -72,4 +71,4 @@ class SiteRecord:
         if not self.folder.is_dir():
             return
         with locked(self.folder):
-            write_atomic(self.folder / FILE, json.dumps({"ended": True}).encode())
+            write_json(self.folder / FILE, {"ended": True})

@@ -81,6 +81,11 @@ def public_of(private: bytes) -> str:
     return raw.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw).hex()
 
 
+def commitment(seed: bytes) -> str:
+    """Return the hash, as hex digits, by which a site commits to the seed of its self-mask."""
+    return hashlib.sha256(seed).hexdigest()
+
+
 def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: tuple[str, str]) -> bytes:
     """Return the 32-byte key that only the two sites `names` can compute, for one purpose in one context.
 

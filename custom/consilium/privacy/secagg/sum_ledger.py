@@ -229,8 +229,7 @@ class SumLedger:
             for line in lines
             if line["kind"] == SUM
         ]
-        past = [*listed, *self._unlisted]
-        past = [one for one in past if one.data is None or one.data & self.data]
+        past = [one for one in (*listed, *self._unlisted) if one.data is None or one.data & self.data]
         if other := next((one for one in past if one.weights not in (None, self.weights)), None):
             raise _sum_refusal(
                 f"weighs by {self.weights!r}, an earlier one by {other.weights!r}, which shows the hospital that weighs most",
@@ -397,11 +396,11 @@ def _join_sites(sites: frozenset[str]) -> str:
 
 def _sum_refusal(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
     """Return the refusal of a sum, with its remedies. `first`: the remedy that needs no administrator."""
-    names = shlex.quote(",".join(sorted(sites)))
-    remedy = f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
-    remedy += f"consilium privacy sums KIT --allow {names} --reason TEXT"
     return RefusedError(
-        f"secure aggregation without noise: a sum over {_join_sites(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
+        f"secure aggregation without noise: a sum over {_join_sites(sites)} {what}; nothing was sent; "
+        f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
+        f"consilium privacy sums KIT --allow {shlex.quote(','.join(sorted(sites)))} --reason TEXT",
+        Reason.SUMS,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.messages import Payload, Tensors
+from consilium.core.messages import Payload
 from consilium.core.storage import digest
 from consilium.privacy.secagg.arithmetic import Layout
 from consilium.privacy.secagg.sealing import canonical, hashed
@@ -149,8 +149,3 @@ def names_sent(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
 def what_was_sent(payload: Payload, names: Mapping[str, str]) -> Message:
     """Return the start of training as hashes and numbers: the tensors' hashes and the payload's scalars."""
     return {"tensors": dict(names), "scalars": {name: float(value).hex() for name, value in payload.scalars.items()}}
-
-
-def same_numbers(tensors: Tensors) -> str:
-    """Return the hash by which a site recognizes the numbers that it masked before."""
-    return digest(tensors)
