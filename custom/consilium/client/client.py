@@ -31,7 +31,7 @@ from consilium.core.messages import (
     Stage,
     Tensors,
 )
-from consilium.core.storage import load_state, note, read_json, room_for, save_state, write_json
+from consilium.core.storage import group_of, joined, load_state, note, read_json, room_for, save_state, write_json
 from consilium.data.counts import Tally, tally
 from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
@@ -137,7 +137,6 @@ class Client:
         if not path.exists():
             most, loss = getattr(config.adapter, "rank", 1), capacity_probe.step_loss(config, context.task, context.model)
             found = capacity_probe.measured_ranks(context.limits, context.model, most, loss)
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, found)
         return read_json(path)
 
@@ -295,22 +294,18 @@ class Client:
         assert state.place is not None  # as it has trained
         reply, (round, phase) = state.reply, state.place
         groups = {"params": state.params, "reply": reply.tensors, "kept": state.memory, "optimizer": state.optimizer}
-        tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         meta = {"round": round, "phase": phase, "scalars": reply.scalars, "metrics": reply.metrics}
         with room_for(self._state_path(run)):
-            save_state(self._state_path(run), tensors, meta)
+            save_state(self._state_path(run), joined(groups), meta)
 
     def _restore_state(self, run: str) -> SiteState:
         """Return the client's stored state of a run; before its first round an empty one with the base's own values."""
         if not self._state_path(run).exists():
             return SiteState(layers.unchanged(self.context.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._state_path(run))
-        groups: dict[str, Tensors] = {group: {} for group in ("params", "reply", "kept", "optimizer")}
-        for name, tensor in tensors.items():
-            group, _, own = name.partition("/")
-            groups[group][own] = tensor
-        reply = Payload(meta["round"], meta["phase"], groups["reply"], meta["scalars"], meta["metrics"])
-        return SiteState(groups["params"], (meta["round"], meta["phase"]), reply, groups["kept"], groups["optimizer"])
+        place = meta["round"], meta["phase"]
+        params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))
+        return SiteState(params, place, Payload(*place, sent, meta["scalars"], meta["metrics"]), memory, optimizer)
 
 
 def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:

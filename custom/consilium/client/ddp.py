@@ -24,7 +24,6 @@ from consilium.client.ddp_worker import (
     Failed,
     Phase,
     RankSetup,
-    ReadBase,
     Share,
     as_failure,
     flat,
@@ -90,7 +89,9 @@ class Ranks:
             return
         try:
             if not self.children:
-                model = self._distribute_base(model)
+                model = build_model(self.config, self.site) if model is self._split else model
+                with self._end_on_error():
+                    self._launch(model)
             yield model
         except ConsiliumError:
             raise
@@ -99,15 +100,6 @@ class Ranks:
         except BaseException:
             self.end()
             raise
-
-    def _distribute_base(self, model: nn.Module) -> nn.Module:
-        model = build_model(self.config, self.site) if model is self._split else model
-        try:
-            self._launch(model)
-        except ConsiliumError:
-            self.end()
-            raise
-        return model
 
     def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
@@ -152,7 +144,7 @@ class Ranks:
             ask_for(shard(model, mesh_of(store, 0, size, self.site), self.device), self._request_block)
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
-                send_by_value(child.pipe, ReadBase())
+                send_by_value(child.pipe, None)  # it may read the base model
             _wait_until_ready(some)
 
     def _request_block(self, block: int) -> None:

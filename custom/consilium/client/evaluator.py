@@ -2,7 +2,6 @@
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -139,15 +138,6 @@ class Evaluator:
 _identities: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-@runtime_checkable
-class Remembers(Protocol):
-    """A task that can store a picture's embedding instead of encoding the picture again."""
-
-    def remember(self, encoder: str) -> None:
-        """Encode each picture only once from now on. `encoder`: identifies the frozen encoder and its weights."""
-        ...
-
-
 def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
     """Apply `remember`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
     if config.training.compile:
@@ -156,16 +146,18 @@ def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
 
 
 def remember(config: JobConfig, model: nn.Module, task: Task) -> None:
-    """Let the task encode each picture only once, if nothing that trains influences a picture's embedding.
+    """Let the task encode each picture only once, if it can and nothing that trains influences a picture's embedding.
+
+    The task's method `remember` takes a text that identifies the frozen encoder and its weights.
 
     With strategies that have parts between encoder and head, or a second adapter, the encoder always runs, because they use
     what passes through there.
     """
-    name = MODELS[config.model.name].encoder
-    if not (name and hasattr(model, "embed") and isinstance(task, Remembers)) or config.strategy.traits.parts:
+    name, task_remembers = MODELS[config.model.name].encoder, getattr(task, "remember", None)
+    if not (name and hasattr(model, "embed") and task_remembers) or config.strategy.traits.parts:
         return  # a SAM from a folder has no separate `embed`
     if not any(one.startswith(f"{name}.") or f".{name}." in one for one in layers.tensors(model)):
-        task.remember(f"{_weights_hash(model.get_submodule(name))} {config.model.model_dump_json()}")
+        task_remembers(f"{_weights_hash(model.get_submodule(name))} {config.model.model_dump_json()}")
 
 
 def _weights_hash(encoder: nn.Module) -> str:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from consilium.data.datalist import Item
 from consilium.data.patients import item_pseudonym, patients_and_most_samples
 from consilium.data.text import read_named_list
 from consilium.estimates.memory import memory_of, remedies
-from consilium.federation.compatibility import Verdict, judge
+from consilium.federation.compatibility import Verdict, installed_version, judge
 from consilium.federation.job import assemble_job
 from consilium.models.low_precision import require_library
 from consilium.report.private_logging import keep
@@ -59,7 +58,7 @@ def examine_versions() -> Iterator[Finding]:
     yield Finding("consilium", __version__)
     pins = tested_versions()
     for name in LIBRARIES:
-        yield _compare_with_pin(name, _installed_version(name), pins.get(name))
+        yield _compare_with_pin(name, installed_version(name), pins.get(name))
     yield _check_torchvision()
 
 
@@ -182,13 +181,6 @@ def tested_versions() -> dict[str, str]:
     return dict(line.split("==") for line in text.splitlines() if "==" in line)
 
 
-def _installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _check_torchvision() -> Finding:
     """Return whether torchvision is absent or can be imported. A torchvision that fails breaks transformers and PEFT."""
     if importlib.util.find_spec("torchvision") is None:
@@ -197,7 +189,7 @@ def _check_torchvision() -> Finding:
         importlib.import_module("torchvision")
     except Exception as error:
         return Finding("torchvision", f"cannot load ({error})", "pip uninstall torchvision: it breaks transformers and PEFT")
-    return Finding("torchvision", _installed_version("torchvision") or "loads")
+    return Finding("torchvision", installed_version("torchvision") or "loads")
 
 
 # memory check ----------------------------------------------------------------------------------------------------------

@@ -48,6 +48,16 @@ def _tensor_spec(tensor: Tensor) -> TensorSpec:
     return TensorSpec(dtype=kind, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 
 
+def joined(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of all groups, each named "GROUP/NAME", for `save_state`."""
+    return {f"{group}/{name}": tensor for group, values in groups.items() for name, tensor in values.items()}
+
+
+def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
+    """Return one group of the tensors that `joined` has named, by their own names."""
+    return {name.removeprefix(f"{group}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{group}/")}
+
+
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (tensors, meta) from a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
     try:

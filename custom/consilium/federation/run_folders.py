@@ -38,6 +38,11 @@ def default_name(job: str, job_id: str) -> str:
     return f"{job[: LENGTH - 9]}-{job_id[:8]}"
 
 
+def all_runs(state: Path) -> list[Path]:
+    """Return the folders of all runs under STATE/runs, sorted by name; [] if there are none."""
+    return sorted(path for path in (state / RUNS).glob("*") if path.is_dir())
+
+
 def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
     """Return STATE/runs/NAME, created if necessary, and record `submitter` and, if given, `site` as its owner.
 

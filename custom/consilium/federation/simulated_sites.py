@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import few, shown
 from consilium.core.storage import read_json
 from consilium.data.fingerprint import fingerprint
 from consilium.data.folders import import_command
@@ -131,7 +131,7 @@ def _numbered(count: int) -> list[str]:
 
 
 def _join_names(names: list[str]) -> str:
-    return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return few([shown(name) for name in names], 8)
 
 
 def _check_names(names: list[str], where: str) -> None:

@@ -137,8 +137,7 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
             f"{source}: server.optimizer: {server.optimizer!r}: {who} changes what a tensor's numbers mean between rounds; "
             "leave it out"
         )
-    phases = strategy.traits.role_schedule()
-    uploads = any(strategy.names(initial, Role.SHARED, *place) for place in phases)
+    uploads = any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.role_schedule())
     if server is not None and (server.optimizer or server.robust) and not uploads:
         raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
     if config.training.optimizer_state == "kept" and (strategy.traits.scales_adapter or not strategy.traits.fixed_basis):

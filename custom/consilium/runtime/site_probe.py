@@ -122,7 +122,6 @@ def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
         kept, meta = load_state(path)
         if (meta["round"], meta["phase"]) == (payload.round, payload.phase):
             return kept
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_state(path, own, {"round": payload.round, "phase": payload.phase})
     return own
 

@@ -15,7 +15,7 @@ from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.linalg.norms import non_finite, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import few, shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
 from consilium.privacy.guard.release import NUMBERS, is_adapter_tensor, upload_shapes
@@ -235,8 +235,7 @@ def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(reasons.items()):
         by_reason.setdefault(reason, []).append(name)
-    more = {reason: f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED) for reason, names in by_reason.items()}
-    told = [f"{', '.join(names[:MOST_NAMED])}{more[reason]}: {reason}" for reason, names in by_reason.items()]
+    told = [f"{few(names, MOST_NAMED)}: {reason}" for reason, names in by_reason.items()]
     return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
 
 

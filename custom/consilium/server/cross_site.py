@@ -81,8 +81,7 @@ class CrossSites:
     def take_model(self, owner: str, result: Payload) -> None:
         """Store the model of the site `owner` until it is sent to be scored. Raises RefusedError for an invalid model."""
         check_shared_model(self.job, result)
-        place = self.state.round, len(self._rows)
-        self._model = Payload(*place, result.tensors, result.scalars)
+        self._model = Payload(self.state.round, len(self._rows), result.tensors, result.scalars)
         self._begin_row(owner, Stage.PERSONALIZED)
 
     def owner_model_payloads(self) -> dict[str, Payload]:

@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Tensors
-from consilium.core.storage import checkpoint_hash, file_hash, load_state, save_state
+from consilium.core.storage import checkpoint_hash, file_hash, group_of, joined, load_state, save_state
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
@@ -101,8 +101,7 @@ def _check_comparable(config: JobConfig, kept: SavedModel, card: Card, folder: P
     for what, theirs, ours in (("kind", card.adapter, config.adapter.kind), ("base", card.model, base)):
         if theirs != ours:
             raise ConfigError(f"adapter.start: {folder} is of {what} {theirs!r}, this job's is {ours!r}; use that")
-    made_by = load_run_job(folder, frozenset(config.packages))
-    scaling = made_by.adapter.product_scaling * kept.scaling
+    scaling = load_run_job(folder, frozenset(config.packages)).adapter.product_scaling * kept.scaling
     if scaling != config.adapter.product_scaling:
         raise ConfigError(
             f"adapter.start: {folder} multiplies its products by {scaling:g}, "
@@ -139,7 +138,6 @@ def write(folder: Path, job: Job, saved: Saved) -> None:
         "optimizer": state.optimizer,
         **{f"sites/{site}": values for site, values in state.sites.items()},
     }
-    tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
     meta = {
         "round": state.round,
         "phase": state.phase,
@@ -150,7 +148,7 @@ def write(folder: Path, job: Job, saved: Saved) -> None:
         "job": job.config.digest,  # of all settings except the number of rounds: the resuming job must have the same
         "validations": asdict(saved.validations),
     }
-    save_state(folder / FILE, tensors, meta)
+    save_state(folder / FILE, joined(groups), meta)
 
 
 def read(folder: Path, job: Job) -> Saved:
@@ -164,8 +162,8 @@ def read(folder: Path, job: Job) -> Saved:
                 "resume it with that version, or begin a new run in another --workspace"
             )
         raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
-    groups = {group: _tensors_of_group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
-    sites = {name: _tensors_of_group(tensors, f"sites/{name}") for name in meta["reported"]}
+    groups = {group: group_of(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
+    sites = {name: group_of(tensors, f"sites/{name}") for name in meta["reported"]}
     known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
     state = ServerState(meta["round"], meta["phase"], **known)
     return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
@@ -177,7 +175,3 @@ def load_for_resume(folder: Path, job: Job) -> Saved:
     if (done := saved.state.round) > wanted:
         raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")
     return saved
-
-
-def _tensors_of_group(tensors: Tensors, group: str) -> Tensors:
-    return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}

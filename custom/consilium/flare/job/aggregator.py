@@ -43,8 +43,7 @@ class StrategyAggregator(ModelAggregator):
 
     def use(self, job: Job) -> RoundAggregate:
         """Set the job of this run. Return the new aggregate for it."""
-        aggregate = aggregate_for(job)
-        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate)
+        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate_for(job))
         return self._ready.aggregate
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

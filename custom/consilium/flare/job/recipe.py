@@ -17,7 +17,7 @@ from consilium.config.inline_model_config import job_text
 from consilium.config.job import JobConfig, job_file
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
-from consilium.core.storage import private_folder, read_json, write_atomic
+from consilium.core.storage import read_json, write_atomic
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
@@ -97,7 +97,6 @@ def export_job(config: JobConfig, workspace: Path, sites: Sequence[str] = ()) ->
     For a job with secure aggregation, also write temporary keys for `sites`. `Simulator.run` deletes them.
     """
     source = workspace / "flare" / "source" / "job.yaml"
-    private_folder(source.parent)
     write_atomic(source, yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     if config.secure_aggregation:
         make_simulated_identities(workspace / IDENTITIES, list(sites))

@@ -43,7 +43,7 @@ from consilium.flare.kit.kit_contents import (
     relay_of,
     server_folders,
 )
-from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, leaves_callers_folder
+from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, unsafe_scripts
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import is_checked, revoked_until
@@ -223,7 +223,7 @@ def _certificates(kit: Path) -> Iterator[Finding]:
 
 
 def _start_script(kit: Path) -> Finding:
-    if leaves_callers_folder(kit / "startup"):
+    if not unsafe_scripts(kit / "startup"):
         return Finding("start script", "starts Python in an empty folder of the kit")
     return Finding(
         "start script",

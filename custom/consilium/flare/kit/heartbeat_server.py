@@ -81,7 +81,7 @@ class Attendance(FLComponent):
             if self._kit and time.monotonic() - self._written >= EVERY:
                 self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
                 try:
-                    write_json(private_folder(path.parent) / path.name, self._status_facts() | {"latest": self._latest})
+                    write_json(path, self._status_facts() | {"latest": self._latest})
                     rotate(self._kit)
                 except OSError as error:  # FLARE would log a traceback every ten seconds
                     self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")

@@ -56,8 +56,7 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
         components["job_manager"]["args"]["uri_root"] = str(entry.state / "jobs")
         resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
     else:
-        gpus = {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
-        components["resource_manager"]["args"] |= gpus
+        components["resource_manager"]["args"] |= {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
     _write_json(folder / "resources.json", resources)
     if isinstance(entry, ServerEntry):
         return

@@ -66,11 +66,11 @@ class AuditTrail:
     ledger: Ledger
     job_id: str
     run: str = ""
-    _digest: str = field(init=False)
+    digest: str = field(init=False)
     _records: dict[Path, audit.AuditLog] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._digest = self.config.digest
+        self.digest = self.config.digest
 
     def note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **more: Any) -> None:
         """Write the line of a message before it leaves. Raises RefusedError if it cannot be written.
@@ -83,7 +83,7 @@ class AuditTrail:
             "experiment": self.config.experiment,
             "run": self.run,
             "flare_job": self.job_id,
-            "job_digest": self._digest,
+            "job_digest": self.digest,
             "ledger": self.ledger.seal(),
             "kind": kind,
             **more,

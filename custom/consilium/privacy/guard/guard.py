@@ -97,7 +97,6 @@ class Guard:
                 self.name, self.config, self.strategy, self.plan, self.policy, self.folder, self.records, self.sums, self.trail,
                 identity,
             )  # fmt: skip
-        self._digest = self.config.digest
         self._admitted: str | None = None
         self._task: AuthorizedTask | None = None
         self._asked: AuthorizedTask | None = None
@@ -122,7 +121,7 @@ class Guard:
         ledger row here, because the training itself is the cost.
         """
         self.end_task()
-        own = task_schedule.site_run_id(self.name, run, self._digest, self.job_id)
+        own = task_schedule.site_run_id(self.name, run, self.trail.digest, self.job_id)
         task = AuthorizedTask(kind, own, payload or Payload(-1, -1, {}))
         self.trail.run = task.run
         task_schedule.check_place(self.name, self.config, self.strategy, task, self.test_only)

@@ -186,8 +186,7 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     columns = [name for name in COLUMNS if name != LATER or LATER in known]
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
-        row = dict(zip(columns, values, strict=True))
-        entry = _row_to_entry(row, number, path)
+        entry = _row_to_entry(dict(zip(columns, values, strict=True)), number, path)
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(

@@ -11,6 +11,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import NameOID
 
 from consilium.config.privacy import SitePartnersConfig
@@ -93,7 +94,7 @@ def _certificate_refusal(name: str, what: str) -> RefusedError:
     return refused(f"the certificate of {name[:80]!r} {what}", Reason.POLICY)
 
 
-def fingerprint(key: rsa.RSAPublicKey) -> str:
+def fingerprint(key: CertificatePublicKeyTypes) -> str:
     """Return the SHA-256 of a public key (SubjectPublicKeyInfo, DER) as 64 hex digits."""
     raw = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(raw).hexdigest()

@@ -15,6 +15,7 @@ from cryptography import x509
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
+from consilium.core.sanitize import few
 from consilium.core.storage import load_state, read_json, save_state, write_json
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
@@ -129,9 +130,7 @@ class Attempt:
         (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
         need = f"threshold {self.terms.threshold} of {self.terms.asked}"
         if self.config.sums_without_noise:
-            silent = self.silent("prepare", self.cohort)
-            more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
-            need = f"all that are asked, without noise; {', '.join(silent[:NAMED])}{more} not yet"
+            need = f"all that are asked, without noise; {few(self.silent('prepare', self.cohort), NAMED)} not yet"
         return ConsiliumError(
             f"secure aggregation: {there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
         )

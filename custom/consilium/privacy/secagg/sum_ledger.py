@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.sanitize import few
 from consilium.core.schema import SMALLEST_NOISE
 from consilium.core.storage import file_lock, room_for
 from consilium.privacy.ledger import audit
@@ -243,7 +244,9 @@ class SumLedger:
             raise _sum_refusal(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
         if shown is not None:
             raise _sum_refusal(
-                f"less earlier ones shows {_join_sites(shown)} alone, and at least {needed} must be in all that is shown", new
+                f"less earlier ones shows {few(sorted(shown), SHOWN)} alone, "
+                f"and at least {needed} must be in all that is shown",
+                new,
             )
 
 
@@ -389,15 +392,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _join_sites(sites: frozenset[str]) -> str:
-    more = len(sites) - SHOWN
-    return ", ".join(sorted(sites)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _sum_refusal(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
     """Return the refusal of a sum, with its remedies. `first`: the remedy that needs no administrator."""
     return RefusedError(
-        f"secure aggregation without noise: a sum over {_join_sites(sites)} {what}; nothing was sent; "
+        f"secure aggregation without noise: a sum over {few(sorted(sites), SHOWN)} {what}; nothing was sent; "
         f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
         f"consilium privacy sums KIT --allow {shlex.quote(','.join(sorted(sites)))} --reason TEXT",
         Reason.SUMS,
