@@ -259,8 +259,7 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
 
 def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
     """Return the plan of `releases` releases at site level. Raises ConfigError for a budget that no noise can keep."""
-    sigma = _noise_multiplier(privacy, releases, 1.0)
-    return Plan(privacy, sigma, GaussianEvent(sigma, slack=SLACK), releases)
+    return _plan(privacy, releases)
 
 
 def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
@@ -269,8 +268,7 @@ def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
     Raises ConfigError for a budget that no noise can keep.
     """
     assert privacy.sample_rate is not None
-    sigma = _noise_multiplier(privacy, releases, privacy.sample_rate)
-    return Plan(privacy, sigma, GaussianEvent(sigma, privacy.sample_rate, slack=SLACK), releases)
+    return _plan(privacy, releases, privacy.sample_rate)
 
 
 def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
@@ -283,15 +281,16 @@ def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_unit
         )
     steps = passes * config.training.steps_per_round(num_units)
     rate = 1 / math.ceil(num_units / config.training.batch_size)  # a step draws about one batch
-    sigma = _noise_multiplier(privacy, steps * releases, rate)
+    return _plan(privacy, releases, rate, steps)
+
+
+def _plan(privacy: SiteLevelDpConfig | DpSgdConfig, releases: int, rate: float = 1.0, steps: int = 1) -> Plan:
+    """Return the plan of `releases` releases, each of `steps` Gaussian mechanisms on samples drawn with `rate`."""
+    sigma = privacy.noise_multiplier
+    if sigma is None:
+        assert privacy.epsilon is not None  # the section has one of them
+        sigma = noise_multiplier(privacy.epsilon, privacy.delta, steps * releases, rate, privacy.accountant, SLACK)
     return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps, SLACK), releases)
-
-
-def _noise_multiplier(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) -> float:
-    if privacy.noise_multiplier is not None:
-        return privacy.noise_multiplier
-    assert privacy.epsilon is not None  # the section has one of them
-    return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant, SLACK)
 
 
 def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) -> None:
