@@ -115,16 +115,17 @@ class Attempt:
 
     def close_prepared(self) -> list[str]:
         """Return the parties, the sites that have prepared, fixed from now on. Raises ConsiliumError if they are too few."""
-        parties = self._fix_list("parties", lambda: sorted(self.answers.of("prepare")))
+        parties = self._decided("parties", lambda: sorted(self.answers.of("prepare")))
         if len(parties) < self.terms.least:
             raise self._too_few_error(len(parties))
         return parties
 
-    def _fix_list(self, what: str, make: Callable[[], list[str]]) -> list[str]:
+    def _decided(self, what: str, make: Callable[[], Any]) -> Any:
+        """Return a value that is decided once: at the first call by `make`, from then on it is read from its file."""
         path = self.folder / f"{what}.json"
         if not path.is_file():
             write_json(path, make())
-        return list(read_json(path))
+        return read_json(path)
 
     def _too_few_error(self, there: int) -> ConsiliumError:
         (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
@@ -162,7 +163,7 @@ class Attempt:
     def close_masked(self, parties: list[str]) -> list[str]:
         """Return the survivors, the parties whose masked updates have arrived, fixed from now on; [] if they are too few."""
         there = [name for name in parties if self._masked_path(name).is_file()]
-        return self._fix_list("survivors", lambda: there) if len(there) >= self.terms.least else []
+        return self._decided("survivors", lambda: there) if len(there) >= self.terms.least else []
 
     # confirm and reveal ------------------------------------------------------------------------------------------------
 
@@ -179,11 +180,8 @@ class Attempt:
 
     def reveal_question(self) -> Message:
         """Return the question that asks for shares. It shows all signatures on the sum, fixed from now on."""
-        path = self.folder / "reveal.json"
-        if not path.is_file():
-            found = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
-            write_json(path, found)
-        return self._question("reveal", confirmed=read_json(path))
+        signatures = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
+        return self._question("reveal", confirmed=self._decided("reveal", lambda: signatures))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
         """Store a site's shares, one per party."""
