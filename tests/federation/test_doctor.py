@@ -32,7 +32,7 @@ def test_this_installation_is_well() -> None:
 
 
 def test_another_version_than_the_pinned_one_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_check, "version", lambda name: "2.13.0+cpu" if name == "torch" else "1.0")
+    monkeypatch.setattr(machine_check, "installed_version", lambda name: "2.13.0+cpu" if name == "torch" else "1.0")
     assert named(examine_versions(), "torch").ok
     assert named(examine_versions(), "nvflare").line() == "PROBLEM  nvflare: 1.0; pip install nvflare==2.9.0"
 

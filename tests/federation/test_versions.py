@@ -73,7 +73,7 @@ def test_the_doctor_judges_what_is_installed_as_a_server_would(monkeypatch: pyte
     wanted = {"torch": "2.13.0", "nvflare": "2.9.0", "peft": "0.21.2"}
     monkeypatch.setattr(machine_check, "tested_versions", lambda: wanted)
     installed = {"torch": "2.13.4+cpu", "nvflare": "2.10.0", "peft": "0.20.0"}
-    monkeypatch.setattr(machine_check, "version", lambda name: installed.get(name, "1.0"))
+    monkeypatch.setattr(machine_check, "installed_version", lambda name: installed.get(name, "1.0"))
     found = {one.check: one for one in machine_check.examine_versions()}
     assert found["torch"].ok
     assert not found["torch"].advice

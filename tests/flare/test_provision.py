@@ -17,7 +17,7 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.kit.class_allow_list import CLASSES
 from consilium.flare.kit.kit_contents import kit_name
-from consilium.flare.kit.kit_hardening import is_pinned, leave_callers_folder, leaves_callers_folder
+from consilium.flare.kit.kit_hardening import is_pinned, leave_callers_folder, unsafe_scripts
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
 
@@ -90,7 +90,7 @@ def test_provision_local_closes_unsigned_kits(kits: Path, tmp_path: Path) -> Non
             (kit / "startup/signature.json").unlink()
         apply_local(EXAMPLE, kit)
         assert is_pinned(kit)
-        assert leaves_callers_folder(kit / "startup") is not signed
+        assert bool(unsafe_scripts(kit / "startup")) is signed
 
 
 def test_unknown_start_script_is_refused(tmp_path: Path) -> None:

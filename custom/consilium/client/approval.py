@@ -19,7 +19,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_json
 
 FILE = "approved.json"
 """The file of approvals in the kit's local/, beside site.yaml. No job writes into that folder."""
@@ -35,19 +35,17 @@ def digest(app: Path, config: JobConfig) -> str:
 
     Raises ConfigError if config_fed_client.json, which has the site's components, cannot be read.
     """
-    return _digest_with_plugins(_app_digest(app, config), plugins_of(config))
+    return _digests(app, config)[0]
 
 
-def _app_digest(app: Path, config: JobConfig) -> str:
-    """Return the SHA-256 of an app folder without plug-ins. For a job without plug-ins it is the digest."""
+def _digests(app: Path, config: JobConfig) -> tuple[str, str, Mapping[str, str]]:
+    """Return (the digest of a job, the digest without plug-ins, the plug-ins). Without plug-ins both digests are equal."""
     parts = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in _file_contents(app, config))
-    return hashlib.sha256(parts.encode()).hexdigest()
-
-
-def _digest_with_plugins(configuration: str, plugins: Mapping[str, str]) -> str:
+    configuration, plugins = hashlib.sha256(parts.encode()).hexdigest(), plugins_of(config)
     if not plugins:
-        return configuration
-    return hashlib.sha256(json.dumps([configuration, sorted(plugins.items())]).encode()).hexdigest()
+        return configuration, configuration, plugins
+    both = json.dumps([configuration, sorted(plugins.items())])
+    return hashlib.sha256(both.encode()).hexdigest(), configuration, plugins
 
 
 def other_files(app: Path) -> list[str]:
@@ -62,12 +60,14 @@ def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) 
     """
     if site.approve is None:
         return
-    configuration, plugins, known = _app_digest(app, config), plugins_of(config), approvals(local)
-    found = _digest_with_plugins(configuration, plugins)
+    (found, configuration, plugins), known = _digests(app, config), approvals(local)
     if found not in known:
-        review = f"review it and run: consilium approve {app} --kit {local.parent}"
-        what = f"is not approved here (site.yaml: approve){_describe_change(configuration, plugins, known)}"
-        raise RefusedError(f"the job's digest {found} {what}; {review}", Reason.APPROVAL)
+        raise RefusedError(
+            f"the job's digest {found} is not approved here (site.yaml: "
+            f"approve){_describe_change(configuration, plugins, known)}; "
+            f"review it and run: consilium approve {app} --kit {local.parent}",
+            Reason.APPROVAL,
+        )
 
 
 def _describe_change(configuration: str, plugins: Mapping[str, str], known: Mapping[str, Mapping[str, str]]) -> str:
@@ -92,7 +92,7 @@ def approvals(local: Path) -> dict[str, dict[str, str]]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if isinstance(found, dict) and all(isinstance(one, dict) for one in found.values()):
             return found
     except (OSError, ValueError) as error:
@@ -106,8 +106,7 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
     `plugins`: the packages whose kinds the job may name at this site. Raises ConfigError if the job cannot run or be read.
     """
     config = load_job(app / JOB, plugins=plugins)
-    configuration, used = _app_digest(app, config), plugins_of(config)
-    found = _digest_with_plugins(configuration, used)
+    found, configuration, used = _digests(app, config)
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
     one |= {CONFIGURATION: configuration, PLUGINS: _describe_plugins(used)} if used else {}
     _write_approvals(local, approvals(local) | {found: one})
@@ -130,14 +129,12 @@ def revoke(start: str, local: Path) -> str:
 def _write_approvals(local: Path, values: dict[str, dict[str, str]]) -> None:
     if not local.is_dir():
         raise ConfigError(f"--kit: {local.parent}: is not a site's startup kit; give the folder that has startup/ and local/")
-    write_atomic(local / FILE, json.dumps(values, indent=1).encode())
-    (local / FILE).chmod(0o600)
+    write_json(local / FILE, values, indent=1)
 
 
 def _file_names(app: Path) -> list[str]:
     files = (path for path in app.rglob("*") if path.is_file() and path.name not in FLARE_ADDS)
-    names = sorted(path.relative_to(app).as_posix() for path in files)
-    return [name for name in names if name != SERVER]
+    return sorted(name for path in files if (name := path.relative_to(app).as_posix()) != SERVER)
 
 
 def _file_contents(app: Path, config: JobConfig) -> Iterator[tuple[str, bytes]]:
@@ -156,8 +153,9 @@ def _read_client_config(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_hook=_sort_tasks)
     except (OSError, ValueError) as error:
-        remedy = "a job to approve has its components there"
-        raise ConfigError(f"{path}: cannot be read ({error}); {remedy}", Reason.APPROVAL) from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); a job to approve has its components there", Reason.APPROVAL
+        ) from None
 
 
 def _sort_tasks(section: dict[str, Any]) -> dict[str, Any]:

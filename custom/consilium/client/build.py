@@ -43,8 +43,10 @@ def build_site(
     that the guard counts, by default they are read here. Raises ConfigError or DataError.
     """
     if model is not None and site.base == "sharded":
-        what = "the sites of a simulation in one process share their base"
-        raise ConfigError(f"{name}: site.yaml: base: 'sharded': {what}; use --engine flare, or replicated")
+        raise ConfigError(
+            f"{name}: site.yaml: base: 'sharded': the sites of a simulation in one process share their base; "
+            "use --engine flare, or replicated"
+        )
     if site.threads:
         torch.set_num_threads(site.threads)
     observer(loading("data", name))

@@ -6,9 +6,7 @@ pass including gradients, and Adam's moments.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +24,6 @@ from consilium.training.device import autocast, cuda_devices
 
 STEPS = 3
 BYTES = 4
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """The cost of one training step at some rank: seconds, and peak memory in bytes."""
-
-    seconds: float
-    memory: float
 
 
 def step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[[], Tensor]:
@@ -54,8 +44,10 @@ def step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[[], T
 
 def _rehearsal_loss(config: JobConfig, model: nn.Module, device: torch.device) -> Tensor:
     if (rehearse := TASKS[config.task.name].rehearse) is None:
-        what = f"task {config.task.name!r} cannot be measured without records, which privacy hides"
-        raise ConfigError(f"site.yaml: capacity: {what}; give `train` instead of step_seconds and memory_bytes")
+        raise ConfigError(
+            f"site.yaml: capacity: task {config.task.name!r} cannot be measured without records, which privacy hides; "
+            "give `train` instead of step_seconds and memory_bytes"
+        )
     with device:
         return rehearse(config.task, config.model, model, config.training.batch_size)
 
@@ -73,13 +65,16 @@ def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss:
             "download_bytes", limits.download_bytes, 0.0, BYTES * sum(map(sum, dims.values())), 0
         )
     if limits.step_seconds is not None or limits.memory_bytes is not None:
-        with _training_mode(model):
-            small, large = _measure_step(model, 1, loss), _measure_step(model, largest, loss)
-        for key, limit, at in (("time", "step_seconds", "seconds"), ("memory", "memory_bytes", "memory")):
+        with torch.random.fork_rng(devices=cuda_devices(layers.tensors(model))):
+            model.train()
+            try:
+                small, large = _measure_step(model, 1, loss), _measure_step(model, largest, loss)
+            finally:
+                model.eval()
+        for key, limit in (("time", "step_seconds"), ("memory", "memory_bytes")):
             if (most := getattr(limits, limit)) is not None:
-                least = getattr(small, at)
-                slope = max((getattr(large, at) - least) / max(largest - 1, 1), 1e-9 * least)
-                found[key] = _affordable_ranks(limit, most, least, slope, 1)
+                slope = max((large[key] - small[key]) / max(largest - 1, 1), 1e-9 * small[key])
+                found[key] = _affordable_ranks(limit, most, small[key], slope, 1)
     return {key: min(value, float(largest)) for key, value in found.items() if value is not None}
 
 
@@ -91,18 +86,8 @@ def _affordable_ranks(name: str, most: float, least: float, slope: float, rank: 
     return ranks
 
 
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Set the model to training mode in the block, and restore the random generators afterwards."""
-    with torch.random.fork_rng(devices=cuda_devices(layers.tensors(model))):
-        model.train()
-        try:
-            yield
-        finally:
-            model.eval()
-
-
-def _measure_step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> StepCost:
+def _measure_step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> dict[str, float]:
+    """Return the cost of one training step at a rank: its "time" in seconds, and its peak "memory" in bytes."""
     values = {name: torch.zeros(_shape_at_rank(name, tensor, rank)) for name, tensor in layers.tensors(model).items()}
     layers.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
     trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
@@ -115,7 +100,8 @@ def _measure_step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> St
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     moments = BYTES * 2 * sum(p.numel() for p in trained)
     _time_step(optimizer, loss)  # warms up
-    return StepCost(statistics.median(_time_step(optimizer, loss) for _ in range(STEPS)), float(held + moments + live.most))
+    seconds = statistics.median(_time_step(optimizer, loss) for _ in range(STEPS))
+    return {"time": seconds, "memory": float(held + moments + live.most)}
 
 
 def _time_step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float:

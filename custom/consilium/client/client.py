@@ -1,12 +1,11 @@
 """The client of one run: receives payloads, trains, evaluates, and stores its own tensors and its last reply."""
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from consilium import __version__
 from consilium.adapters import layers
 from consilium.client import capacity_probe
 from consilium.client.context import ClientContext
-from consilium.client.ddp import on_all_ranks
 from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
 from consilium.client.trainer import FitReport, Trainer, rehearse_step, step_of_all
@@ -33,7 +31,7 @@ from consilium.core.messages import (
     Stage,
     Tensors,
 )
-from consilium.core.storage import load_state, note, room_for, save_state, write_atomic
+from consilium.core.storage import group_of, joined, load_state, note, read_json, room_for, save_state, write_json
 from consilium.data.counts import Tally, tally
 from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
@@ -43,6 +41,24 @@ from consilium.report.best_worst_cases import Closing
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
 """By name in the training loop, the name of a number in messages."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_all_ranks(do: Callable[Concatenate["Client", P], R]) -> Callable[Concatenate["Client", P], R]:
+    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.working."""
+
+    @wraps(do)
+    def done(client: "Client", /, *words: P.args, **named: P.kwargs) -> R:
+        context = client.context
+        if context.ranks is None:
+            return do(client, *words, **named)
+        with context.ranks.working(context.model) as context.model:
+            return do(client, *words, **named)
+
+    return done
 
 
 class SiteState(NamedTuple):
@@ -121,9 +137,8 @@ class Client:
         if not path.exists():
             most, loss = getattr(config.adapter, "rank", 1), capacity_probe.step_loss(config, context.task, context.model)
             found = capacity_probe.measured_ranks(context.limits, context.model, most, loss)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(found).encode())
-        return json.loads(path.read_text(encoding="utf-8"))
+            write_json(path, found)
+        return read_json(path)
 
     def statistics(self) -> Tally:
         """Return the counts of the client's data, for its guard. Raises RefusedError if the job asks for none, or DataError."""
@@ -143,11 +158,18 @@ class Client:
         if state.place == (payload.round, payload.phase):
             return state.reply
         if state.place is not None and state.place > (payload.round, payload.phase):
-            what = f"round {payload.round} phase {payload.phase} is stale, the site is at {state.place}"
-            raise RefusedError(f"{self.context.name}: {what}", Reason.TASK)  # it depends on the server, not on the data
+            raise RefusedError(
+                f"{self.context.name}: round {payload.round} phase {payload.phase} is stale, the site is at {state.place}",
+                Reason.TASK,  # it depends on the server, not on the data
+            )
         start = self.context.receive(state.params, payload)
-        with self._hide_data_errors():
+        try:
             return self._train(run, payload, state, start)
+        except DataError as error:  # it stays a DataError, whose text may name a file and is kept out of FLARE's logs
+            # How far training came depends on the values that the server sent. The reason `data` is not charged, so a server
+            # could learn that for free, any number of times.
+            error.reason = Reason.TRAINING if self.context.config.privacy else error.reason
+            raise
 
     def _train(self, run: str, payload: Payload, state: SiteState, start: Tensors) -> Payload:
         """Train from `start`, the received model, store the result, and return the update."""
@@ -163,12 +185,15 @@ class Client:
         if report.failure is not None:  # an error that the algorithm caught
             raise report.failure
         if not isinstance(reply, Payload):
-            what = f"local_update() returned {type(reply).__name__}; return trainer.update()"
-            raise ConfigError(f"strategy {strategy.name!r}: {what}")
+            raise ConfigError(
+                f"strategy {strategy.name!r}: local_update() returned {type(reply).__name__}; return trainer.update()"
+            )
         for name, value in trainer.memory.items():
             if not isinstance(value, Tensor):
-                what = f"trainer.memory[{name!r}] is a {type(value).__name__}; keep a tensor, as torch.tensor(value)"
-                raise ConfigError(f"strategy {strategy.name!r}: {what}")
+                raise ConfigError(
+                    f"strategy {strategy.name!r}: trainer.memory[{name!r}] is a {type(value).__name__}; "
+                    "keep a tensor, as torch.tensor(value)"
+                )
         seconds, end = time.monotonic() - began, trainer.values()
         if context.config.diagnostics.drift:
             path = context.folder / run / diagnostics.DRIFT
@@ -187,23 +212,6 @@ class Client:
         # before sending: a lost answer must not cost a second training
         self._save_state(run, SiteState(end, (payload.round, payload.phase), reply, trainer.memory, state.optimizer))
         return reply
-
-    @contextmanager
-    def _hide_data_errors(self) -> Iterator[None]:
-        """Change the reason of a DataError to `training` in a private job.
-
-        How far training came depends on the values that the server sent. The reason `data` is not charged, so a server could
-        learn that for free, any number of times.
-        """
-        try:
-            yield
-        except DataError as error:  # it stays a DataError, whose text may name a file and is kept out of FLARE's logs
-            error.reason = Reason.TRAINING if self.context.config.privacy else error.reason
-            raise
-
-    def personalized_model(self) -> Payload:
-        """Return this site's personalized model, see ModelStore.personalized_model."""
-        return self.models.personalized_model()
 
     @on_all_ranks
     def evaluate(self, run: str, payload: Payload) -> Payload:
@@ -269,9 +277,13 @@ class Client:
     def _write_pictures(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
         """Write pictures and cases of the evaluation, which stay at the site. A failed picture never loses the scores."""
         context, config = self.context, self.context.config
-        promised = context.plan.summary() if context.plan else None
-        scored = {"metrics": metrics, "privacy": promised}
-        about = {"site": context.name, "job": config.title, "task": config.task.model_dump(mode="json"), **scored}
+        about = {
+            "site": context.name,
+            "job": config.title,
+            "task": config.task.model_dump(mode="json"),
+            "metrics": metrics,
+            "privacy": context.plan.summary() if context.plan else None,
+        }
         for problem in closing.write(context.folder, about, lambda: diagnostics.draw(run, context.folder)):
             context.undrawn(problem)
 
@@ -282,22 +294,18 @@ class Client:
         assert state.place is not None  # as it has trained
         reply, (round, phase) = state.reply, state.place
         groups = {"params": state.params, "reply": reply.tensors, "kept": state.memory, "optimizer": state.optimizer}
-        tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         meta = {"round": round, "phase": phase, "scalars": reply.scalars, "metrics": reply.metrics}
         with room_for(self._state_path(run)):
-            save_state(self._state_path(run), tensors, meta)
+            save_state(self._state_path(run), joined(groups), meta)
 
     def _restore_state(self, run: str) -> SiteState:
         """Return the client's stored state of a run; before its first round an empty one with the base's own values."""
         if not self._state_path(run).exists():
             return SiteState(layers.unchanged(self.context.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._state_path(run))
-        groups: dict[str, Tensors] = {group: {} for group in ("params", "reply", "kept", "optimizer")}
-        for name, tensor in tensors.items():
-            group, _, own = name.partition("/")
-            groups[group][own] = tensor
-        reply = Payload(meta["round"], meta["phase"], groups["reply"], meta["scalars"], meta["metrics"])
-        return SiteState(groups["params"], (meta["round"], meta["phase"]), reply, groups["kept"], groups["optimizer"])
+        place = meta["round"], meta["phase"]
+        params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))
+        return SiteState(params, place, Payload(*place, sent, meta["scalars"], meta["metrics"]), memory, optimizer)
 
 
 def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:
@@ -317,5 +325,5 @@ def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:
         case Kind.STATISTICS:
             return site.statistics()
         case Kind.MODEL:
-            return site.personalized_model()
+            return site.models.personalized_model()
     return (site.train if task.kind is Kind.TRAIN else site.evaluate)(task.run, task.payload)

@@ -10,12 +10,11 @@ adapter, sending its values costs as much as sending gradients back.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from consilium.client.ddp_worker import (
     Failed,
     Phase,
     RankSetup,
-    ReadBase,
     Share,
     as_failure,
     flat,
@@ -91,7 +89,9 @@ class Ranks:
             return
         try:
             if not self.children:
-                model = self._distribute_base(model)
+                model = build_model(self.config, self.site) if model is self._split else model
+                with self._end_on_error():
+                    self._launch(model)
             yield model
         except ConsiliumError:
             raise
@@ -100,15 +100,6 @@ class Ranks:
         except BaseException:
             self.end()
             raise
-
-    def _distribute_base(self, model: nn.Module) -> nn.Module:
-        model = build_model(self.config, self.site) if model is self._split else model
-        try:
-            self._launch(model)
-        except ConsiliumError:
-            self.end()
-            raise
-        return model
 
     def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
@@ -153,7 +144,7 @@ class Ranks:
             ask_for(shard(model, mesh_of(store, 0, size, self.site), self.device), self._request_block)
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
-                send_by_value(child.pipe, ReadBase())
+                send_by_value(child.pipe, None)  # it may read the base model
             _wait_until_ready(some)
 
     def _request_block(self, block: int) -> None:
@@ -164,8 +155,11 @@ class Ranks:
         if self.together:
             return
         if torch.is_grad_enabled():
-            what = "this job wants gradients outside of its steps, which one device alone computes"
-            raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
+            raise ConsiliumError(
+                "site.yaml: base: 'sharded': "
+                "this job wants gradients outside of its steps, which one device alone computes; use replicated",
+                Reason.POLICY,
+            )
         for child in self.children:
             send_by_value(child.pipe, BlockRequest(block))
 
@@ -340,38 +334,3 @@ def _why_whole_base(config: JobConfig, site: SiteConfig) -> str:
     if site.capacity.given and config.strategy.traits.ranks_differ:
         return "capacity is measured by steps"
     return ""
-
-
-class HasRanks(Protocol):
-    """The part of a ClientContext that `on_all_ranks` uses."""
-
-    model: nn.Module
-    ranks: Ranks | None
-
-
-class HasContext(Protocol):
-    """An object with a context, such as a Client."""
-
-    @property
-    def context(self) -> HasRanks:
-        """See ClientContext."""
-        ...
-
-
-S = TypeVar("S", bound=HasContext)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def on_all_ranks(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.working."""
-
-    @wraps(do)
-    def done(client: S, /, *words: P.args, **named: P.kwargs) -> R:
-        context = client.context
-        if context.ranks is None:
-            return do(client, *words, **named)
-        with context.ranks.working(context.model) as context.model:
-            return do(client, *words, **named)
-
-    return done

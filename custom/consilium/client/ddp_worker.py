@@ -80,13 +80,6 @@ class Phase(NamedTuple):
     scaling: float
 
 
-class ReadBase(NamedTuple):
-    """Permission to read the base model.
-
-    With a sharded base the ranks read one after the other, so that the machine holds one whole base at a time.
-    """
-
-
 class BlockRequest(NamedTuple):
     """A request from rank 0 for all parts of one block of a sharded base, by the block's number."""
 
@@ -198,7 +191,7 @@ def _join_ranks(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
     group, mesh = meet(store, setup.rank, setup.size), None
     if site.base == "sharded":
         mesh = mesh_of(store, setup.rank, setup.size, site)
-    receive(pipe)  # ReadBase
+    receive(pipe)  # None: with a sharded base one rank reads after the other, so the machine holds one whole base at a time
     model = build_model(config, site)
     return RankWorker(model, task, config, group, shard(model, mesh, pick_device(site.main_device)) if mesh else [])
 

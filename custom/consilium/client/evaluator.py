@@ -2,7 +2,6 @@
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,8 +43,9 @@ class Evaluator:
         context.observer({"event": "evaluate", "site": context.name, "round": payload.round, "stage": f"{split}/{stage}"})
         metrics = scores(context.model, context.task, context.config, split, full)
         if wrong := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
-            what = f"the task's evaluate() returned {wrong[0]!r} as no number; return float(...)"
-            raise ConsiliumError(what, Reason.TRAINING)
+            raise ConsiliumError(
+                f"the task's evaluate() returned {wrong[0]!r} as no number; return float(...)", Reason.TRAINING
+            )
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
     def validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
@@ -80,8 +80,11 @@ class Evaluator:
             context.receive(own, self.choose_final(own, payload))
         else:
             if payload.scalars.keys() != {"scaling", "share"}:
-                what = "the payload is not a site's model, which has the scalars scaling and share; nothing was scored"
-                raise RefusedError(f"{context.name}: {what}", Reason.TASK)
+                raise RefusedError(
+                    f"{context.name}: the payload is not a site's model, which has the scalars scaling and share; "
+                    "nothing was scored",
+                    Reason.TASK,
+                )
             kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
             check_scaling_and_share(kept, "the model that the server sent")
             context.load(kept.values)
@@ -135,15 +138,6 @@ class Evaluator:
 _identities: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-@runtime_checkable
-class Remembers(Protocol):
-    """A task that can store a picture's embedding instead of encoding the picture again."""
-
-    def remember(self, encoder: str) -> None:
-        """Encode each picture only once from now on. `encoder`: identifies the frozen encoder and its weights."""
-        ...
-
-
 def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
     """Apply `remember`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
     if config.training.compile:
@@ -152,16 +146,18 @@ def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
 
 
 def remember(config: JobConfig, model: nn.Module, task: Task) -> None:
-    """Let the task encode each picture only once, if nothing that trains influences a picture's embedding.
+    """Let the task encode each picture only once, if it can and nothing that trains influences a picture's embedding.
+
+    The task's method `remember` takes a text that identifies the frozen encoder and its weights.
 
     With strategies that have parts between encoder and head, or a second adapter, the encoder always runs, because they use
     what passes through there.
     """
-    name = MODELS[config.model.name].encoder
-    if not (name and hasattr(model, "embed") and isinstance(task, Remembers)) or config.strategy.traits.parts:
+    name, task_remembers = MODELS[config.model.name].encoder, getattr(task, "remember", None)
+    if not (name and hasattr(model, "embed") and task_remembers) or config.strategy.traits.parts:
         return  # a SAM from a folder has no separate `embed`
     if not any(one.startswith(f"{name}.") or f".{name}." in one for one in layers.tensors(model)):
-        task.remember(f"{_weights_hash(model.get_submodule(name))} {config.model.model_dump_json()}")
+        task_remembers(f"{_weights_hash(model.get_submodule(name))} {config.model.model_dump_json()}")
 
 
 def _weights_hash(encoder: nn.Module) -> str:

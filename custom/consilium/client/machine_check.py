@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from consilium.data.datalist import Item
 from consilium.data.patients import item_pseudonym, patients_and_most_samples
 from consilium.data.text import read_named_list
 from consilium.estimates.memory import memory_of, remedies
-from consilium.federation.compatibility import Verdict, judge
+from consilium.federation.compatibility import Verdict, installed_version, judge
 from consilium.federation.job import assemble_job
 from consilium.models.low_precision import require_library
 from consilium.report.private_logging import keep
@@ -59,7 +58,7 @@ def examine_versions() -> Iterator[Finding]:
     yield Finding("consilium", __version__)
     pins = tested_versions()
     for name in LIBRARIES:
-        yield _compare_with_pin(name, _installed_version(name), pins.get(name))
+        yield _compare_with_pin(name, installed_version(name), pins.get(name))
     yield _check_torchvision()
 
 
@@ -100,13 +99,18 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
         patients, most = patients_and_most_samples(samples)
         nameless = sum(not item_pseudonym(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
-            found = (
-                f"{nameless} of {len(samples)} training entries name no patient, so jobs of privacy.unit patient leave them out"
+            yield Finding(
+                check,
+                f"{nameless} of {len(samples)} training entries name no patient, "
+                "so jobs of privacy.unit patient leave them out",
+                'write "patient" into every entry of the list',
             )
-            yield Finding(check, found, 'write "patient" into every entry of the list')
         elif "record" in site.privacy.budgets and "patient" not in site.privacy.budgets and most > 1:
-            found = f"{patients} named, with up to {most} training entries each; a budget for a record hides one entry of them"
-            yield Finding(check, found, advice="give privacy.budgets a `patient`")
+            yield Finding(
+                check,
+                f"{patients} named, with up to {most} training entries each; a budget for a record hides one entry of them",
+                advice="give privacy.budgets a `patient`",
+            )
 
 
 def _count_entries(path: Path) -> str:
@@ -122,8 +126,11 @@ def _check_shared_images(site: SiteConfig) -> Finding | str:
         ):
             patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
             if patients != (one.patients or name):
-                found = f"data sets {other} and {name} both list {item.image}, so its budget counts twice"
-                return Finding("budgets", found, "give both the same `patients` in site.yaml")
+                return Finding(
+                    "budgets",
+                    f"data sets {other} and {name} both list {item.image}, so its budget counts twice",
+                    "give both the same `patients` in site.yaml",
+                )
     return f"{len({patients for patients, _ in owners.values()})} in {len(site.datasets)} data sets, no image in two"
 
 
@@ -149,8 +156,11 @@ def examine_device(site: SiteConfig, promised: int) -> Finding:
     def look() -> Finding | str:
         device, count = pick_device(site.main_device), torch.cuda.device_count()
         if promised > count:
-            remedy = "set num_of_gpus in local/resources.json to what is there, or FLARE refuses to start"
-            return Finding("device", f"resources.json promises {promised} GPUs, {count} found", remedy)
+            return Finding(
+                "device",
+                f"resources.json promises {promised} GPUs, {count} found",
+                "set num_of_gpus in local/resources.json to what is there, or FLARE refuses to start",
+            )
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
         return f"{device}: {names}" if device.type == "cuda" else f"{device}, no GPU in use: training will be slow"
 
@@ -171,13 +181,6 @@ def tested_versions() -> dict[str, str]:
     return dict(line.split("==") for line in text.splitlines() if "==" in line)
 
 
-def _installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _check_torchvision() -> Finding:
     """Return whether torchvision is absent or can be imported. A torchvision that fails breaks transformers and PEFT."""
     if importlib.util.find_spec("torchvision") is None:
@@ -186,7 +189,7 @@ def _check_torchvision() -> Finding:
         importlib.import_module("torchvision")
     except Exception as error:
         return Finding("torchvision", f"cannot load ({error})", "pip uninstall torchvision: it breaks transformers and PEFT")
-    return Finding("torchvision", _installed_version("torchvision") or "loads")
+    return Finding("torchvision", installed_version("torchvision") or "loads")
 
 
 # memory check ----------------------------------------------------------------------------------------------------------

@@ -40,15 +40,20 @@ def site_data(
     refusals and without a row in the ledger, what samples contain. Raises ConfigError or DataError.
     """
     quiet = quiet or config.privacy is not None or config.statistics is not None
-    loading, lost = _make_loading(site, root or folder, quiet), list[Lost]()
-    read = _read_list(config, name, site, folder, lost if loading.skip else None, quiet)
+    workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
+    skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
+    loading = Loading(site.cache.folder or root or folder, most, workers, skip, ignore_unfit=quiet)
+    lost = list[Lost]()
+    read = _read_list(config, name, site, folder, lost if skip else None, quiet)
     read = _accept_all_masks(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
         read, lost = _only_test_split(config, name, read), [one for one in lost if one[0] == "test"]
     for _, note in read.notes:
         _log.warning(f"{name}: data list: {note}")
     data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
-    return _prepare_samples(config, count_lost(data, lost))
+    found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, count_lost(data, lost)))
+    found = _skip_bad_samples(config, found) if skip else found
+    return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
 
 def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
@@ -76,19 +81,6 @@ def cropped(data: DataList, side: int | None, seed: int) -> DataList:
     return replace(data, splits=splits)
 
 
-def _prepare_samples(config: JobConfig, data: DataList) -> DataList:
-    """Return the samples that the job's task makes from a list, without skipped samples, and cropped."""
-    found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, data))
-    found = _skip_bad_samples(config, found) if data.loading.skip else found
-    return cropped(found, getattr(config.task, "crop", None), config.training.seed)
-
-
-def _make_loading(site: SiteConfig, root: Path, quiet: bool) -> Loading:
-    workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
-    skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
-    return Loading(site.cache.folder or root, most, workers, skip, ignore_unfit=quiet)
-
-
 def _skip_bad_samples(config: JobConfig, data: DataList) -> DataList:
     look = TASKS[config.task.name].look
     if look is None or any(isinstance(item, Text) for items in data.splits.values() for item in items):
@@ -103,8 +95,10 @@ def _only_test_split(config: JobConfig, name: str, data: DataList) -> DataList:
     Raises ConfigError if there is no test split, or if sites run DP-SGD on their own.
     """
     if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
-        what = f"a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; leave it out"
-        raise ConfigError(f"{name}: test_only: {what}")
+        raise ConfigError(
+            f"{name}: test_only: a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; "
+            "leave it out"
+        )
     if not data.splits["test"]:
         raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
     return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
@@ -173,9 +167,9 @@ def warn_about_patients(config: JobConfig, data: DataList) -> str | None:
         return f'privacy.unit patient: {what}; write "patient" into every entry of the list'
     if config.dpsgd is None or config.dpsgd.unit != "record" or most < 2:
         return None
-    what = f"its list names {patients} patients with up to {most} training samples each"
     return (
-        f"privacy.unit record hides one sample, and {what}: for such a patient the bound is {most} times epsilon; use patient"
+        f"privacy.unit record hides one sample, and its list names {patients} patients with up to {most} training samples "
+        f"each: for such a patient the bound is {most} times epsilon; use patient"
     )
 
 

@@ -87,8 +87,9 @@ class Trainer:
             live = layers.tensors(self._context.model)
             params = {name: live[name] for name in live if name in self.start}
             if wrong := sorted(n for n, one in correction.items() if n not in params or one.shape != params[n].shape):
-                what = f"the correction of {wrong[0]!r} fits no tensor here; same job.yaml for both?"
-                raise CheckpointError(f"{self._context.name}: {what}")
+                raise CheckpointError(
+                    f"{self._context.name}: the correction of {wrong[0]!r} fits no tensor here; same job.yaml for both?"
+                )
             task = self._context.task
             if feature_penalty is not None:
                 task = cast(Task, WithFeatures(task, feature_penalty))
@@ -104,8 +105,9 @@ class Trainer:
         context, number = self._context, self._fits
         traits, plan, dp = context.strategy.traits, context.plan, context.config.dpsgd
         if number >= (1 if self.closing else traits.fits):
-            remedy = "set traits.fits to the number of its calls"
-            raise self._strategy_error(f"calls fit() more than {number} times in a phase", remedy)
+            raise self._strategy_error(
+                f"calls fit() more than {number} times in a phase", "set traits.fits to the number of its calls"
+            )
         if features and FEATURE_SHIFT not in traits.parts:
             raise self._strategy_error("gives a feature_penalty without the part", "add FEATURE_SHIFT to traits.parts")
         private = dpsgd_of(context, self._payload, number)

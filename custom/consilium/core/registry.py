@@ -123,9 +123,9 @@ def _load_kind(point: EntryPoint, what: str, sort: str) -> Any:
             raise TypeError(f"it names {found}, and what is wanted is a {sort.partition(':')[2]}")
         _field_names(_section_class(kind))
     except Exception as error:
-        where = f"package {_package_name(point)}, entry point {point.value!r}"
         raise ConfigError(
-            f"{what}: {where}: cannot be loaded ({_describe_error(error)}); correct entry point or file"
+            f"{what}: package {_package_name(point)}, entry point {point.value!r}: "
+            f"cannot be loaded ({_describe_error(error)}); correct entry point or file"
         ) from None
     return kind
 
@@ -189,8 +189,7 @@ class KindField:
         return made
 
     def _misnamed_error(self, name: object, own: object) -> ConfigError:
-        what = f"its class has the {self.key} {own!r}; write {name!r} there"
-        return ConfigError(f"{self.registry.what} {name!r}: {what}")
+        return ConfigError(f"{self.registry.what} {name!r}: its class has the {self.key} {own!r}; write {name!r} there")
 
     def _unknown_error(self, name: object, plugins: Plugins) -> ValidationError:
         known = self.registry.known(plugins)

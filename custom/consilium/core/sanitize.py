@@ -6,6 +6,7 @@ module.
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
 
 from rich.text import Text
@@ -43,6 +44,11 @@ def harmless(value: object) -> object:
 def line(text: object, style: str = "", limit: int = LIMIT) -> Text:
     """Return a text for a rich console or table: `shown`, without interpreting [markup] or :emoji:."""
     return Text(shown(text, limit), style)
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first `most` names as a text, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def number_of(count: int, what: str) -> str:

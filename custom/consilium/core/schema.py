@@ -43,8 +43,10 @@ def read_fingerprint(text: str) -> str:
         raw = base64.b64decode(f"{coded}=")
         if base64.b64encode(raw).decode() == f"{coded}=":  # the last character has two bits that must be 0
             return raw.hex()
-    what = f"{ascii(text)[:100]} is not a SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`"
-    raise ValueError(f"{what}; copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it")
+    raise ValueError(
+        f"{ascii(text)[:100]} is not a SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`; "
+        "copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it"
+    )
 
 
 # sections -------------------------------------------------------------------------------------------------------------
@@ -343,7 +345,6 @@ def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | Non
         return model.model_validate(raw, context={"plugins": plugins})
     except ValidationError as error:
         fields = all_fields(model)
-        rename = partial(_meant_field, model, raw, plugins, fields)
-        raise ConfigError(describe(error, path, fields, rename)) from None
+        raise ConfigError(describe(error, path, fields, partial(_meant_field, model, raw, plugins, fields))) from None
     except ConfigError as error:  # a strategy's own check of its values
         raise ConfigError(f"{path}: {error}") from None

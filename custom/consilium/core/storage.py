@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -45,6 +46,16 @@ def _tensor_spec(tensor: Tensor) -> TensorSpec:
     """Return the location of a tensor's bytes. safetensors' own `save` takes 20 times as long for this on small tensors."""
     kind = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(dtype=kind, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
+
+
+def joined(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of all groups, each named "GROUP/NAME", for `save_state`."""
+    return {f"{group}/{name}": tensor for group, values in groups.items() for name, tensor in values.items()}
+
+
+def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
+    """Return one group of the tensors that `joined` has named, by their own names."""
+    return {name.removeprefix(f"{group}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{group}/")}
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -86,6 +97,16 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     except BaseException:  # a full disk would otherwise leave half a file
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a JSON value with `write_atomic`, private to the user."""
+    write_atomic(path, json.dumps(value, indent=indent).encode())
+
+
+def read_json(path: Path | Traversable) -> Any:
+    """Return the value in a JSON file. Raises OSError, and ValueError or RecursionError for a file that is not JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_figure(path: Path, figure: "Figure", dpi: int, mode: int = PRIVATE, **settings: Any) -> None:
@@ -146,8 +167,7 @@ def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
 
     Raises ValueError if the file does not hold a JSON object.
     """
-    kept = _read_json_object(path)
-    write_atomic(path, json.dumps({**kept, key: dict(values)}).encode())
+    write_json(path, _read_json_object(path) | {key: dict(values)})
 
 
 def noted(path: Path, remedy: str) -> dict[str, Any]:

@@ -70,19 +70,19 @@ def _numbers(text: str) -> list[int]:
 
 def libraries() -> dict[str, str]:
     """Return the installed versions of LIBRARIES; those that are not installed are left out."""
-    return dict(_installed())
+    return {name: found for name in LIBRARIES if (found := installed_version(name))}
 
 
 @cache
-def _installed() -> dict[str, str]:
-    """Return the versions of `libraries`, looked up once per process: it takes 20 ms, and a simulation may have many sites."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # not installed, but part of a job's app/custom
-            continue
-    return found
+def installed_version(name: str) -> str | None:
+    """Return the version of a package, None if it is not installed, such as one that is part of a job's app/custom.
+
+    It is looked up once per process: it takes milliseconds, and a simulation may have many sites.
+    """
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def differences(told: Mapping[str, str], own: Mapping[str, str]) -> dict[str, Verdict]:
@@ -106,8 +106,10 @@ def check_versions(hello: Hello) -> None:
     own = libraries()
     for package, verdict in differences(hello.libraries, own).items():
         if verdict is Verdict.REFUSE:
-            said = f"{package} {hello.libraries[package]}, the server has {own[package]}"
-            raise RefusedError(f"{name}: {said}; install what consilium pins at both")
+            raise RefusedError(
+                f"{name}: {package} {hello.libraries[package]}, the server has {own[package]}; "
+                "install what consilium pins at both"
+            )
 
 
 def warnings(hello: Hello) -> list[str]:

@@ -16,7 +16,7 @@ from filelock import Timeout
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
-from consilium.federation.run_folders import ERRORS, OWNER, RUNS, STATE
+from consilium.federation.run_folders import ERRORS, OWNER, STATE, all_runs
 from consilium.privacy.ledger.audit import FILE, AuditLog, verified
 from consilium.report.run_files import LOCK
 
@@ -32,9 +32,10 @@ _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 def expired_runs(state: Path, days: int, now: float | None = None) -> list[str]:
     """Return the runs in which no file was written for `days` days and which have files to delete."""
-    runs = sorted(p for p in (state / RUNS).iterdir() if p.is_dir()) if (state / RUNS).is_dir() else []
     ends = (now or time.time()) - days * 86400
-    return [one.name for one in runs if (files := list(_files(one))) and max(p.lstat().st_mtime for p in files) < ends]
+    return [
+        one.name for one in all_runs(state) if (files := list(_files(one))) and max(p.lstat().st_mtime for p in files) < ends
+    ]
 
 
 def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:

@@ -26,8 +26,10 @@ def check_deviation(config: JobConfig, source: Path | str) -> None:
     if not config.diagnostics.deviation:
         return
     if config.adapter_kind.unequal_ranks or strategy.traits.skips_blocks:
-        what = f"strategy {strategy.name!r} sends sites factors of unequal shapes, which have no mean"
-        raise ConfigError(f"{source}: diagnostics.deviation: true: {what}; remove it")
+        raise ConfigError(
+            f"{source}: diagnostics.deviation: true: "
+            f"strategy {strategy.name!r} sends sites factors of unequal shapes, which have no mean; remove it"
+        )
 
 
 def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, SiteResult], scale: float) -> dict[str, float]:

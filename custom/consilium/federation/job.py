@@ -104,27 +104,36 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
 def _pooled_steps_warning(config: JobConfig) -> Iterator[str]:
     """Yield a warning if pooled data would get only one site's number of steps per round."""
     if config.strategy.traits.pools_data and (steps := config.training.local_steps):
-        equal = f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
-        yield f"training.local_steps: {steps}: pooled data get one site's number of steps a round; {equal}"
+        yield (
+            f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "
+            f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
+        )
 
 
 def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:
     """Raise ConfigError if the kind of adapter lacks a feature that the model's dtype or the strategy needs."""
     kind, strategy, dtype = config.adapter.kind, config.strategy, config.model.dtype
     if kind == "full" and dtype in QUANTIZED:
-        what = "keeps frozen layers so, and adapter.kind 'full' trains them all"
-        raise ConfigError(f"{source}: model.dtype: {dtype!r} {what}; use dtype fp32, or adapter.kind lora")
+        raise ConfigError(
+            f"{source}: model.dtype: {dtype!r} keeps frozen layers so, and adapter.kind 'full' trains them all; "
+            "use dtype fp32, or adapter.kind lora"
+        )
     if strategy.traits.ranks_differ and not (adapter.unequal_ranks or (strategy.traits.one_rank and kind == "lora")):
-        what = f"strategy {strategy.name!r} gives sites unequal ranks"
-        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use dual_rank")
+        raise ConfigError(
+            f"{source}: adapter.kind: {kind!r}: strategy {strategy.name!r} gives sites unequal ranks; use dual_rank"
+        )
     if strategy.traits.sends_frozen_ranks and not (adapter.unequal_ranks or kind == "lora"):
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: strategy {strategy.name!r} sends frozen ranks; use lora")
     if strategy.traits.scales_adapter and adapter.scale is None:
-        what = f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot"
-        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+        raise ConfigError(
+            f"{source}: adapter.kind: {kind!r}: "
+            f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot; use lora"
+        )
     if LOCAL_ADAPTER in strategy.traits.parts and adapter.add_local is None:
-        what = f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot"
-        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+        raise ConfigError(
+            f"{source}: adapter.kind: {kind!r}: "
+            f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot; use lora"
+        )
 
 
 def _check_privacy(job: Job, source: Path | str) -> None:
@@ -138,8 +147,10 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         raise ConfigError(f"{source}: {why}")
     parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
     if thinned := [name for name, part in parts if job.config.dpsgd and part and part.empty != "keep"]:
-        what = f"the number of {privacy.unit}s leaves without noise, and must not tell how many of them show a label"
-        raise ConfigError(f"{source}: task.{thinned[0]}.empty: {what}; write keep")
+        raise ConfigError(
+            f"{source}: task.{thinned[0]}.empty: the number of {privacy.unit}s leaves without noise, "
+            "and must not tell how many of them show a label; write keep"
+        )
     if privacy.unit == "site" and strategy.traits.needs == "sites" and privacy.trust != "local":
         raise ConfigError(
             f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
@@ -250,6 +261,7 @@ def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site'
 def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
     """Return `path` with ${SITE} replaced by the site's checkpoint folder. Raises ConfigError without such a folder."""
     if "${SITE}" in path and site.checkpoints is None:
-        what = f"{field}: {path!r} needs {whose} checkpoint folder"
-        raise ConfigError(f"{what}; set `checkpoints:` in site.yaml, or give --checkpoints FOLDER")
+        raise ConfigError(
+            f"{field}: {path!r} needs {whose} checkpoint folder; set `checkpoints:` in site.yaml, or give --checkpoints FOLDER"
+        )
     return Path(path.replace("${SITE}", str(site.checkpoints)))

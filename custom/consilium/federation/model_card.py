@@ -20,6 +20,15 @@ BEST = "-best"
 """Suffix of the folder with the model that was best on validation data."""
 FILES = "## Files"
 """Heading of a card's last section, which describes the adapter folder and not the model."""
+LIMITS = (
+    "Not a medical device. For research; not tested for use on patients.",
+    "The scores hold for data like those of the sites that took part. Test it on your own before you rely on it.",
+    UNSTATED,
+)
+ABOUT_FILES = (
+    "`job.yaml` is the job that made it. `consilium.safetensors` has all tensors, for Consilium.",
+    "The other files have the same for other programs.",
+)
 Score = tuple[float, float | None, float | None]
 """A score, and the ends of its interval or None."""
 
@@ -82,18 +91,35 @@ def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> 
     if not every:
         return "", {}
     split, shown = max((key.split for key in every), key=SPLITS.index), TASKS[config.task.name].scores(config.task)
-    keys = [key for key in every if key.split == split]
-    found = {key.metric: metrics[str(key)] for key in keys}
+    found = {key.metric: metrics[str(key)] for key in every if key.split == split}
     named = [shown.lead(found), *(name for name in shown.beside if name != COUNT and not name.endswith((LOW, HIGH)))]
     return split, {n: (found[n], found.get(n + LOW), found.get(n + HIGH)) for n in dict.fromkeys(named) if n in found}
 
 
 def page(card: Card) -> str:
     """Return the card as a Markdown page. Its first lines are the metadata that model hubs read."""
-    top = ["---", "license: unknown", "library_name: consilium", f"base_model: {cell(card.model)}", "---", ""]
-    return "\n".join(
-        [*top, f"# {cell(card.job)}: {cell(card.name)}", "", *_what(card), *_scores(card), *_limits(card), *_files(), ""]
-    )
+    lines = [
+        "---",
+        "license: unknown",
+        "library_name: consilium",
+        f"base_model: {cell(card.model)}",
+        "---",
+        "",
+        f"# {cell(card.job)}: {cell(card.name)}",
+        "",
+        *_what(card),
+        *_scores(card),
+        "## Limits",
+        "",
+        *LIMITS,
+        *(part for note in card.notes for part in ("", note)),
+        "",
+        FILES,
+        "",
+        *ABOUT_FILES,
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _what(card: Card) -> list[str]:
@@ -139,25 +165,3 @@ def _scores(card: Card) -> list[str]:
         for name, (value, low, high) in card.scores.items()
     ]
     return [*head, *rows, ""]
-
-
-def _limits(card: Card) -> list[str]:
-    lines = [
-        "Not a medical device. For research; not tested for use on patients.",
-        "The scores hold for data like those of the sites that took part. Test it on your own before you rely on it.",
-        UNSTATED,
-    ]
-    return ["## Limits", "", *lines, *cards_notes(card)]
-
-
-def _files() -> list[str]:
-    lines = [
-        "`job.yaml` is the job that made it. `consilium.safetensors` has all tensors, for Consilium.",
-        "The other files have the same for other programs.",
-    ]
-    return ["", FILES, "", *lines]
-
-
-def cards_notes(card: Card) -> list[str]:
-    """Return the card's notes as lines, one paragraph per note."""
-    return [part for note in card.notes for part in ("", note)]

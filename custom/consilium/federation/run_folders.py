@@ -1,12 +1,11 @@
 """Folders of runs: each run has a folder under `runs` in the state folder, and a recorded owner."""
 
-import json
 import re
 from pathlib import Path
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import locked, private_folder, write_atomic
+from consilium.core.storage import locked, private_folder, read_json, write_json
 from consilium.privacy.ledger.audit import FILE, verified
 
 RUNS, OWNER = "runs", "owner.json"
@@ -25,8 +24,10 @@ _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)
 def check_name(name: str) -> str:
     """Return a run's name if it can name a folder. Raises ConfigError otherwise."""
     if not _NAME.fullmatch(name) or len(name) > LENGTH:
-        rule = f"at most {LENGTH} letters, digits and ._-, a letter or digit first, no dot last"
-        raise ConfigError(f"experiment: {shown(name, 80)!r}: expected {rule}; give the run another name")
+        raise ConfigError(
+            f"experiment: {shown(name, 80)!r}: expected at most {LENGTH} letters, digits and ._-, a letter or digit first, "
+            "no dot last; give the run another name"
+        )
     if name.lower() in RESERVED or _FILE.fullmatch(name):
         raise ConfigError(f"experiment: {name!r} is the name of a file or folder of ours; give the run another name")
     return name
@@ -35,6 +36,11 @@ def check_name(name: str) -> str:
 def default_name(job: str, job_id: str) -> str:
     """Return the name of a run whose submission gives none. It differs for every submission."""
     return f"{job[: LENGTH - 9]}-{job_id[:8]}"
+
+
+def all_runs(state: Path) -> list[Path]:
+    """Return the folders of all runs under STATE/runs, sorted by name; [] if there are none."""
+    return sorted(path for path in (state / RUNS).glob("*") if path.is_dir())
 
 
 def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
@@ -49,13 +55,10 @@ def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
         twins = [p.name for p in runs.iterdir() if p.name != name and p.name.casefold() == name.casefold()]
         if twins:
             raise ConfigError(f"experiment: {name!r}: there is a run {twins[0]!r}; give this one a name that differs more")
-        owner = _owner(folder)
-        if owner is not None and owner["submitter"] != submitter:
-            who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
-            raise ConfigError(f"experiment: {name!r} is a run of {who}; give another name")
-        _check_site(folder, owner, site)
+        if (owner := _owner(folder)) is not None:
+            _check_owner(folder, owner, submitter, site, "experiment", "give another name")
         if (told := {"submitter": submitter} | ({"site": site} if site else {})) != owner:
-            write_atomic(folder / OWNER, json.dumps(told).encode())
+            write_json(folder / OWNER, told)
     return folder
 
 
@@ -64,25 +67,26 @@ def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | 
     folder = state / RUNS / check_name(name)
     if (owner := _owner(folder)) is None:
         return None
-    if owner["submitter"] != submitter:
-        who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
-        raise ConfigError(f"cross_site.run: {name!r} is a run of {who}; give one of yours")
-    _check_site(folder, owner, site)
+    _check_owner(folder, owner, submitter, site, "cross_site.run", "give one of yours")
     return folder
 
 
-def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
-    """Raise ConfigError if a run's folder belongs to another site than `site`.
+def _check_owner(folder: Path, owner: dict[str, str], submitter: str, site: str, field: str, remedy: str) -> None:
+    """Raise ConfigError if a run's folder belongs to another submitter, or to another site than `site`, if that is given.
 
-    Folders of former versions record no site. Their sites are those in the audit log.
+    Folders of former versions record no site. Their sites are those in the audit log. `field`, `remedy`: for the message about
+    another submitter's run.
     """
-    if owner is None or not site:
+    if (whose := owner["submitter"]) != submitter:
+        raise ConfigError(f"{field}: {folder.name!r} is a run of {shown(whose)}, not of {shown(submitter)}; {remedy}")
+    if not site:
         return
     known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
     if known and site not in known:
-        what = f"is the state of {shown(min(known))}, not of {shown(site)}, in this run"
-        remedy = f"give each site a `state` of its own in its site.yaml, or name {shown(site)} in {OWNER} if it is its own"
-        raise ConfigError(f"{folder}: {what}; {remedy}")
+        raise ConfigError(
+            f"{folder}: is the state of {shown(min(known))}, not of {shown(site)}, in this run; "
+            f"give each site a `state` of its own in its site.yaml, or name {shown(site)} in {OWNER} if it is its own"
+        )
 
 
 def _recorded_sites(folder: Path) -> set[str]:
@@ -98,7 +102,7 @@ def _recorded_sites(folder: Path) -> set[str]:
 
 def _owner(folder: Path) -> dict[str, str] | None:
     try:
-        found = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        found = read_json(folder / OWNER)
         told = {key: found[key] for key in ("submitter", "site") if key in found or key == "submitter"}
         if not all(isinstance(one, str) for one in told.values()):
             raise ValueError

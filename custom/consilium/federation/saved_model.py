@@ -1,6 +1,5 @@
 """Saved models of a run: one folder per model, with the job, the tensors for Consilium and for other programs, and a card."""
 
-import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from consilium.adapters.names import LOCAL_ADAPTER, MEAN, SHIFT, is_base, skippa
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError
 from consilium.core.messages import Tensors
-from consilium.core.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic
+from consilium.core.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic, write_json
 from consilium.federation.model_card import Card, page
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
@@ -61,8 +60,9 @@ def write_kept(
     private_folder(made)
     found = []
     if kept.share:
-        what = f"each counting {1 - kept.share:g} and {kept.share:g}"
-        found.append(f"Beside the adapter runs the site's local one (`local/`), {what}.")
+        found.append(
+            f"Beside the adapter runs the site's local one (`local/`), each counting {1 - kept.share:g} and {kept.share:g}."
+        )
     if kept.similar:
         found.append(
             f"Where it was tested, each sample weighed the local adapter by how alike it is to {kept.similar} training records "
@@ -144,8 +144,10 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
     live = {name: tensor for name, tensor in layers.tensors(model).items() if isinstance(tensor, nn.Parameter)}
     absent = {n: skippable_block(n) if strategy.traits.skips_blocks else None for n in live if n not in values}
     if lost := sorted(name for name, block in absent.items() if block is None):
-        why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
-        raise CheckpointError(f"{who}: no value for {lost[0]!r}: {why}")
+        raise CheckpointError(
+            f"{who}: no value for {lost[0]!r}: "
+            "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
+        )
     blocks = {block for block in absent.values() if block is not None}
     layers.leave_out(model, blocks)
     layers.load(model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
@@ -183,4 +185,4 @@ def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan 
     if SHIFT in values:
         save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})
     if plan is not None:
-        write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
+        write_json(folder / "privacy.json", plan.summary(), indent=1)

@@ -1,6 +1,5 @@
 """The sites of a simulation: from a number, a list of names or a data folder; and checks when a run is resumed."""
 
-import json
 import os
 import re
 from collections import Counter
@@ -10,7 +9,8 @@ from typing import NamedTuple
 
 from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import few, shown
+from consilium.core.storage import read_json
 from consilium.data.fingerprint import fingerprint
 from consilium.data.folders import import_command
 from consilium.data.site_names import VALID, renamed_sites
@@ -34,8 +34,10 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         if there is None:
             return _numbered(count)
         if count > len(there):
-            has = f"--data {data} has folders for {len(there)} ({_join_names(there)})"
-            raise ConfigError(f"--sites: {count}: {has}; ask for at most {len(there)}")
+            raise ConfigError(
+                f"--sites: {count}: --data {data} has folders for {len(there)} ({_join_names(there)}); "
+                f"ask for at most {len(there)}"
+            )
         _check_names(there[:count], f"--data: {data}")
         return there[:count]
     if sites:
@@ -82,7 +84,7 @@ def kept_in(folder: Path) -> Kept:
     """Return the recorded sites of the run in `folder`, empty if there is no record. Raises ConfigError for a damaged one."""
     path = folder / SIMULATION
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        found = read_json(path) if path.is_file() else {}
         sites = {name: lists if lists is None else list(map(str, lists)) for name, lists in found.get("sites", {}).items()}
         return Kept(sites, {name: str(content) for name, content in found.get("content", {}).items()})
     except (OSError, ValueError, AttributeError, TypeError):
@@ -102,11 +104,15 @@ def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None
         here, there = _join_names(list(now.sites)), _join_names(list(was.sites))
         raise ConfigError(f"--sites: {here}: {run} has {there}; give its --sites and --data again")
     if other := next((name for name in was.sites if was.sites[name] != now.sites[name]), ""):
-        has = f"{run} has {_join_lists(was.sites[other])}"
-        raise ConfigError(f"--data: {_join_lists(now.sites[other])} for {other}: {has}; give its --data again")
+        raise ConfigError(
+            f"--data: {_join_lists(now.sites[other])} for {other}: {run} has {_join_lists(was.sites[other])}; "
+            "give its --data again"
+        )
     if other := next((name for name, content in now.content.items() if was.content.get(name, content) != content), ""):
-        what = f"{_join_lists(now.sites[other])} for {other}: has other entries or files than when {run} began"
-        raise ConfigError(f"--data: {what}; put them back, or start anew in another --workspace")
+        raise ConfigError(
+            f"--data: {_join_lists(now.sites[other])} for {other}: has other entries or files than when {run} began; "
+            "put them back, or start anew in another --workspace"
+        )
 
 
 def _join_lists(lists: list[str] | None) -> str:
@@ -125,7 +131,7 @@ def _numbered(count: int) -> list[str]:
 
 
 def _join_names(names: list[str]) -> str:
-    return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return few([shown(name) for name in names], 8)
 
 
 def _check_names(names: list[str], where: str) -> None:
@@ -134,8 +140,10 @@ def _check_names(names: list[str], where: str) -> None:
         raise ConfigError(f"{where}: names no site; give a number or names separated by commas")
     for name in names:
         if not re.fullmatch(VALID, name) or len(name.encode()) > 100 or name in RESERVED:
-            remedy = f"letters, digits, '.', '_' and '-', at most 100 bytes, and none of {', '.join(RESERVED)}"
-            raise ConfigError(f"{where}: '{shown(name, 40)}' cannot name a site; use {remedy}")
+            raise ConfigError(
+                f"{where}: '{shown(name, 40)}' cannot name a site; "
+                f"use letters, digits, '.', '_' and '-', at most 100 bytes, and none of {', '.join(RESERVED)}"
+            )
     twice = [name for name, count in Counter(name.casefold() for name in names).items() if count > 1]
     if twice:
         raise ConfigError(f"{where}: {twice[0]!r} is there twice; name every site once")
@@ -146,6 +154,8 @@ def _site_folders(data: Path) -> list[str]:
         raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
     found = [p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p)]
     if not found:
-        what = "no folder in it has a datalist.json, site.yaml or classes"
-        raise ConfigError(f"--data: {data}: {what}; {import_command(data)} makes lists of pictures beside masks or tables")
+        raise ConfigError(
+            f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; "
+            f"{import_command(data)} makes lists of pictures beside masks or tables"
+        )
     return sorted(renamed_sites(found, data, VALID).values())

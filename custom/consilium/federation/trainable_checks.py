@@ -39,8 +39,10 @@ def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
     """Raise ConfigError if the strategy cannot train DoRA's row lengths, or treats a trained decoder in another way."""
     wanted: Decoder = getattr(config.adapter, "decoder", "freeze")
     if getattr(config.adapter, "dora", False) and not config.strategy.traits.elementwise:
-        what = f"true: strategy {config.strategy.name!r} works on factors and has no rule for the lengths of rows"
-        raise ConfigError(f"{source}: adapter.dora: {what}; use fedit, fedprox, scaffold, centralized or local_only")
+        raise ConfigError(
+            f"{source}: adapter.dora: true: strategy {config.strategy.name!r} works on factors and has no rule for the "
+            "lengths of rows; use fedit, fedprox, scaffold, centralized or local_only"
+        )
     if not names or wanted == "freeze":
         return
     where = f"{source}: adapter.decoder: {wanted!r}"
@@ -73,8 +75,10 @@ def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: P
     if not (blend := strategy.traits.interpolation) or not blend.examples:
         return
     if base.tokenizer:
-        what = "would weigh a text by prompt and answer, which scores must not see"
-        raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
+        raise ConfigError(
+            f"{source}: strategy.weighting: "
+            "'similarity' would weigh a text by prompt and answer, which scores must not see; use fixed"
+        )
     try:
         cut_of(model, base)
     except ConfigError as error:
@@ -129,12 +133,14 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
     if server is not None and strategy.traits.needs == "sites":
         raise ConfigError(f"{source}: server: {who} merges sites' results one by one, not their mean; remove the section")
     if server is not None and server.optimizer and not strategy.traits.fixed_basis:
-        what = f"{who} changes what a tensor's numbers mean between rounds"
-        raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
-    phases = strategy.traits.role_schedule()
-    uploads = any(strategy.names(initial, Role.SHARED, *place) for place in phases)
+        raise ConfigError(
+            f"{source}: server.optimizer: {server.optimizer!r}: {who} changes what a tensor's numbers mean between rounds; "
+            "leave it out"
+        )
+    uploads = any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.role_schedule())
     if server is not None and (server.optimizer or server.robust) and not uploads:
         raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
     if config.training.optimizer_state == "kept" and (strategy.traits.scales_adapter or not strategy.traits.fixed_basis):
-        what = f"{who} changes between rounds what a site trains"
-        raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
+        raise ConfigError(
+            f"{source}: training.optimizer_state: 'kept': {who} changes between rounds what a site trains; use fresh"
+        )

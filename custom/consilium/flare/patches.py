@@ -57,8 +57,10 @@ class Patch:
         except (ImportError, AttributeError, TypeError, OSError):
             known = False
         if not known:
-            what = f"{self.module}.{self.name} is not as in {', '.join(self.seen)}, where this package replaces it"
-            raise ConfigError(f"nvflare {nvflare.__version__}: {what}; {REMEDY}")
+            raise ConfigError(
+                f"nvflare {nvflare.__version__}: "
+                f"{self.module}.{self.name} is not as in {', '.join(self.seen)}, where this package replaces it; {REMEDY}"
+            )
         return owner
 
     def wrap(self, around: Callable[..., Any]) -> None:

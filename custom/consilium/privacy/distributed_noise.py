@@ -181,9 +181,10 @@ def honest_shares(threshold: int, min_sites: int, colluders: int) -> int:
     """
     found = max(threshold, min_sites) - colluders
     if found < 2:
-        sites = f"a sum of {max(threshold, min_sites)} sites"
-        what = f"secure_aggregation.colluders: {colluders}: {sites} would hold {found} shares of noise that nobody else knows"
-        raise ConfigError(f"{what}; raise threshold or federation.min_sites")
+        raise ConfigError(
+            f"secure_aggregation.colluders: {colluders}: a sum of {max(threshold, min_sites)} sites would hold {found} "
+            "shares of noise that nobody else knows; raise threshold or federation.min_sites"
+        )
     return found
 
 
@@ -197,11 +198,15 @@ def share_deviation(noise_multiplier: float, sensitivity: float, shares: int, un
     whole = (Fraction(noise_multiplier) * Fraction(sensitivity) / Fraction(unit)) ** 2 + 4
     found = math.isqrt(math.ceil(whole / shares) - 1) + 1
     if found**2 < LEAST_VARIANCE:
-        what = f"noise of {noise_multiplier:g} times {sensitivity:g} is under the grid's {unit:g} in each of {shares} shares"
-        raise ConfigError(f"privacy.clip: {what}; raise clip")
+        raise ConfigError(
+            f"privacy.clip: noise of {noise_multiplier:g} times {sensitivity:g} is under the grid's {unit:g} in each of "
+            f"{shares} shares; raise clip"
+        )
     if found > LARGEST:
-        what = f"noise of {noise_multiplier:g} times {sensitivity:g} is over the {LARGEST * unit:g} that the grid has room for"
-        raise ConfigError(f"privacy.clip: {what}; lower clip")
+        raise ConfigError(
+            f"privacy.clip: noise of {noise_multiplier:g} times {sensitivity:g} is over the {LARGEST * unit:g} that the "
+            "grid has room for; lower clip"
+        )
     return found
 
 

@@ -151,8 +151,11 @@ def rehearse(model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str, l
                 parameter.requires_grad_(True)
             loss().backward()
     except (MemoryError, RuntimeError) as error:
-        what = f"a step on one {unit} of full size fails here ({type(error).__name__}: {error})"
-        raise ConsiliumError(f"training: {what}; lower model.image_size or model.max_length", Reason.TRAINING) from error
+        raise ConsiliumError(
+            f"training: a step on one {unit} of full size fails here ({type(error).__name__}: {error}); "
+            "lower model.image_size or model.max_length",
+            Reason.TRAINING,
+        ) from error
     finally:
         model.train(training)
         for name, parameter in trained.items():
@@ -163,8 +166,10 @@ def _refuse_coupled_records(model: nn.Module, unit: str) -> None:
     """Raise ConfigError for a module through which one record of a batch influences another."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0):
-            what = f"{name!r} ({type(module).__name__}) ties the records of a batch together"
-            raise ConfigError(f"privacy.unit: {unit!r}: {what}; use a model without it, or dropout 0")
+            raise ConfigError(
+                f"privacy.unit: {unit!r}: {name!r} ({type(module).__name__}) ties the records of a batch together; "
+                "use a model without it, or dropout 0"
+            )
 
 
 @contextmanager
@@ -173,8 +178,10 @@ def _refuse_random_draws(trained: Mapping[str, nn.Parameter], unit: str) -> Iter
     before = _generator_states(trained)
     yield
     if not all(map(torch.equal, before, _generator_states(trained))):
-        what = "the model draws random numbers in training (dropout, DropPath), which ties the records of a batch together"
-        raise ConfigError(f"privacy.unit: {unit!r}: {what}; use a model without it, or set its rate to 0")
+        raise ConfigError(
+            f"privacy.unit: {unit!r}: the model draws random numbers in training (dropout, DropPath), "
+            "which ties the records of a batch together; use a model without it, or set its rate to 0"
+        )
 
 
 def _generator_states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:

@@ -30,7 +30,7 @@ from consilium.strategies.strategy import Role, Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)
 DEVIATIONS = 40
-"""Standard deviations of noise for which `secure_aggregation.bound` must leave room."""
+"""Standard deviations of noise for which a bound must leave room; noise practically never exceeds them."""
 HIDDEN = {
     ("site", "zero-out"): "whether a site's data are there at all; that it takes part is public",
     ("site", "replace"): "which data a site has",
@@ -87,8 +87,9 @@ class Plan:
     def check_count(self, tensors: Sized) -> None:
         """Raise RefusedError for a release of more tensors than its cost was computed for."""
         if self.by_tensor and len(tensors) > self.tensors:
-            what = f"{len(tensors)} tensors where the plan counts {self.tensors} (calibration paper)"
-            raise RefusedError(f"release: {what}; nothing was sent")
+            raise RefusedError(
+                f"release: {len(tensors)} tensors where the plan counts {self.tensors} (calibration paper); nothing was sent"
+            )
 
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
         """Return the epsilon of `releases` releases (default: all) at `delta` (default: of the job).
@@ -104,6 +105,11 @@ class Plan:
         """The noise deviation that a site adds to its update."""
         parts = {"local": 1.0, "central": 0.0, "distributed": self.shares**-0.5}
         return self.noise_multiplier * self.sensitivity * parts[self.config.trust]
+
+    @property
+    def reach(self) -> float:
+        """The largest number that clip and noise may come to, at a site."""
+        return self.clip + DEVIATIONS * self.site_noise
 
     @property
     def by_step(self) -> bool:
@@ -125,16 +131,21 @@ class Plan:
     def check_shares(self, honest: int) -> None:
         """Raise RefusedError if `honest`, the least number of honest noise shares in a sum, is below the plan's `shares`."""
         if self.config.trust == "distributed" and honest < self.shares:
-            what = f"a sum with {honest} shares of noise that nobody else knows, where the plan counts {self.shares}"
-            raise RefusedError(f"{what}; nothing was sent; raise secure_aggregation.threshold", Reason.POLICY)
+            raise RefusedError(
+                f"a sum with {honest} shares of noise that nobody else knows, where the plan counts {self.shares}; "
+                "nothing was sent; raise secure_aggregation.threshold",
+                Reason.POLICY,
+            )
 
     def warnings(self, dimensions: int, sites: int) -> list[str]:
         """Return warnings to show before training: no noise, more noise than signal, needless noise, paper calibration."""
         found = [] if self.noise_multiplier else ["noise_multiplier 0 clips and protects nothing"]
         ratio = noise_to_signal(self, dimensions, sites) if self.config.unit == "site" else 0.0
         if ratio > 1:
-            remedy = f"({dimensions:,} numbers, {sites} sites): lower the rank, narrow the targets, add sites, or spend more"
-            found.append(f"the mean update will hold at least {ratio:.3g} times as much noise as signal {remedy}")
+            found.append(
+                f"the mean update will hold at least {ratio:.3g} times as much noise as signal ({dimensions:,} numbers, "
+                f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
+            )
         could = Terms(sites, default_threshold(sites), default_threshold(sites), self.colluders)
         if self.config.trust == "distributed" and self.shares < could.honest and not could.problem:
             least = f"`secure_aggregation.threshold: {could.threshold}` makes them {could.honest}, and a site's noise"
@@ -202,8 +213,10 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
         return None
     by_epsilon = privacy.noise_multiplier is None and privacy.calibration != "paper"
     if config.secure_aggregation is not None and by_epsilon and found.noise_multiplier < SMALLEST_NOISE:
-        what = f"its noise is {found.noise_multiplier:.3g} of the clip, and under {SMALLEST_NOISE:g} masked sums have none"
-        raise ConfigError(f"privacy.epsilon: {privacy.epsilon:g}: {what}; lower epsilon, or leave privacy out")
+        raise ConfigError(
+            f"privacy.epsilon: {privacy.epsilon:g}: its noise is {found.noise_multiplier:.3g} of the clip, "
+            f"and under {SMALLEST_NOISE:g} masked sums have none; lower epsilon, or leave privacy out"
+        )
     found.share_deviation(0)  # raises before training if the grid is too coarse for the noise, or too small
     return found
 
@@ -216,9 +229,11 @@ def _distributed_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) 
     shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
     made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
     found = replace(made, shares=shares, colluders=masked.colluders)
-    if masked.bound is not None and masked.bound < (least := found.clip + DEVIATIONS * found.site_noise):
-        what = f"{masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise"
-        raise ConfigError(f"secure_aggregation.bound: {what}; give {least:.3g} or more, or leave it out")
+    if masked.bound is not None and masked.bound < found.reach:
+        raise ConfigError(
+            f"secure_aggregation.bound: {masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise; "
+            f"give {found.reach:.3g} or more, or leave it out"
+        )
     return found
 
 
@@ -244,8 +259,7 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
 
 def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
     """Return the plan of `releases` releases at site level. Raises ConfigError for a budget that no noise can keep."""
-    sigma = _noise_multiplier(privacy, releases, 1.0)
-    return Plan(privacy, sigma, GaussianEvent(sigma, slack=SLACK), releases)
+    return _plan(privacy, releases)
 
 
 def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
@@ -254,8 +268,7 @@ def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
     Raises ConfigError for a budget that no noise can keep.
     """
     assert privacy.sample_rate is not None
-    sigma = _noise_multiplier(privacy, releases, privacy.sample_rate)
-    return Plan(privacy, sigma, GaussianEvent(sigma, privacy.sample_rate, slack=SLACK), releases)
+    return _plan(privacy, releases, privacy.sample_rate)
 
 
 def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
@@ -268,30 +281,36 @@ def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_unit
         )
     steps = passes * config.training.steps_per_round(num_units)
     rate = 1 / math.ceil(num_units / config.training.batch_size)  # a step draws about one batch
-    sigma = _noise_multiplier(privacy, steps * releases, rate)
+    return _plan(privacy, releases, rate, steps)
+
+
+def _plan(privacy: SiteLevelDpConfig | DpSgdConfig, releases: int, rate: float = 1.0, steps: int = 1) -> Plan:
+    """Return the plan of `releases` releases, each of `steps` Gaussian mechanisms on samples drawn with `rate`."""
+    sigma = privacy.noise_multiplier
+    if sigma is None:
+        assert privacy.epsilon is not None  # the section has one of them
+        sigma = noise_multiplier(privacy.epsilon, privacy.delta, steps * releases, rate, privacy.accountant, SLACK)
     return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps, SLACK), releases)
-
-
-def _noise_multiplier(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) -> float:
-    if privacy.noise_multiplier is not None:
-        return privacy.noise_multiplier
-    assert privacy.epsilon is not None  # the section has one of them
-    return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant, SLACK)
 
 
 def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) -> None:
     """Raise RefusedError if a hospital's `policy` forbids its site `name` to take part under this plan."""
     if plan is None and policy.protects:
-        what = "site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent"
-        raise RefusedError(f"{name}: {what}", Reason.POLICY)
+        raise RefusedError(
+            f"{name}: site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent",
+            Reason.POLICY,
+        )
     if plan is None or not policy.protects:
         return
     if plan.config.trust not in (policy.trust or ("local",)):
-        what = f"privacy.trust {plan.config.trust!r} is not in site.yaml's privacy.trust; nothing was sent"
-        raise RefusedError(f"{name}: {what}", Reason.POLICY)
+        raise RefusedError(
+            f"{name}: privacy.trust {plan.config.trust!r} is not in site.yaml's privacy.trust; nothing was sent", Reason.POLICY
+        )
     if plan.noise_multiplier < SMALLEST_NOISE:
-        what = f"a noise multiplier of {plan.noise_multiplier:g} is none; nothing was sent; use {SMALLEST_NOISE:g}"
-        raise RefusedError(f"{name}: {what}", Reason.POLICY)
+        raise RefusedError(
+            f"{name}: a noise multiplier of {plan.noise_multiplier:g} is none; nothing was sent; use {SMALLEST_NOISE:g}",
+            Reason.POLICY,
+        )
 
 
 def per_patient(privacy: PrivacyConfig | None) -> int:

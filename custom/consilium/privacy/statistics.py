@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.schema import Section
-from consilium.core.storage import locked, write_atomic
+from consilium.core.storage import locked, read_json, write_json
 from consilium.data.counts import Tally, class_cells, grey_bin_names
 from consilium.data.settings import PictureSettings
 
@@ -104,8 +104,10 @@ class Terms:
             return
         why = "the job is private" if private else "site.yaml has a privacy policy"
         why = "site.yaml has share_statistics: false" if self.share is False else why
-        remedy = "statistics have no noise; share_statistics: true lets them leave all the same"
-        raise RefusedError(f"{name}: {why}; nothing was sent; {remedy}", Reason.STATISTICS)
+        raise RefusedError(
+            f"{name}: {why}; nothing was sent; statistics have no noise; share_statistics: true lets them leave all the same",
+            Reason.STATISTICS,
+        )
 
 
 TERMS = Terms()
@@ -138,8 +140,7 @@ def answer(folder: Path, dataset: str, config: JobConfig, counted: Tally, terms:
         if (found := _read_stored_answer(folder, dataset, config)) is None:
             least = max(terms.minimum, config.statistics.minimum if config.statistics else 0)
             found = disclose(counted, config, least).model_dump(mode="json")
-            write_atomic(_answer_path(folder, dataset), json.dumps({"question": question(config), "answer": found}).encode())
-            _answer_path(folder, dataset).chmod(0o600)
+            write_json(_answer_path(folder, dataset), {"question": question(config), "answer": found})
     return found
 
 
@@ -150,7 +151,7 @@ def _stored_name(folder: Path, dataset: str, listed: str) -> str:
 def _read_stored_answer(folder: Path, dataset: str, config: JobConfig) -> dict[str, Any] | None:
     path = _answer_path(folder, dataset)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         asked, values = found["question"], SiteStatistics.read(found["answer"])
     except FileNotFoundError:
         return None
@@ -159,9 +160,12 @@ def _read_stored_answer(folder: Path, dataset: str, config: JobConfig) -> dict[s
             f"{path}: the kept statistics cannot be read; nothing was sent; restore the file", Reason.LEDGER
         ) from None
     if asked != question(config):
-        what = f"another question about data set {dataset!r} was answered before, and the two could be subtracted"
-        told = "another question about the data was answered before"
-        raise RefusedError(f"{what}; nothing was sent; remove {path} to answer anew", Reason.STATISTICS, told)
+        raise RefusedError(
+            f"another question about data set {dataset!r} was answered before, and the two could be subtracted; "
+            f"nothing was sent; remove {path} to answer anew",
+            Reason.STATISTICS,
+            "another question about the data was answered before",
+        )
     return values.model_dump(mode="json")
 
 

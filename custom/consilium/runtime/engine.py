@@ -1,6 +1,5 @@
 """The simulation: a coordinator and its sites without FLARE. It is the reference for FLARE's runs, and is used for research."""
 
-import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import number_of
-from consilium.core.storage import write_atomic
+from consilium.core.storage import write_json
 from consilium.data.store import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.simulated_sites import kept
@@ -75,7 +74,7 @@ def simulate(
         root = workspace / IDENTITIES / "rootCA.pem"
         masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
         crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-        write_atomic(workspace / SIMULATION, json.dumps(kept(sites)._asdict()).encode())
+        write_json(workspace / SIMULATION, kept(sites)._asdict())
         try:
             beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
             transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)
@@ -94,8 +93,10 @@ def _check_goes_on(job: Job, workspace: Path) -> None:
     """Raise ConsiliumError if this job cannot resume the run in `workspace`. It is called before any file is written."""
     rounds = run_start.load_for_resume(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
-        what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
-        raise ConfigError(f"{what}; start anew in another --workspace")
+        raise ConfigError(
+            f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone; "
+            "start anew in another --workspace"
+        )
 
 
 def _check_workers(job: Job, sites: Mapping[str, SiteConfig]) -> None:

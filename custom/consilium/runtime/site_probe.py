@@ -41,11 +41,15 @@ class SiteProbe:
         self._runs: dict[str, str] = {}
         self._results: dict[str, SiteResult] = {}
         if self.config.oracle and not isinstance(job.strategy, UnequalRanks):
-            what = f"strategy {job.strategy.name!r} has equal ranks, and so no oracle of a higher one"
-            raise ConfigError(f"diagnostics.oracle: {what}; remove it, or use a strategy such as fedhera")
+            raise ConfigError(
+                f"diagnostics.oracle: strategy {job.strategy.name!r} has equal ranks, and so no oracle of a higher one; "
+                "remove it, or use a strategy such as fedhera"
+            )
         if self.config.leakage and not self._factors_with_local_partner(0, 0):
-            what = f"strategy {job.strategy.name!r} keeps no factor of a layer at the site while it shares the other"
-            raise ConfigError(f"diagnostics.leakage: {what}; remove it, or use a strategy such as fediat")
+            raise ConfigError(
+                f"diagnostics.leakage: strategy {job.strategy.name!r} keeps no factor of a layer at the site while it "
+                "shares the other; remove it, or use a strategy such as fediat"
+            )
 
         for name, site in sites.items() if self.config.leakage else ():
             site.on_train = partial(self._before, name)
@@ -118,7 +122,6 @@ def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
         kept, meta = load_state(path)
         if (meta["round"], meta["phase"]) == (payload.round, payload.phase):
             return kept
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_state(path, own, {"round": payload.round, "phase": payload.phase})
     return own
 

@@ -96,15 +96,6 @@ class WorkerSetup(NamedTuple):
     former: Path | None
 
 
-class Question(NamedTuple):
-    """A question to a site: the arguments of SimulatedSite.ask."""
-
-    site: str
-    kind: Kind
-    run: str
-    message: Payload | Message | None
-
-
 class Failed(NamedTuple):
     """A site's failure: one line and a reason for an expected error, a traceback without a reason for any other."""
 
@@ -121,11 +112,14 @@ class Worker(ChildProcess):
 
     def __init__(self) -> None:
         super().__init__(work, threads=1)
-        self.waiting, self.busy = deque[Question](), False
+        self.waiting, self.busy = deque[tuple[Any, ...]](), False
 
-    def ask(self, question: Question) -> None:
-        """Queue a question. It is sent after the one before is answered, because a worker does not receive while it sends."""
-        self.waiting.append(question)
+    def ask(self, site: str, *question: Any) -> None:
+        """Queue a question to a site: the arguments of SimulatedSite.ask.
+
+        It is sent after the one before is answered, because a worker does not receive while it sends.
+        """
+        self.waiting.append((site, *question))
         self.next()
 
     def next(self) -> None:
@@ -183,10 +177,10 @@ class WorkerPool:
             self._take(number)
         return {name: RemoteSite(name, self) for name in self.of}
 
-    def ask(self, question: Question) -> Callable[[], Any]:
+    def ask(self, site: str, *question: Any) -> Callable[[], Any]:
         """Send a question to a site. Return a function that waits for the answer and raises the site's ConsiliumError."""
-        self.of[question.site].ask(question)
-        return lambda: self._take(question.site)
+        self.of[site].ask(site, *question)
+        return lambda: self._take(site)
 
     def _take(self, who: str | int) -> Any:
         while who not in self.answers:
@@ -219,7 +213,7 @@ class RemoteSite(NamedTuple):
 
     def begin(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
         """Send the question at once and return a function that waits for the answer."""
-        return self.pool.ask(Question(self.name, kind, run, message))
+        return self.pool.ask(self.name, kind, run, message)
 
     def close(self) -> None:
         """Do nothing: the worker closes its sites' files."""

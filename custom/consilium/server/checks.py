@@ -15,7 +15,7 @@ from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.linalg.norms import non_finite, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import few, shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
 from consilium.privacy.guard.release import NUMBERS, is_adapter_tensor, upload_shapes
@@ -59,8 +59,10 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if type(hello.num_samples) is not int or hello.num_samples > SAMPLES:
         raise RefusedError(f"{name}: num_samples is not a whole number of at most {SAMPLES}; see that site")
     if hello.num_samples < 0 or (hello.num_samples == 0 and hello.test_only is not True):
-        remedy = "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
-        raise RefusedError(f"{name}: no training samples; {remedy}")
+        raise RefusedError(
+            f"{name}: no training samples; "
+            "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
+        )
     flags = type(hello.joined) is bool and type(hello.seeded) is bool
     if not flags or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
@@ -219,8 +221,10 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
             raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
         for name, tensor in state.shared.items():
             if merged.shared[name].shape != tensor.shape:
-                shapes = f"shape {tuple(merged.shared[name].shape)}, expected {tuple(tensor.shape)}"
-                raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
+                raise ConsiliumError(
+                    f"{who} returned {name!r} with shape {tuple(merged.shared[name].shape)}, "
+                    f"expected {tuple(tensor.shape)}; keep the shape of every tensor"
+                )
 
 
 def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
@@ -231,8 +235,7 @@ def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(reasons.items()):
         by_reason.setdefault(reason, []).append(name)
-    more = {reason: f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED) for reason, names in by_reason.items()}
-    told = [f"{', '.join(names[:MOST_NAMED])}{more[reason]}: {reason}" for reason, names in by_reason.items()]
+    told = [f"{few(names, MOST_NAMED)}: {reason}" for reason, names in by_reason.items()]
     return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
 
 
@@ -252,9 +255,13 @@ def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
             steps.append("mend what their logs name; a site whose state of this run is lost stays out: then begin a new run")
         return f"{', '.join(told)}, and the others are too few; {'; '.join(steps)}"
     if summed := list(reasons.values()).count(Reason.SUMS.text):
-        what = f"{summed} of {len(asked)} sites say `sums`: with earlier sums this one would show too few hospitals"
-        return f"{what}; begin a new run with the hospitals of earlier ones, or with `privacy:`; their logs say what else helps"
+        return (
+            f"{summed} of {len(asked)} sites say `sums`: with earlier sums this one would show too few hospitals; "
+            "begin a new run with the hospitals of earlier ones, or with `privacy:`; their logs say what else helps"
+        )
     if set(reasons.values()) == {Reason.JOB.text}:
-        what = "where a log names a site's own settings, mend them and resume the run"
-        return f"every refusal is `job`: {what}; else change the job and begin a new one"
+        return (
+            "every refusal is `job`: where a log names a site's own settings, mend them and resume the run; "
+            "else change the job and begin a new one"
+        )
     return "see the refusals above, then resume the run"

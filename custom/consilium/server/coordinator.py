@@ -1,6 +1,5 @@
 """The coordinator of one run at the server: registers sites, samples them, accepts results, ends rounds, writes checkpoints."""
 
-import json
 import math
 import random
 import secrets
@@ -17,7 +16,7 @@ from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors, is_hash
 from consilium.core.sanitize import shown
 from consilium.core.seeding import seed_for
-from consilium.core.storage import locked, sweep, write_atomic
+from consilium.core.storage import locked, read_json, sweep, write_json
 from consilium.federation.diagnostics import deviation
 from consilium.federation.job import Job
 from consilium.federation.saved_model import SavedModel, keeps_local
@@ -58,7 +57,7 @@ class Seals:
         """Store the seal that a site has just sent. "", the seal of an empty ledger, is not stored."""
         if self._path and seal and self.of(site) != seal:
             with suppress(OSError), locked(self._path.parent):
-                write_atomic(self._path, json.dumps(self._read() | {site: seal}).encode())
+                write_json(self._path, self._read() | {site: seal})
 
     def of(self, site: str) -> str:
         """Return the last seal of a site; "" if none is known."""
@@ -66,7 +65,7 @@ class Seals:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8")) if self._path else {}
+            found = read_json(self._path) if self._path else {}
         except (OSError, ValueError, RecursionError):
             return {}
         return {name: seal for name, seal in found.items() if is_hash(seal)} if isinstance(found, dict) else {}
@@ -118,8 +117,12 @@ class Coordinator:
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             for changed in self.log.resumed(self.state):
-                text = f"resumed with another version: {changed}; the run's numbers are of both, see versions.json"
-                observer({"event": "warning", "text": text})
+                observer(
+                    {
+                        "event": "warning",
+                        "text": f"resumed with another version: {changed}; the run's numbers are of both, see versions.json",
+                    }
+                )
         else:
             self.log.trains(job.strategy, job.initial)
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
@@ -264,9 +267,10 @@ class Coordinator:
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
         if (result.round, result.phase) != (self.state.round, self.state.phase):
-            at = f"round {self.state.round} phase {self.state.phase}"
-            told = f"round {shown(result.round, 20)} phase {shown(result.phase, 20)}"
-            raise RefusedError(f"stale: answers {told}, the federation is at {at}")
+            raise RefusedError(
+                f"stale: answers round {shown(result.round, 20)} phase {shown(result.phase, 20)}, "
+                f"the federation is at round {self.state.round} phase {self.state.phase}"
+            )
         sent = self.sent[name]
         check_update(self.job, self.plan, result, sent)
         return sent

@@ -35,8 +35,10 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
         return None
     where, why = f"cross_site.run: {section.run!r}", ""
     if former is None or not (former / "results.json").is_file():
-        what = "no run of that name here has come to its end"
-        raise ConfigError(f"{where}: {what}; give an experiment that has, in a simulation a folder beside the workspace")
+        raise ConfigError(
+            f"{where}: no run of that name here has come to its end; "
+            "give an experiment that has, in a simulation a folder beside the workspace"
+        )
     for config in former_jobs(job.config):
         try:
             saved = run_start.read(former, replace(job, config=config))
@@ -79,8 +81,7 @@ class CrossSites:
     def take_model(self, owner: str, result: Payload) -> None:
         """Store the model of the site `owner` until it is sent to be scored. Raises RefusedError for an invalid model."""
         check_shared_model(self.job, result)
-        place = self.state.round, len(self._rows)
-        self._model = Payload(*place, result.tensors, result.scalars)
+        self._model = Payload(self.state.round, len(self._rows), result.tensors, result.scalars)
         self._begin_row(owner, Stage.PERSONALIZED)
 
     def owner_model_payloads(self) -> dict[str, Payload]:

@@ -60,8 +60,10 @@ def no_score_warning(config: JobConfig, strategy: Strategy, state: ServerState, 
     first = state.round < strategy.traits.warm_up + config.training.validation.every
     if known.metric or not first or not _validates_now(config, strategy, state):
         return None
-    what = "no site told a validation score, and without one the run goes to its last round"
-    return f"training.validate.patience: {what}; give sites a validation split, and share_metrics in site.yaml"
+    return (
+        "training.validate.patience: no site told a validation score, and without one the run goes to its last round; "
+        "give sites a validation split, and share_metrics in site.yaml"
+    )
 
 
 def early_end(config: JobConfig, state: ServerState, known: Validations) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ stored answers.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from cryptography import x509
 
@@ -51,27 +51,17 @@ class MaskedAggregate(RoundAggregate):
         return restored(self._maps, super().mean())
 
 
-class OpenedSums(NamedTuple):
-    """The opened sums of a phase (int64, units), their divisor, and the maps from whitened coordinates back to updates.
+def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
+    """Return the opened `sums` of a phase (int64, units), their divisor, and the maps from whitened coordinates to updates.
 
-    `maps`: by tensor name; {} if no tensor is whitened.
-    """
-
-    sums: Tensors
-    divisor: float
-    maps: dict[str, Geometry]
-
-
-def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> OpenedSums:
-    """Return the opened `sums` with their divisor and maps. `weight`: the sum of the sites' weights.
-
-    A DP-SGD step is divided by the job's constant, which does not depend on what was drawn.
+    `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
+    drawn. The maps are by tensor name; {} if no tensor is whitened.
     """
     public = state.shared | state.initial
     if not sent_as_sums(job.config):
-        return OpenedSums(sums, weight, {})
+        return sums, weight, {}
     divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
-    return OpenedSums(sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase))
+    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
 
 
 def aggregate_for(job: Job) -> RoundAggregate:
@@ -110,8 +100,7 @@ class MaskedRounds:
                 ask, self._cancel_and_retry(ask, attempt), payloads
             )
             if opened is None:
-                what = "secure aggregation: too few sites stay to the end of a phase"
-                raise self._too_few_error(what, attempt)
+                raise self._too_few_error("secure aggregation: too few sites stay to the end of a phase", attempt)
             self._open_and_conclude(opened)
         finally:
             for name in self._away:
@@ -127,8 +116,12 @@ class MaskedRounds:
         new = [name for name in sorted(c.trainers) if name not in roster]
         if self.bare and self.collector.has_begun:
             for name in new:
-                what = "came after the run's first round, and without noise all its sums are of the same hospitals"
-                c.refuse(name, f"{name} {what}; begin a new run, see the privacy page on sums over several runs", joining=True)
+                c.refuse(
+                    name,
+                    f"{name} came after the run's first round, and without noise all its sums are of the same hospitals; "
+                    "begin a new run, see the privacy page on sums over several runs",
+                    joining=True,
+                )
                 del c.sites[name]
             return
         question = self.collector.hello_question()
@@ -227,8 +220,10 @@ class MaskedRounds:
             question = attempt.cancel_question()
             ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
         if not attempt.is_cancelled:
-            what = "too few sites are left to open this phase's sum, and too few to cancel it and ask anew"
-            raise self._too_few_error(f"secure aggregation: {what}", attempt)
+            raise self._too_few_error(
+                "secure aggregation: too few sites are left to open this phase's sum, and too few to cancel it and ask anew",
+                attempt,
+            )
         return self.collector.again(attempt)
 
     def _too_few_error(self, what: str, attempt: Attempt) -> ConsiliumError:

@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Tensors
-from consilium.core.storage import checkpoint_hash, file_hash, load_state, save_state
+from consilium.core.storage import checkpoint_hash, file_hash, group_of, joined, load_state, save_state
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
@@ -43,8 +43,10 @@ def keep_inside(config: JobConfig, own: SiteConfig) -> None:
         return
     path = in_checkpoints("adapter.start", config.adapter.start, own, "the server's").resolve()
     if own.checkpoints is None or not path.is_relative_to(own.checkpoints.resolve()):
-        what = "not in the server's checkpoint folder; have it put there, and write ${SITE}/NAME"
-        raise ConfigError(f"adapter.start: {config.adapter.start!r}: {what}")
+        raise ConfigError(
+            f"adapter.start: {config.adapter.start!r}: not in the server's checkpoint folder; "
+            "have it put there, and write ${SITE}/NAME"
+        )
 
 
 def server_start(job: Job, own: SiteConfig) -> Start:
@@ -86,8 +88,10 @@ def _initial_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> 
             return fresh
         raise ConfigError(f"adapter.start: {folder} lacks {name!r}, which this job trains; use its model and adapter sections")
     if kept.values[name].shape != fresh.shape:
-        shapes = f"{tuple(kept.values[name].shape)} of {name!r}, this job's is {tuple(fresh.shape)}"
-        raise ConfigError(f"adapter.start: {folder} has shape {shapes}; use its adapter section and classes")
+        raise ConfigError(
+            f"adapter.start: {folder} has shape {tuple(kept.values[name].shape)} of {name!r}, "
+            f"this job's is {tuple(fresh.shape)}; use its adapter section and classes"
+        )
     return kept.values[name].to(fresh.dtype)
 
 
@@ -97,11 +101,12 @@ def _check_comparable(config: JobConfig, kept: SavedModel, card: Card, folder: P
     for what, theirs, ours in (("kind", card.adapter, config.adapter.kind), ("base", card.model, base)):
         if theirs != ours:
             raise ConfigError(f"adapter.start: {folder} is of {what} {theirs!r}, this job's is {ours!r}; use that")
-    made_by = load_run_job(folder, frozenset(config.packages))
-    scaling = made_by.adapter.product_scaling * kept.scaling
+    scaling = load_run_job(folder, frozenset(config.packages)).adapter.product_scaling * kept.scaling
     if scaling != config.adapter.product_scaling:
-        what = f"multiplies its products by {scaling:g}, this job by {config.adapter.product_scaling:g}"
-        raise ConfigError(f"adapter.start: {folder} {what}; give rank and alpha as there")
+        raise ConfigError(
+            f"adapter.start: {folder} multiplies its products by {scaling:g}, "
+            f"this job by {config.adapter.product_scaling:g}; give rank and alpha as there"
+        )
 
 
 # checkpoint ------------------------------------------------------------------------------------------------------------
@@ -126,27 +131,39 @@ class Saved(NamedTuple):
 def write(folder: Path, job: Job, saved: Saved) -> None:
     """Write a run's checkpoint into its folder."""
     state = saved.state
-    groups = {"shared": state.shared, "initial": state.initial, "matrices": state.matrices, "optimizer": state.optimizer}
-    groups |= {f"sites/{site}": values for site, values in state.sites.items()}
-    tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
-    place: dict[str, Any] = {"round": state.round, "phase": state.phase}
-    place |= {"reported": state.reported, "weights": state.weights}
-    validations = {"validations": asdict(saved.validations)}
-    told = {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)} | validations
-    save_state(folder / FILE, tensors, place | told)
+    groups = {
+        "shared": state.shared,
+        "initial": state.initial,
+        "matrices": state.matrices,
+        "optimizer": state.optimizer,
+        **{f"sites/{site}": values for site, values in state.sites.items()},
+    }
+    meta = {
+        "round": state.round,
+        "phase": state.phase,
+        "reported": state.reported,
+        "weights": state.weights,
+        "run": saved.run,
+        "checkpoint": saved.checkpoint,
+        "job": job.config.digest,  # of all settings except the number of rounds: the resuming job must have the same
+        "validations": asdict(saved.validations),
+    }
+    save_state(folder / FILE, joined(groups), meta)
 
 
 def read(folder: Path, job: Job) -> Saved:
     """Return the checkpoint of the run in `folder`. Raises CheckpointError if it is damaged or of another job."""
     path = folder / FILE
     tensors, meta = load_state(path)
-    if meta["job"] != _fingerprint(job):
+    if meta["job"] != job.config.digest:
         if other := other_version(folder):
-            what = f"{folder}: is a run of consilium {other}, which {__version__} does not resume"
-            raise CheckpointError(f"{what}; resume it with that version, or begin a new run in another --workspace")
+            raise CheckpointError(
+                f"{folder}: is a run of consilium {other}, which {__version__} does not resume; "
+                "resume it with that version, or begin a new run in another --workspace"
+            )
         raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
-    groups = {group: _tensors_of_group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
-    sites = {name: _tensors_of_group(tensors, f"sites/{name}") for name in meta["reported"]}
+    groups = {group: group_of(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
+    sites = {name: group_of(tensors, f"sites/{name}") for name in meta["reported"]}
     known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
     state = ServerState(meta["round"], meta["phase"], **known)
     return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
@@ -158,12 +175,3 @@ def load_for_resume(folder: Path, job: Job) -> Saved:
     if (done := saved.state.round) > wanted:
         raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")
     return saved
-
-
-def _tensors_of_group(tensors: Tensors, group: str) -> Tensors:
-    return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
-
-
-def _fingerprint(job: Job) -> str:
-    """Return the digest that a checkpoint and the resuming job must share: of all settings except the number of rounds."""
-    return job.config.digest

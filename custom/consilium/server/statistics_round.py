@@ -1,6 +1,5 @@
 """Collects the sites' statistics at the server, once before the first round, and writes them side by side."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Observer
-from consilium.core.storage import write_atomic
+from consilium.core.storage import write_atomic, write_json
 from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
 from consilium.data.datalist import SPLITS
 from consilium.privacy.statistics import Group, Portion, SiteStatistics
@@ -65,7 +64,7 @@ class StatisticsRound:
         self._asked = set()
         write_atomic(self.folder / "statistics.txt", site_statistics.text(self.config.name, sites).encode())
         site_statistics.plot(self.folder / "statistics.png", sites)
-        write_atomic(self.folder / FILE, json.dumps({"job": self.config.name, "sites": sites}, indent=1).encode())
+        write_json(self.folder / FILE, {"job": self.config.name, "sites": sites}, indent=1)
 
 
 def check(config: JobConfig, found: SiteStatistics) -> None:

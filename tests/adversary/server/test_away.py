@@ -89,7 +89,7 @@ def test_a_disk_too_full_to_note_that_a_round_begins(privacy: dict, kit: Any, tm
     site = kit(privacy, FOUR_ROUNDS, policy, datalist=make_site(tmp_path / "list"))
     assert site.train(0) is None
     before = Ledger(ledger).entries()
-    with patch("consilium.privacy.guard.release_store.write_atomic", side_effect=FULL):
+    with patch("consilium.privacy.guard.release_store.write_json", side_effect=FULL):
         assert [site.train(round) for round in (1, 2)] == [Reason.LEDGER] * 2
     assert Ledger(ledger).entries() == before
     assert site.train(2) is None

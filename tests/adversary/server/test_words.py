@@ -165,7 +165,7 @@ def test_what_cannot_be_kept_is_not_paid(fails: bool, privacy: dict, client: Mak
     task = admitted(site)
     rows, full = site.guard.ledger.entries(), OSError(errno.ENOSPC, "full")
     with (
-        patch("consilium.privacy.guard.audit_trail.write_atomic", side_effect=full),
+        patch("consilium.privacy.guard.audit_trail.write_json", side_effect=full),
         patch(f"{KEPT}.save_state", side_effect=full),
     ):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER

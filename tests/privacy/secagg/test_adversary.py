@@ -11,7 +11,7 @@ import torch
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.sealing import canonical, sign
+from consilium.privacy.secagg.sealing import canonical, commitment, public_of, sign
 from consilium.privacy.secagg.server import MASKED, Attempt
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, SENT, Net, as_sent, same
@@ -251,7 +251,7 @@ def test_a_colluder_who_signs_two_lists_opens_one_sum_only(net: Net) -> None:
             net, "c", changed(attempt.reveal_question(), confirmed=confirmed), "have confirmed this sum, under the threshold"
         )
     with pytest.raises(ConsiliumError, match="what it signed"):
-        attempt._reconstruct_seed("c", attempt.answers.of("prepare")["c"]["seed"])
+        attempt._reconstruct("c", attempt.answers.of("prepare")["c"]["seed"], commitment)
 
 
 def test_sites_that_are_shown_different_rosters_have_nothing_in_common(make_net: Callable[..., Net]) -> None:
@@ -320,7 +320,7 @@ def test_a_late_update_stays_masked_for_ever(net: Net) -> None:
     refused(net, "d", attempt.confirm_question(survivors), "not in the sum")
     refused(net, "a", attempt.confirm_question(NAMES), "has answered confirm")
     words = late.tensors[MASKED].numpy().view("uint64")
-    private = attempt._reconstruct_private_key("d", attempt.answers.of("prepare")["d"]["key"])
+    private = attempt._reconstruct("d", attempt.answers.of("prepare")["d"]["key"], public_of)
     for other in survivors:  # all that the server can take off
         key = sealing.pair_key(
             private, attempt.answers.of("prepare")[other]["key"], "mask", net.context(attempt, parties), ("d", other)
@@ -328,7 +328,7 @@ def test_a_late_update_stays_masked_for_ever(net: Net) -> None:
         words = words + sealing.mask(key, 7)
     assert not np.array_equal(words[:6].view(np.int64), net.updates["d"]["w"].reshape(-1).numpy())
     with pytest.raises(ConsiliumError, match="what it signed"):
-        attempt._reconstruct_seed("d", attempt.answers.of("prepare")["d"]["seed"])
+        attempt._reconstruct("d", attempt.answers.of("prepare")["d"]["seed"], commitment)
 
 
 # attempts ---------------------------------------------------------------------------------------------------------------

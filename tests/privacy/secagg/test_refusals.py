@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from consilium.config.privacy import SitePartnersConfig
+from consilium.config.privacy import SiteLevelDpConfig, SitePartnersConfig
 from consilium.core.errors import RefusedError
 from consilium.privacy.guard.masking import Masking
+from consilium.privacy.plan import site_plan
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.record import FILE, SiteRecord
@@ -129,7 +130,8 @@ def test_a_record_that_is_none_ends_the_site_s_part(text: str, tmp_path: Path) -
 def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     """A clip of 1 and a share of deviation 1 come to 1 + 40 at most."""
     site = object.__new__(Masking)
-    site.site, site.plan = "a", cast(Any, SimpleNamespace(clip=1.0, site_noise=1.0))
+    privacy = SiteLevelDpConfig(unit="site", noise_multiplier=1.0, clip=1.0)
+    site.site, site.plan = "a", site_plan(privacy, 1)
     site.check_room(41.0)
     with pytest.raises(RefusedError, match="under the 41 "):
         site.check_room(40.9)

@@ -163,9 +163,11 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
             continue
         raise ConsiliumError(f"{path}: {name}: {problem}; the archive was changed")
     if wanted not in fingerprints(root):
-        what = f"is intact and signed, but its root is another one than --fingerprint or --kit names ({fingerprints(root)[0]})"
-        remedy = "ask the hub for its root's fingerprint again; if that differs too, the archive is not of the hub's project"
-        raise ConsiliumError(f"{path}: {what}; {remedy}")
+        raise ConsiliumError(
+            f"{path}: is intact and signed, "
+            f"but its root is another one than --fingerprint or --kit names ({fingerprints(root)[0]}); "
+            "ask the hub for its root's fingerprint again; if that differs too, the archive is not of the hub's project"
+        )
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
     about = {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content)}
     return about | check_chains(content)

@@ -16,7 +16,7 @@ from consilium import __version__
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
-from consilium.federation.run_folders import RUNS, STATE
+from consilium.federation.run_folders import STATE, all_runs
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.admission import noted_cause
 from consilium.flare.kit.certificates import days_left
@@ -93,7 +93,7 @@ def collect(kit: Path) -> list[Sample]:
 def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
     yield Sample("revoked_names", len(revoked_until(kit / "local")))
     seen: dict[str, float] = {}
-    for folder in sorted((state / RUNS).iterdir()) if (state / RUNS).is_dir() else ():
+    for folder in all_runs(state):
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
             yield from _run_samples(folder, read_events(path)[0], seen)
@@ -129,7 +129,12 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
-    yield from _run_state_samples(folder, lines, of)
+    state, end, cause = run_state(folder, lines)
+    yield Sample("run_state", 1, of | {"state": state})
+    if end is not None:
+        yield Sample("run_end_timestamp_seconds", end, of)
+    if cause:
+        yield Sample("run_stopped", 1, of | {"cause": cause})
     if lines:
         yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
@@ -142,16 +147,6 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
             seen[line["site"]] = max(seen.get(line["site"], 0.0), line["time"])
     for site, count in sorted(refused.items()):
         yield Sample("run_refusals_total", count, of | {"site": site})
-
-
-def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
-    """Yield a run's state; for an ended run its end time; for a stopped run also the cause."""
-    state, end, cause = run_state(folder, lines)
-    yield Sample("run_state", 1, of | {"state": state})
-    if end is not None:
-        yield Sample("run_end_timestamp_seconds", end, of)
-    if cause:
-        yield Sample("run_stopped", 1, of | {"cause": cause})
 
 
 def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | None, str]:
@@ -170,8 +165,7 @@ def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | N
 
 def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
     yield from budget_samples(site, Ledger(site.privacy.ledger_in(state)))
-    runs = sorted(one for one in (state / RUNS).iterdir() if one.is_dir()) if (state / RUNS).is_dir() else []
-    for run in runs:
+    for run in all_runs(state):
         found = [_check_record(path) for path in run.rglob(audit.FILE)]
         yield Sample("record_intact", float(all(whole for _, whole in found)), {"run": run.name})
         yield Sample("messages_total", sum(count for count, _ in found), {"run": run.name})

@@ -4,7 +4,6 @@ Every error of FLARE is raised as a ConsiliumError of one line.
 """
 
 import io
-import json
 import re
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
+from consilium.core.storage import read_json
 from consilium.federation.run_folders import default_name
 from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
@@ -120,8 +120,9 @@ class Admin:
         """Return the server's list of sites (see heartbeat_server.py). Raises ConsiliumError if the server's kit is too old."""
         found = self.session._do_command("check_status server")["meta"].get(KEY)
         if found is None:
-            what = "the server's kit has nothing that counts its sites"
-            raise ConsiliumError(f"{what}; there stop it, run `consilium allow KIT`, start it")
+            raise ConsiliumError(
+                "the server's kit has nothing that counts its sites; there stop it, run `consilium allow KIT`, start it"
+            )
         return found
 
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
@@ -169,8 +170,10 @@ class Admin:
 
     def _failure_line(self, job: Job) -> str:
         if job["status"] == LOST:
-            resume = f"`consilium resume {shown(experiment_of(job))} --kit KIT`"
-            return f"its server process is gone; {resume} goes on from the last finished round"
+            return (
+                "its server process is gone; "
+                f"`consilium resume {shown(experiment_of(job))} --kit KIT` goes on from the last finished round"
+            )
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
         reason = self._ended_outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
         return " ".join((reason or self._scheduler_lines(job["job_id"]) or NO_REASON).split())
@@ -235,7 +238,7 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
 
 def _metadata_names(meta: Path, experiment: str) -> bool:
     try:
-        return experiment_of(json.loads(meta.read_text(encoding="utf-8"))) == experiment
+        return experiment_of(read_json(meta)) == experiment
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
@@ -313,7 +316,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     if not config.is_file():
         raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
     check_time(kit)
-    user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
+    user = read_json(config)["admin"]["username"]
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints lines, and a traceback if refused
             session = _open_session(user, kit, seconds)
@@ -325,6 +328,8 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
         raise UnreachableError(f"{kit}: {_why_no_session(kit, error)}") from None
     except FLARE_ERRORS as error:
         if isinstance(error, NO_SESSION) or INACTIVE in str(error):
-            what = "the server has ended this session: it was started anew, or the person's credential was revoked"
-            raise UnreachableError(f"{kit}: {what}; run the command again") from None
+            raise UnreachableError(
+                f"{kit}: the server has ended this session: it was started anew, or the person's credential was revoked; "
+                "run the command again"
+            ) from None
         raise ConsiliumError(f"FLARE: {error}") from None

@@ -1,6 +1,5 @@
 """Job folders for submission: each is one run with its own experiment name, in the upload folder of an administrator's kit."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ import yaml
 
 from consilium.config.job import job_file, load_job
 from consilium.core.errors import ConfigError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_atomic, write_json
 from consilium.federation.run_folders import check_name
 from consilium.flare.job.job_context import federated_job
 from consilium.flare.job.recipe import export
@@ -58,10 +57,10 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{experiment}: not submitted from this kit; give the job folder too: consilium resume NAME JOB")
     path = folder / "app/config/config_fed_server.json"
-    server = json.loads(path.read_text(encoding="utf-8"))
+    server = read_json(path)
     for workflow in (w for w in server["workflows"] if w["path"] == CONTROLLER):
         workflow["args"] = workflow.get("args", {}) | {"resume": True}
-    write_atomic(path, json.dumps(server, indent=2).encode())
+    write_json(path, server, indent=2)
     return folder
 
 
@@ -76,15 +75,17 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
         if (job / "meta.json").is_file():
             tasks = (job / "app/config/config_fed_client.json").read_text(encoding="utf-8")
             if config.secure_aggregation is not None and f'"{MASKS}"' not in tasks:
-                what = f"{job}: is a ready job folder without secure aggregation, so its sites would not answer"
-                raise ConfigError(f"secure_aggregation: {what}; give its app/config/job.yaml instead")
+                raise ConfigError(
+                    f"secure_aggregation: {job}: is a ready job folder without secure aggregation, "
+                    "so its sites would not answer; give its app/config/job.yaml instead"
+                )
             shutil.copytree(job, folder)
         else:
             write_atomic(Path(place) / "job.yaml", text)
             export(Path(place) / "job.yaml", Path(place) / "export").rename(folder)
         write_atomic(job_file(folder), text)
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "meta.json")
         meta |= {"min_clients": config.federation.min_sites, "experiment": experiment}
-        write_atomic(folder / "meta.json", json.dumps(meta, indent=2).encode())
+        write_json(folder / "meta.json", meta, indent=2)
         federated_job(job_file(folder), None)
         yield folder

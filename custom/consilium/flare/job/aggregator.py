@@ -43,8 +43,7 @@ class StrategyAggregator(ModelAggregator):
 
     def use(self, job: Job) -> RoundAggregate:
         """Set the job of this run. Return the new aggregate for it."""
-        aggregate = aggregate_for(job)
-        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate)
+        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate_for(job))
         return self._ready.aggregate
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -88,8 +87,10 @@ class StrategyAggregator(ModelAggregator):
         ready = self._run_state()
         strategy, own, base = ready.job.strategy, type(ready.job.strategy), Strategy
         if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
-            what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
-            raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
+            raise ConfigError(
+                f"strategy.name: {strategy.name!r}: FLARE's own workflows add the mean update to one model that they send "
+                "to all, and its server does more; use RoundController, or fedit"
+            )
         if ready.job.config.secure_aggregation is not None:
             raise ConfigError("secure_aggregation: only RoundController opens masked sums; use it, or remove the section")
         if ready.plan is not None and ready.plan.config.trust == "central":

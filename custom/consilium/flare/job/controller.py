@@ -65,7 +65,7 @@ class RoundController(Controller):
             own = job_context.own_config(fl_ctx)
             if not job_context.simulated():
                 keep_inside(job.config, own)
-            saved = former_state(job, job_context.former_server(fl_ctx, job))
+            saved = former_state(job, job_context.former_run_folder(fl_ctx, job))
             seals = job_context.seals(fl_ctx)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own, seals)
             if job.config.cross_site and saved:
@@ -119,8 +119,12 @@ class RoundController(Controller):
             self._give_up(error, fl_ctx)
         except OSError as error:
             remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see the server's log"
-            what = f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
-            self._give_up(ConsiliumError(what), fl_ctx)
+            self._give_up(
+                ConsiliumError(
+                    f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
+                ),
+                fl_ctx,
+            )
 
     @staticmethod
     def _abort_reason(tasks: TaskSender, registration: Registration) -> str:

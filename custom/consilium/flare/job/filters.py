@@ -56,9 +56,14 @@ class GuardTaskFilter(ClosedFilter):
         if isinstance(wire.peek(shareable), AuthorizedTask) or site_registry.of(fl_ctx).refused is shareable:
             return shareable  # the first pair of filters made it
         site_registry.reload_data(fl_ctx)
-        guard = site_registry.guard(self, fl_ctx)
+        guard, name = site_registry.guard(self, fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_NAME)
         guard.end_task()
-        return wire.put(_authorize_task(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
+        if wire.reason_of(shareable) is not None:
+            raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
+        if name not in list(Kind):
+            raise RefusedError(f"{guard.name}: there is no task {str(name)[:80]!r}; nothing was sent", Reason.TASK)
+        run, payload, seal = wire.decode_task(Kind(name), shareable)  # the message must be of the kind that the name says
+        return wire.put(guard.authorize(Kind(name), run, payload, seal=seal))
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal, and remember it so that the second pair lets it pass. Refusals sent by a server do not pass."""
@@ -75,7 +80,13 @@ class GuardResultFilter(ClosedFilter):
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
             return self.refused(reason, shareable, fl_ctx)
-        return self._remember_sent(_release_message(site_registry.guard(self, fl_ctx), wire.pop(shareable)), fl_ctx)
+        guard, answer = site_registry.guard(self, fl_ctx), wire.pop(shareable)
+        if not isinstance(answer, wire.Answer):
+            raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
+        released = guard.answer(answer.task, answer.result)
+        if isinstance(released, Payload):
+            return self._remember_sent(_encode_release(guard, answer.task, released), fl_ctx)
+        return self._remember_sent(wire.encode_dict(answer.task.kind.value, released), fl_ctx)
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Record the refusal and return it. If recording fails, return a refusal whose reason does not depend on the data."""
@@ -133,26 +144,6 @@ class ResultCheckFilter(ClosedFilter):
             fl_ctx.set_prop(wire.REASON, str(error), private=True, sticky=False)  # the controller trusts this
             raise
         return shareable
-
-
-def _authorize_task(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
-    """Return the task that the guard authorizes for a message. The message must be of the kind that the task `name` says."""
-    if wire.reason_of(shareable) is not None:
-        raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
-    if name not in list(Kind):
-        raise RefusedError(f"{guard.name}: there is no task {str(name)[:80]!r}; nothing was sent", Reason.TASK)
-    run, payload, seal = wire.decode_task(Kind(name), shareable)
-    return guard.authorize(Kind(name), run, payload, seal=seal)
-
-
-def _release_message(guard: Guard, answer: wire.Answer) -> Shareable:
-    """Return a message with the data that the guard releases from an answer."""
-    if not isinstance(answer, wire.Answer):
-        raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
-    released = guard.answer(answer.task, answer.result)
-    if not isinstance(released, Payload):
-        return wire.encode_dict(answer.task.kind.value, released)
-    return _encode_release(guard, answer.task, released)
 
 
 def _encode_release(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable:

@@ -23,7 +23,7 @@ from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site,
 from consilium.core.errors import ConfigError, Reason
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
-from consilium.core.storage import private_folder, sweep, write_atomic
+from consilium.core.storage import private_folder, read_json, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.job.late_join import Arrivals
@@ -107,7 +107,7 @@ def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
         return read_simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
     startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
     try:
-        server = str(json.loads((startup / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]["identity"])
+        server = str(read_json(startup / "fed_client.json")["servers"][0]["identity"])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         raise ConfigError(f"{startup / 'fed_client.json'}: names no server; restore the kit", Reason.POLICY) from None
     return read_identity(startup, name, server, site.secure_aggregation)
@@ -176,7 +176,7 @@ def submitter(fl_ctx: FLContext) -> str:
     """Return the submitter's name, which the server has read from the submitter's certificate; "" in a simulation."""
     try:
         path = Path(_workspace(fl_ctx).get_job_meta_path(fl_ctx.get_job_id()))
-        return str(json.loads(path.read_text(encoding="utf-8")).get(JobMetaKey.SUBMITTER_NAME.value, ""))
+        return str(read_json(path).get(JobMetaKey.SUBMITTER_NAME.value, ""))
     except FileNotFoundError:
         return ""
 
@@ -234,7 +234,7 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
 def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
     """Return the site's folder of the run that a cross-site job scores; None if the site took no part. Raises ConfigError."""
     own = _own_state(site)
-    former = _scored_run_folder(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
+    former = former_run_folder(fl_ctx, job, own, name if own else "")
     found = former if former is None or own else former / "sites" / name
     return found if found and found.is_dir() else None
 
@@ -244,18 +244,14 @@ def _own_state(site: SiteConfig) -> Path | None:
     return None if simulated() else site.state
 
 
-def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
-    """Return the server's folder of the run that a cross-site job scores; None if there is none. Raises ConfigError."""
-    return _scored_run_folder(fl_ctx, job, state_folder(fl_ctx))
+def former_run_folder(fl_ctx: FLContext, job: Job, own: Path | None = None, site: str = "") -> Path | None:
+    """Return the folder of the run that a cross-site job scores, which must be of the same submitter; None if there is none.
 
-
-def _scored_run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
-    """Return the folder under `state` of the run that a cross-site job scores, which must be of the same submitter.
-
-    None for other jobs. In a simulation, the folder lies beside the workspace.
+    It lies under `own`, by default under `state_folder`; in a simulation beside the workspace. Raises ConfigError.
     """
     if job.config.cross_site is None:
         return None
+    state = own or state_folder(fl_ctx)
     if simulated():
         return former_run(job.config, state)
     return known_run(state, job.config.cross_site.run, submitter(fl_ctx), site)

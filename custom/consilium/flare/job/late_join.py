@@ -67,9 +67,9 @@ class LateSites(FLComponent):
             self._stop_waiting(engine)
             for job_id, job in list(engine.job_runner.running_jobs.items()):
                 for token, client in here.items():
-                    if (job_id, token) not in self._tried and self._lacks_job(engine, job, client):
+                    if (job_id, token) not in self._tried and (app := self._missing_app(engine, job, client)):
                         self._tried.add((job_id, token))
-                        self._send_job(engine, job, client)
+                        self._send_job(engine, job, client, app)
         finally:
             self._busy.release()
 
@@ -81,20 +81,24 @@ class LateSites(FLComponent):
                     engine.job_runner.resolve_client_outcome(job_id, client.name)
                     self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
 
-    def _lacks_job(self, engine: ServerEngine, job: Job, client: Client) -> bool:
-        """Return whether a job is meant for a site, and was not sent to it since the site's last login."""
+    def _missing_app(self, engine: ServerEngine, job: Job, client: Client) -> str | None:
+        """Return the app of a job that a site should run and was not sent since its last login; None if there is none."""
         process = engine.run_processes.get(job.job_id)
-        if process is None or client.token in process[RunProcessKey.PARTICIPANTS] or _app_for(job, client.name) is None:
-            return False
+        if process is None or client.token in process[RunProcessKey.PARTICIPANTS]:
+            return None
         came_back = client.name in {one.name for one in process[RunProcessKey.PARTICIPANTS].values()}
-        return not came_back or time.monotonic() - self._seen[client.token] >= AGAIN
+        if came_back and time.monotonic() - self._seen[client.token] < AGAIN:
+            return None
+        deployed = {app: extract_participants(sites) for app, sites in job.get_deployment().items()}
+        apps = (a for a, sites in deployed.items() if client.name in sites or [s.upper() for s in sites] == [ALL_SITES])
+        return next(apps, None)
 
-    def _send_job(self, engine: ServerEngine, job: Job, client: Client) -> None:
-        """Deploy and start a job at a site. A failure is logged at the server."""
+    def _send_job(self, engine: ServerEngine, job: Job, client: Client, app: str) -> None:
+        """Deploy and start a job's app at a site. A failure is logged at the server."""
         with engine.new_context() as fl_ctx:
             try:
-                _deploy_job(engine, job, client, fl_ctx)
-                _start_job(engine, job, client, fl_ctx)
+                _deploy_job(engine, job, client, app, fl_ctx)
+                _start_job(engine, job, client, app, fl_ctx)
                 self.log_info(fl_ctx, f"{client.name}: came while job {job.job_id} runs, and has been sent it")
             except ConsiliumError as error:
                 self.log_warning(fl_ctx, str(error))
@@ -102,15 +106,8 @@ class LateSites(FLComponent):
                 self.log_exception(fl_ctx, f"{client.name}: job {job.job_id} could not be sent to it")
 
 
-def _app_for(job: Job, name: str) -> str | None:
-    """Return the name of a job's app for a site; None if the job is for other sites only."""
-    deployed = {app: extract_participants(sites) for app, sites in job.get_deployment().items()}
-    return next((app for app, sites in deployed.items() if name in sites or [s.upper() for s in sites] == [ALL_SITES]), None)
-
-
-def _deploy_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
+def _deploy_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx: FLContext) -> None:
     """Send the job's folder to a site. Raises ConsiliumError with the site's reason if it refuses the job."""
-    app = _app_for(job, client.name) or ""
     admin = engine.server.admin_server
     message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
     reply = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout).get(client.token)
@@ -119,7 +116,7 @@ def _deploy_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContex
         raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
 
 
-def _start_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
+def _start_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx: FLContext) -> None:
     """Start the job's process at the site, and add the site to the job's participants. Raises ConsiliumError."""
     wanted = job.resource_spec.get(client.name, {}) if job.resource_spec else {}
     enough, token = engine.check_client_resources(job, {client.name: wanted}, fl_ctx).get(client.name, (False, "no answer"))
@@ -129,7 +126,7 @@ def _start_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext
     others = {t: one for t, one in process[RunProcessKey.PARTICIPANTS].items() if one.name != client.name}
     process[RunProcessKey.PARTICIPANTS] = others | {client.token: client}
     job.meta[JobMetaKey.JOB_CLIENTS] = [one.to_dict() for one in process[RunProcessKey.PARTICIPANTS].values()]
-    engine.start_client_job(job, {client.name: DispatchInfo(_app_for(job, client.name) or "", wanted, token)}, fl_ctx)
+    engine.start_client_job(job, {client.name: DispatchInfo(app, wanted, token)}, fl_ctx)
     manager = engine.get_component(SystemComponents.JOB_MANAGER)  # `consilium resume` reads the job's sites there
     detail = list(manager.get_job(job.job_id, fl_ctx).meta.get(_DETAIL) or [])
     kept = [line for line in detail if not line.startswith(f"{client.name}: ")]

@@ -17,7 +17,7 @@ from consilium.config.inline_model_config import job_text
 from consilium.config.job import JobConfig, job_file
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
-from consilium.core.storage import private_folder, write_atomic
+from consilium.core.storage import read_json, write_atomic
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
@@ -83,7 +83,7 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
         raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")
     recipe.export(str(folder))
     server = target / "app" / "config" / "config_fed_server.json"
-    settings = json.loads(server.read_text(encoding="utf-8")) | {"server": {"task_request_interval": TASK_REQUEST_INTERVAL}}
+    settings = read_json(server) | {"server": {"task_request_interval": TASK_REQUEST_INTERVAL}}
     server.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if bundle:
         unwanted = shutil.ignore_patterns("__pycache__", "examples")
@@ -97,7 +97,6 @@ def export_job(config: JobConfig, workspace: Path, sites: Sequence[str] = ()) ->
     For a job with secure aggregation, also write temporary keys for `sites`. `Simulator.run` deletes them.
     """
     source = workspace / "flare" / "source" / "job.yaml"
-    private_folder(source.parent)
     write_atomic(source, yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     if config.secure_aggregation:
         make_simulated_identities(workspace / IDENTITIES, list(sites))

@@ -1,12 +1,11 @@
 """Names and settings that the processes of one simulation share: environment variables, files, and the sites' settings."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_json
 from consilium.federation.simulated_sites import kept
 
 OUTPUT = "CONSILIUM_OUTPUT"
@@ -29,12 +28,12 @@ def write_settings(given: Given, workspace: Path, sites: list[str]) -> None:
     settings: dict[str, Any] = {"tracking": given.tracking.mlflow if given.tracking else None}
     settings |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
     settings |= kept({name: find_site(name, given) for name in sites})._asdict()
-    write_atomic(workspace / SIMULATION, json.dumps(settings).encode())
+    write_json(workspace / SIMULATION, settings)
 
 
 def read_settings(workspace: Path) -> Given:
     """Return the settings that `write_settings` wrote."""
-    raw = json.loads((workspace / SIMULATION).read_text(encoding="utf-8"))
+    raw = read_json(workspace / SIMULATION)
     tracking = raw.get("tracking")
     paths = {key: Path(value) for key in ("data", "checkpoints") if (value := raw.get(key)) is not None}
     return Given(**paths, tracking=tracking and TrackingConfig(mlflow=tracking))

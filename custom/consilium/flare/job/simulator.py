@@ -111,8 +111,9 @@ class Simulator:
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
         # if the connection to a site's process fails, FLARE drops the site and only logs this
         for site in re.findall(r"Communication error with client (\S+):", _read_log(workspace / LOG)):
-            text = f"{site}: lost by FLARE's simulator at the start; the run went on without it"
-            observer({"event": "warning", "text": text})
+            observer(
+                {"event": "warning", "text": f"{site}: lost by FLARE's simulator at the start; the run went on without it"}
+            )
         if self._process.wait() > 0 or not (workspace / "results.json").is_file():
             raise ConsiliumError(f"the FLARE job did not complete: {_failure_text(workspace / LOG)}")
         for name in self._sites:

@@ -1,7 +1,6 @@
 """Admission: why a server refuses a participant. Logs, doctor, `consilium sites` and metrics use the same list of causes."""
 
 import io
-import json
 import logging
 import sys
 import time
@@ -24,7 +23,7 @@ from nvflare.private.fed.authenticator import Authenticator
 from nvflare.private.fed.client.communicator import Communicator
 
 from consilium.core.sanitize import shown
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_json
 from consilium.federation.run_folders import STATE
 
 FILE = "admission.json"
@@ -105,13 +104,13 @@ def note_cause(kit: Path, cause: Cause | None) -> None:
         if cause is None:
             path.unlink(missing_ok=True)
         elif noted_cause(kit) is not cause:
-            write_atomic(path, json.dumps({"cause": cause, "since": time.time()}).encode())
+            write_json(path, {"cause": cause, "since": time.time()})
 
 
 def noted_cause(kit: Path) -> Cause | None:
     """Return why the server refused the kit at its last attempt. None if it was admitted, or never tried."""
     try:
-        return Cause(json.loads((kit / STATE / FILE).read_text(encoding="utf-8"))["cause"])
+        return Cause(read_json(kit / STATE / FILE)["cause"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -165,7 +164,7 @@ def ask_server(kit: Path) -> str | None:
     does not reply.
     """
     startup = kit / "startup"
-    raw = json.loads((startup / "fed_client.json").read_text(encoding="utf-8"))
+    raw = read_json(startup / "fed_client.json")
     server, client = raw["servers"][0], raw["client"]
     root, own, key = (str(startup / client[name]) for name in ("ssl_root_cert", "ssl_cert", "ssl_private_key"))
     secrets = {DriverParams.CA_CERT.value: root, DriverParams.CLIENT_CERT.value: own, DriverParams.CLIENT_KEY.value: key}

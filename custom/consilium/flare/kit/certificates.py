@@ -1,6 +1,5 @@
 """Checks whether certificates are valid: a kit's own, the root in the kit, and the server's, which is read by connecting."""
 
-import json
 import os
 import socket
 import ssl
@@ -17,6 +16,7 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
+from consilium.core.storage import read_json
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.kit_contents import certificate, load_certificate, private_key, relay_of
 
@@ -87,13 +87,22 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
         return server_certificate(kit)
     except ssl.SSLError as error:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
-            now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
-            return Finding("server", f"{target}: its certificate is not valid now, {now}", f"set the clock, or {RENEW_SERVER}")
+            return Finding(
+                "server",
+                f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock",
+                f"set the clock, or {RENEW_SERVER}",
+            )
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OTHER_ROOT:
-            found = f"{target}: {Cause.PROJECT}: no root of this kit has signed its certificate ({error})"
-            return Finding("server", found, f"{Cause.PROJECT.remedy}, or the network's people not to open TLS")
-        remedy = "ask the hub whether the server's address has changed, the network's people not to open TLS"
-        return Finding("server", f"{target}: {error}", remedy)
+            return Finding(
+                "server",
+                f"{target}: {Cause.PROJECT}: no root of this kit has signed its certificate ({error})",
+                f"{Cause.PROJECT.remedy}, or the network's people not to open TLS",
+            )
+        return Finding(
+            "server",
+            f"{target}: {error}",
+            "ask the hub whether the server's address has changed, the network's people not to open TLS",
+        )
     except OSError as error:
         return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
 
@@ -110,7 +119,7 @@ def _server_endpoint(kit: Path) -> tuple[str, str]:
     for path in (kit / "startup" / name for name in CONFIGS):
         if path.is_file():
             try:
-                raw = json.loads(path.read_text(encoding="utf-8"))
+                raw = read_json(path)
                 if "admin" in raw:
                     return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
                 service = raw["connect_to"] if "connect_to" in raw else raw["servers"][0]["service"]

@@ -5,14 +5,13 @@ the path. So a path can name any function and any imported name, not only a clas
 path that begins with it, and so does the name of a module. Therefore our entries are single classes.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
 from consilium.core.errors import ConfigError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import write_json
+from consilium.flare.kit.kit_contents import Settings, read_settings
 
 CLASSES = {
     "server": (
@@ -44,19 +43,11 @@ def allow_classes(folder: Path, *roles: str) -> Path:
     """
     path = folder / "local" / "resources.json"
     source = next((p for p in (path, path.with_name("resources.json.default")) if p.is_file()), None)
-    resources: dict[str, Any] = _read(source) if source else {"format_version": 2}
-    others = [one for one in resources.get(KEY, DEFAULT_CLASS_ALLOW_LIST) if not is_ours(one)]
+    resources: Settings = read_settings(source) if source else {"format_version": 2}
+    listed = resources.get(KEY, DEFAULT_CLASS_ALLOW_LIST)
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"{source}: {KEY}: expected a list of class names; restore it from resources.json.default")
+    others = [one for one in listed if not is_ours(one)]
     resources[KEY] = [*others, *(name for role in roles for name in CLASSES[role])]
-    write_atomic(path, json.dumps(resources, indent=2).encode())
+    write_json(path, resources, indent=2)
     return path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); fix it or restore it from resources.json.default") from None
-    listed = found.get(KEY, []) if isinstance(found, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-        raise ConfigError(f"{path}: {KEY}: expected a list of class names; restore it from resources.json.default")
-    return found

@@ -6,7 +6,6 @@ kit's own comm_config.json overrides. This module corrects both.
 """
 
 import io
-import json
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from nvflare.tool.deploy.deploy_commands import prepare_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
+from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit.kit_contents import LOCKED, kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
@@ -53,7 +53,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
         local = copy / "local"  # FLARE reads the kit's settings from there
         os.replace(local / RESOURCES, local / DEFAULT)
         (copy / RESOURCES).unlink()
-        if json.loads((copy / COMM).read_text(encoding="utf-8")):
+        if read_json(copy / COMM):
             os.replace(copy / COMM, local / COMM)
         else:
             (copy / COMM).unlink()
@@ -82,13 +82,17 @@ def _check_state(kit: Path) -> None:
     load_site(path)
     raw = read_yaml(path) or {}
     if not all(Path(place).is_absolute() for place in (raw.get("state", ""), raw.get("privacy", {}).get("ledger", "/"))):
-        remedy = f"move {kit / STATE}, if it is there, to a folder of its own, and write absolute paths"
-        raise ConfigError(f"{path}: state: the copy would have a ledger and a budget of its own; {remedy}")
+        raise ConfigError(
+            f"{path}: state: the copy would have a ledger and a budget of its own; "
+            f"move {kit / STATE}, if it is there, to a folder of its own, and write absolute paths"
+        )
     found = [Path(place).resolve() for place in (raw["state"], raw.get("privacy", {}).get("ledger")) if place]
     copied = [(kit / name).resolve() for name in FOLDERS]
     if inside := [place for place in found if any(place.is_relative_to(folder) for folder in copied)]:
-        what = "lies in a folder that is copied, so the copy would hold the site's state"
-        raise ConfigError(f"{path}: {inside[0]}: {what}; move it out of there, and correct the path")
+        raise ConfigError(
+            f"{path}: {inside[0]}: lies in a folder that is copied, so the copy would hold the site's state; "
+            "move it out of there, and correct the path"
+        )
 
 
 def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:
@@ -100,5 +104,7 @@ def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:
         lines = [line for line in output_text.getvalue().splitlines() if line and not line.startswith(("Warning:", "Code:"))]
         raise ConsiliumError(f"{settings}: {' '.join(lines)}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # FLARE does not check the type of every value
-        what = f"FLARE cannot use it ({type(error).__name__}: {error})"
-        raise ConsiliumError(f"{settings}: {what}; compare it with provisioning/container/slurm.yaml") from None
+        raise ConsiliumError(
+            f"{settings}: FLARE cannot use it ({type(error).__name__}: {error}); "
+            "compare it with provisioning/container/slurm.yaml"
+        ) from None

@@ -1,6 +1,5 @@
 """`consilium doctor`: checks a startup kit (signature, policies, certificates, server, data) and the machine it lies on."""
 
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -40,10 +39,11 @@ from consilium.flare.kit.kit_contents import (
     kit_role,
     load_certificate,
     private_key,
+    read_settings,
     relay_of,
     server_folders,
 )
-from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, leaves_callers_folder
+from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, unsafe_scripts
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import is_checked, revoked_until
@@ -75,7 +75,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield checked("key", lambda: _key(kit))
         yield from _certificates(kit)
         if relay:
-            yield checked("port", lambda: _port(kit, _json(kit / "local" / COMM)["internal"]["resources"]["port"]))
+            yield checked("port", lambda: _port(kit, read_settings(kit / "local" / COMM)["internal"]["resources"]["port"]))
         yield checked("server", lambda: examine_servers(kit))
         return
     named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
@@ -83,8 +83,11 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     if not named.ok:
         return
     if not is_word(path := str(kit.resolve())):
-        what = f"{path}: FLARE writes it into the commands of jobs without quotes, and every job fails"
-        yield Finding("path", what, "move the kit to a path without spaces, quotes and #")
+        yield Finding(
+            "path",
+            f"{path}: FLARE writes it into the commands of jobs without quotes, and every job fails",
+            "move the kit to a path without spaces, quotes and #",
+        )
     yield _signature(kit)
     yield _start_script(kit)
     yield checked("key", lambda: _key(kit))
@@ -99,7 +102,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield checked("state", lambda: _state(server_folders(kit)[0].parent))
         yield checked("disk", lambda: examine_disk(server_folders(kit)[0], "sites.yml"))
         yield checked("port", lambda: _port(kit, int(server_address(kit).rpartition(":")[2])))
-        yield checked("relays", lambda: _relays(_json(kit / "startup" / "fed_server.json"), kit))
+        yield checked("relays", lambda: _relays(read_settings(kit / "startup" / "fed_server.json"), kit))
     else:
         own = certificate(kit).read_text(encoding="utf-8")
         yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
@@ -114,11 +117,15 @@ def _state(folder: Path) -> Finding | str:
     """Return whether a server's folder of jobs and snapshots is writable, private to its user, and not a temporary folder."""
     there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        found = f"{there}: user {os.geteuid()} cannot write there"
-        return Finding("state", found, f"as root: mkdir -p {folder} && chown {os.geteuid()} {folder}")
+        return Finding(
+            "state",
+            f"{there}: user {os.geteuid()} cannot write there",
+            f"as root: mkdir -p {folder} && chown {os.geteuid()} {folder}",
+        )
     if there == folder and (mode := folder.stat().st_mode & 0o777) & 0o077:
-        found = f"{folder}: mode {mode:o}: other users of this machine can read jobs and results"
-        return Finding("state", found, f"chmod 700 {folder}")
+        return Finding(
+            "state", f"{folder}: mode {mode:o}: other users of this machine can read jobs and results", f"chmod 700 {folder}"
+        )
     if any(folder.resolve().is_relative_to(place) for place in TEMPORARY):
         advice = "a restart of the machine may empty it: name another `state` in sites.yml, `consilium provision --local KIT`"
         return Finding("state", f"{folder}: in a temporary folder", advice=advice)
@@ -132,13 +139,19 @@ def _port(kit: Path, port: int) -> Finding | str:
         try:
             own.bind(("", port))
         except PermissionError:
-            remedy = "run it as a service with CAP_NET_BIND_SERVICE, or choose a `port` over 1023 in sites.yml"
-            return Finding("port", f"{port}: this user may not listen there", remedy)
+            return Finding(
+                "port",
+                f"{port}: this user may not listen there",
+                "run it as a service with CAP_NET_BIND_SERVICE, or choose a `port` over 1023 in sites.yml",
+            )
         except OSError as error:
             if processes(kit):
                 return f"{port}: it listens"
-            remedy = f"stop what listens there (`ss -ltnp sport = :{port}` names it), or choose another `port` in sites.yml"
-            return Finding("port", f"{port}: {error.strerror}", remedy)
+            return Finding(
+                "port",
+                f"{port}: {error.strerror}",
+                f"stop what listens there (`ss -ltnp sport = :{port}` names it), or choose another `port` in sites.yml",
+            )
     if processes(kit):
         return Finding("port", f"{port}: it runs and does not listen", f"try again in a minute, then see {kit / 'log.txt'}")
     return f"{port}: free"
@@ -174,8 +187,9 @@ def _admission(kit: Path) -> Finding:
 
 def _signature(kit: Path) -> Finding:
     if not is_signed(kit / "startup"):
-        found = "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
-        return Finding("signature", found)
+        return Finding(
+            "signature", "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
+        )
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
     return Finding("signature", f"startup/ was altered: {', '.join(altered_files(kit / 'startup'))}", "restore it")
@@ -209,17 +223,18 @@ def _certificates(kit: Path) -> Iterator[Finding]:
 
 
 def _start_script(kit: Path) -> Finding:
-    if leaves_callers_folder(kit / "startup"):
+    if not unsafe_scripts(kit / "startup"):
         return Finding("start script", "starts Python in an empty folder of the kit")
-    remedy = (
-        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder; the hub can make a new kit"
+    return Finding(
+        "start script",
+        "loads Python modules from the folder it is called in",
+        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder; the hub can make a new kit",
     )
-    return Finding("start script", "loads Python modules from the folder it is called in", remedy)
 
 
 def _settings(kit: Path) -> Finding:
     if is_pinned(kit):
-        narrow = "grpc" not in _json(kit / COMM)
+        narrow = "grpc" not in read_settings(kit / COMM)
         advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
         return Finding("settings", "a job cannot bring its own for connections or resources", advice=advice if narrow else "")
     return Finding("settings", "a job could bring its own for connections, and code with them", "run `consilium allow KIT`")
@@ -228,11 +243,11 @@ def _settings(kit: Path) -> Finding:
 def _policies(kit: Path, role: str) -> Iterator[Finding]:
     """Yield findings about the policy files. A missing file is a problem, because FLARE's default allows too much."""
     local = kit / "local"
-    yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json"), role))
-    yield checked("rights", lambda: _rights(_json(local / "authorization.json")))
+    yield checked("allow-list", lambda: _allow_list(read_settings(local / "resources.json"), role))
+    yield checked("rights", lambda: _rights(read_settings(local / "authorization.json")))
     if role == "site":
-        yield checked("log streaming", lambda: _log_streaming(_json(local / "resources.json")))
-        yield checked("privacy scope", lambda: _scope(_json(local / "privacy.json")))
+        yield checked("log streaming", lambda: _log_streaming(read_settings(local / "resources.json")))
+        yield checked("privacy scope", lambda: _scope(read_settings(local / "privacy.json")))
 
 
 def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
@@ -275,16 +290,22 @@ def _is_prefix(entry: str) -> bool:
 
 def _log_streaming(resources: dict[str, Any]) -> Finding | str:
     if resources.get("allow_log_streaming", True):
-        remedy = "set allow_log_streaming to false: error logs may name patients' files"
-        return Finding("log streaming", "on: error logs go to the server", remedy)
+        return Finding(
+            "log streaming",
+            "on: error logs go to the server",
+            "set allow_log_streaming to false: error logs may name patients' files",
+        )
     return "off"
 
 
 def _scope(privacy: dict[str, Any]) -> Finding | str:
     scopes = privacy.get("scopes", [])
     if [scope.get("name") for scope in scopes] != [privacy.get("default_scope")]:
-        remedy = "keep one scope and name it in default_scope: a job's author may choose among several"
-        return Finding("privacy scope", f"{len(scopes)} scopes, default {privacy.get('default_scope')!r}", remedy)
+        return Finding(
+            "privacy scope",
+            f"{len(scopes)} scopes, default {privacy.get('default_scope')!r}",
+            "keep one scope and name it in default_scope: a job's author may choose among several",
+        )
     for chain, wanted in GUARD.items():
         path = f"{wanted.__module__}.{wanted.__name__}"
         if path not in [one.get("path") for one in scopes[0].get(chain, [])]:
@@ -298,8 +319,11 @@ def _rights(authorization: dict[str, Any]) -> Finding | str:
     for role, rights in authorization.get("permissions", {}).items():
         for right in ("byoc", "shell_commands"):
             if (given := rights if isinstance(rights, str) else rights.get(right, "none")) != "none":
-                remedy = f"set {right} to none, or that person's code runs here and can go round the guard"
-                return Finding("rights", f"{role} has {right}: {given}", remedy)
+                return Finding(
+                    "rights",
+                    f"{role} has {right}: {given}",
+                    f"set {right} to none, or that person's code runs here and can go round the guard",
+                )
     return "no job brings code (BYOC), nobody has a shell"
 
 
@@ -352,14 +376,14 @@ def _approval(site: SiteConfig, local: Path) -> Finding | str:
     """Return whether jobs need the administrator's approval, which code in a job (BYOC) could bypass."""
     if site.approve is None:
         return "not needed: any job of a person who may submit runs, within these policies"
-    if not (rights := checked("rights", lambda: _rights(_json(local / "authorization.json")))).ok:
+    if not (rights := checked("rights", lambda: _rights(read_settings(local / "authorization.json")))).ok:
         return Finding("approval", f"by digest, but {rights.found}", "set byoc to none: a job's code runs before it is checked")
     return f"by digest; {len(approvals(local))} jobs are approved"
 
 
 def _promised_gpus(kit: Path) -> int:
     try:
-        components = _json(kit / "local" / "resources.json").get("components", [])
+        components = read_settings(kit / "local" / "resources.json").get("components", [])
     except ConfigError:  # the findings about policies report it
         return 0
     return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
@@ -378,14 +402,3 @@ def _components(kit: Path, role: str) -> Finding | str:
     if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation reports this
         return "all of this version"
     return Finding("components", f"without {', '.join(missing)}", advice="stop it, run `consilium allow KIT`, start it")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); run `consilium provision SITES_YML --local KIT`"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); fix the place named") from None

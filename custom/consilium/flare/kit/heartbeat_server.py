@@ -4,7 +4,6 @@ The list is part of the server's status, which administrators can ask for, and o
 puts the facts into FLARE's heartbeats. No job needs to run.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.core.errors import ConfigError
-from consilium.core.storage import private_folder, write_atomic
+from consilium.core.storage import private_folder, read_json, write_json
 from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare import patches
@@ -82,10 +81,7 @@ class Attendance(FLComponent):
             if self._kit and time.monotonic() - self._written >= EVERY:
                 self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
                 try:
-                    write_atomic(
-                        private_folder(path.parent) / path.name,
-                        json.dumps(self._status_facts() | {"latest": self._latest}).encode(),
-                    )
+                    write_json(path, self._status_facts() | {"latest": self._latest})
                     rotate(self._kit)
                 except OSError as error:  # FLARE would log a traceback every ten seconds
                     self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
@@ -166,10 +162,12 @@ def read_attendance(kit: Path) -> Facts:
     """Return the server's list of sites from its file in the server's kit. Raises ConfigError."""
     path = kit / STATE / ATTENDANCE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
-        remedy = "start it; where its kit is of an earlier version, run `consilium allow KIT` first"
-        raise ConfigError(f"{path}: not there: no site has been seen by this server; {remedy}") from None
+        raise ConfigError(
+            f"{path}: not there: no site has been seen by this server; start it; "
+            "where its kit is of an earlier version, run `consilium allow KIT` first"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
     try:

@@ -1,6 +1,5 @@
 """Values read from a startup kit's files: role, name, certificate and key; a server's folders; a site's relay."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,37 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import load_crt
 
 from consilium.core.errors import ConfigError
+from consilium.core.storage import read_json
 
+Settings = dict[str, Any]
 LOCKED = "keys.locked"
 """The file in a kit with its private keys, encrypted with a passphrase; see key_lock.py."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
 """A kit's role by the file of its certificate. A person's kit has client.crt too, and so counts as a site here."""
+
+
+def read_settings(path: Path) -> Settings:
+    """Return the JSON object in a file of a kit. Raises ConfigError if the file cannot be read, or holds something else."""
+    try:
+        found = read_json(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); run `consilium provision SITES_YML --local KIT`"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); fix the place named, or restore the file") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds no JSON object; restore the file")
+    return found
+
+
+def component_paths(kit: Path) -> set[str]:
+    """Return the class paths of the components in a kit's local/resources.json. Raises ConfigError."""
+    path = kit / "local" / "resources.json"
+    try:
+        return {one.get("path") for one in read_settings(path).get("components", [])}
+    except (TypeError, AttributeError):
+        raise ConfigError(f"{path}: components: is not a list of components; restore the file") from None
 
 
 def kit_role(kit: Path) -> str | None:
@@ -71,13 +96,15 @@ def server_folders(kit: Path) -> list[Path]:
     """Return a server's folder of jobs, followed by its folder of snapshots if it has one. Raises ConfigError."""
     path = kit / "local" / "resources.json"
     try:
-        resources = json.loads(path.read_text(encoding="utf-8"))
+        resources = read_json(path)
         (manager,) = (one for one in resources["components"] if one["id"] == "job_manager")
         storages = [one["args"]["storage"]["args"]["root_dir"] for one in [resources.get("snapshot_persistor")] if one]
         return [Path(one) for one in (manager["args"]["uri_root"], *storages)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "ask the hub for the kit, or run `consilium provision SITES_YML --local KIT`"
-        raise ConfigError(f"{path}: names no folder of jobs (job_manager): {error!r}; {remedy}") from None
+        raise ConfigError(
+            f"{path}: names no folder of jobs (job_manager): {error!r}; "
+            "ask the hub for the kit, or run `consilium provision SITES_YML --local KIT`"
+        ) from None
 
 
 def relay_of(kit: Path) -> dict[str, Any]:
@@ -86,7 +113,7 @@ def relay_of(kit: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["relay_config"]
+        found = read_json(path)["relay_config"]
         return found | {"address": str(found["address"]), "fqcn": str(found["fqcn"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: names no relay ({error!r}); ask the hub for the kit") from None

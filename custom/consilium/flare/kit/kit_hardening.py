@@ -12,7 +12,7 @@ from nvflare.lighter.constants import ProvFileName
 from nvflare.lighter.utils import load_crt, verify_content
 
 from consilium.core.errors import ConsiliumError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_atomic
 from consilium.flare.kit.kit_contents import LOCKED
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
@@ -45,7 +45,7 @@ def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
     on: without them a broken connection is found after 15 minutes only.
     """
     if not (kit / COMM).exists() or (kit / COMM).read_text(encoding="utf-8").strip() == "{}":
-        ours = json.loads(files("consilium.flare.kit").joinpath("policies", COMM).read_text(encoding="utf-8"))
+        ours = read_json(files("consilium.flare.kit").joinpath("policies", COMM))
         write_atomic(kit / COMM, json.dumps(ours | dict(more or {}), indent=2).encode() + b"\n")
     if not (kit / RESOURCES).is_symlink():
         (kit / RESOURCES).unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def leave_callers_folder(startup: Path) -> None:
 
     Call this before startup/ is signed. Raises ConsiliumError if the script is not the one of FLARE 2.9.
     """
-    for path in _unsafe_scripts(startup):
+    for path in unsafe_scripts(startup):
         script = path.read_text(encoding="utf-8")
         before, found, after = script.partition(ARGUMENTS)
         if path.name == START and (not found or PYTHON in before):
@@ -76,11 +76,6 @@ def unlock_at_start(startup: Path) -> None:
     path = startup / "start.sh"
     if path.is_file() and UNLOCK not in (script := path.read_text(encoding="utf-8")):
         path.write_text(script.replace(BACKGROUND, UNLOCK + BACKGROUND), encoding="utf-8")
-
-
-def leaves_callers_folder(startup: Path) -> bool:
-    """Return whether the scripts in startup/ are safe to call from any folder, see `leave_callers_folder`."""
-    return not _unsafe_scripts(startup)
 
 
 def is_signed(startup: Path) -> bool:
@@ -101,7 +96,7 @@ def altered_files(startup: Path) -> list[str]:
     signatures, key = {}, None
     with suppress(OSError, ValueError):  # if the signature file is damaged, all files count as changed
         key = load_crt(startup / "rootCA.pem").public_key()
-        signatures = json.loads((startup / ProvFileName.SIGNATURE_JSON).read_text(encoding="utf-8"))
+        signatures = read_json(startup / ProvFileName.SIGNATURE_JSON)
 
     def is_signed_so(name: str) -> bool:
         with suppress(OSError, KeyError, ValueError, TypeError, AttributeError, InvalidSignature):
@@ -115,6 +110,7 @@ def altered_files(startup: Path) -> list[str]:
     return sorted(name for name in names | (signatures.keys() - away) if not is_signed_so(name))
 
 
-def _unsafe_scripts(startup: Path) -> list[Path]:
+def unsafe_scripts(startup: Path) -> list[Path]:
+    """Return the scripts in startup/ that are not safe to call from any folder, see `leave_callers_folder`."""
     marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
     return [path for name, mark in marks.items() if (path := startup / name).is_file() and mark not in path.read_text("utf-8")]

@@ -10,20 +10,18 @@ import yaml
 
 from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.core.errors import ConfigError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_atomic
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
-from consilium.flare.kit.kit_contents import kit_name, kit_role
+from consilium.flare.kit.kit_contents import ROLES, component_paths, kit_name, kit_role, read_settings
 from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings, unlock_at_start
 from consilium.flare.kit.processes import check_stopped
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/site-settings.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
 """Roles that may submit a job with code if sites.yml says `bundles: true` for the participant."""
-ROLES = {"client.crt": "site", "server.crt": "server"}
-"""A kit's role by the file of its certificate. A person's kit also has client.crt, and is neither a site nor a server."""
 COMPONENTS = {
     "server": (revocation.COMPONENT, late_join.COMPONENT, heartbeat_server.COMPONENT),
     "site": (heartbeat_client.COMPONENT,),
@@ -58,8 +56,7 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
         components["job_manager"]["args"]["uri_root"] = str(entry.state / "jobs")
         resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
     else:
-        gpus = {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
-        components["resource_manager"]["args"] |= gpus
+        components["resource_manager"]["args"] |= {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
     _write_json(folder / "resources.json", resources)
     if isinstance(entry, ServerEntry):
         return
@@ -101,7 +98,7 @@ def update_local(folder: Path) -> Path:
             text = file.read_text(encoding="utf-8")
             write_atomic(file, re.sub(r'"consilium\.[\w.]*\.(\w+)"', _current_class_path, text).encode())
     if path.is_file() and (missing := missing_components(folder, role)):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_settings(path)
         added = [one for one in COMPONENTS[role] if one["id"] in missing]
         _write_json(path, found | {"components": [*found.get("components", []), *added]})
     return allow_classes(folder, role)
@@ -114,12 +111,7 @@ def _current_class_path(former: re.Match[str]) -> str:
 
 def missing_components(kit: Path, role: str) -> list[str]:
     """Return the ids of our components that a kit lacks, such as a kit of an earlier version. Raises ConfigError."""
-    path = kit / "local" / "resources.json"
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8")).get("components", [])
-        there = {one.get("path") for one in listed}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); run `consilium provision SITES_YML --local KIT`") from None
+    there = component_paths(kit)
     return [one["id"] for one in COMPONENTS[role] if one["path"] not in there]
 
 
@@ -144,7 +136,7 @@ def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEnt
 
 
 def _template(name: str) -> dict[str, Any]:
-    return json.loads(files("consilium.flare.kit").joinpath("policies", name).read_text(encoding="utf-8"))
+    return read_json(files("consilium.flare.kit").joinpath("policies", name))
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

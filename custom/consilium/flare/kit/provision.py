@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Collection
 from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -91,7 +92,8 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
     private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, in a file that all users may read
-    log = _ErrorsOnlyLog()
+    errors: list[str] = []
+    log = SimpleNamespace(error=errors.append, warning=_drop, info=_drop, debug=_drop)
     wanted = {deployment.server.name, *names}  # FLARE needs the server, whose address is in every kit
     if names:
         raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
@@ -102,7 +104,7 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     with redirect_stderr(io.StringIO()):  # FLARE prints the traceback of an error that it also logs
         context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
     if context.get(CtxKey.BUILD_ERROR):
-        raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
+        raise ConsiliumError(f"{sites}: no kits were made: {' '.join(errors)}")
     state.chmod(0o600)
     kits = Path(context.get_result_location())
     if names and deployment.server.name not in names:
@@ -117,16 +119,5 @@ def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Pat
         raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
 
 
-class _ErrorsOnlyLog:
-    """A logger for FLARE's provisioner that collects errors and drops all other messages."""
-
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-
-    def error(self, message: str) -> None:
-        self.errors.append(message)
-
-    def info(self, message: str) -> None:
-        """Drop the message."""
-
-    debug = warning = info
+def _drop(message: str) -> None:
+    """Log nothing, as FLARE's provisioner is to print errors only."""

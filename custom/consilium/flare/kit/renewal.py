@@ -5,17 +5,14 @@ under the new one, and the reverse. So each hospital can change its kit at any t
 keeps its key too. For a root with another key see root_ca.py.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.verification import VerificationError
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
@@ -28,14 +25,14 @@ from nvflare.lighter.utils import (
     verify_cert_chain,
 )
 
-from consilium.config.deployment import load_deployment
+from consilium.config.deployment import ServerEntry, load_deployment
 from consilium.core.errors import ConfigError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import read_json, write_atomic, write_json
 from consilium.flare.kit.kit_contents import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
-from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, named_root, public_bytes, replace_root
+from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, named_root, replace_root
 
 OLD, NEW = "startup.old", ".startup.new"
 """Folders beside a kit's startup/: OLD holds the replaced startup/, whose key is still valid; NEW the incomplete new copy."""
@@ -56,7 +53,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     path = folder / deployment.name / "state" / "cert.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
-    state = json.loads(path.read_text(encoding="utf-8"))
+    state = read_json(path)
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
     if root == KEEP:
         name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
@@ -68,29 +65,24 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
     for name in (set(names) or known) & state.keys():
         if name == deployment.server.name:
-            state[name]["cert"] = _renew_with_same_key(state[name]["cert"], state, deployment.valid_days)
+            state[name]["cert"] = _renew_with_same_key(state[name]["cert"], state, deployment.server, deployment.valid_days)
         else:
             del state[name]  # FLARE makes a key and certificate for each participant that is not in its state
-    write_atomic(path, json.dumps(state).encode())
+    write_json(path, state)
     return provision(sites, folder, names)
 
 
-def _renew_with_same_key(certificate: str, state: dict[str, Any], days: int) -> str:
-    """Return a server's certificate with the same key and extensions, valid from now, signed by the root in `state`.
+def _renew_with_same_key(certificate: str, state: dict[str, Any], server: ServerEntry, days: int) -> str:
+    """Return a server's certificate with the key of the former one, valid from now, signed by the root in `state`.
 
     A new key would end the sessions of all sites: the server signs them with its key, and FLARE's sites do not log in again.
     """
-    old, now = x509.load_pem_x509_certificate(certificate.encode()), datetime.now(UTC)
+    key = x509.load_pem_x509_certificate(certificate.encode()).public_key()
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
-    assert isinstance(signing, rsa.RSAPrivateKey)  # FLARE's are
-    issuer = x509.load_pem_x509_certificate(state[ROOT].encode()).subject
-    new = x509.CertificateBuilder(issuer, old.subject, old.public_key(), x509.random_serial_number())
-    new = new.not_valid_before(now).not_valid_after(now + timedelta(days=min(days, DEFAULT_CERT_VALID_DAYS)))
-    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key())
-    for extension in old.extensions:
-        value = authority if isinstance(extension.value, x509.AuthorityKeyIdentifier) else extension.value
-        new = new.add_extension(value, extension.critical)
-    return serialize_cert(new.sign(signing, hashes.SHA256())).decode()
+    issuer = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
+    hosts = {"server_default_host": server.name, "server_additional_hosts": list(server.hosts)}
+    valid = min(days, DEFAULT_CERT_VALID_DAYS)
+    return serialize_cert(generate_cert(Identity(server.name, server.org), issuer, signing, key, valid, **hosts)).decode()
 
 
 def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = False) -> list[str]:
@@ -135,8 +127,7 @@ def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
         yield f"is of {after.subject.rfc4514_string()}, the kit of {before.subject.rfc4514_string()}; ask the hub for yours"
     if certificate(kit).name != certificate(new).name:
         yield "is of another role; ask the hub for yours"
-    same_key = public_bytes(root.public_key()) == public_bytes(next_root.public_key())
-    if not same_key and fingerprint not in fingerprints(next_root):
+    if root.public_key() != next_root.public_key() and fingerprint not in fingerprints(next_root):
         yield (
             f"its root has another key than yours. Ask the hub by telephone for the root's fingerprint, and give it with "
             f"--fingerprint; this one's is {fingerprints(next_root)[0]}"

@@ -5,7 +5,6 @@ name, and enabling the name again makes the same key valid again. revocation_che
 `RoundController` reads it in a job's process, so that a running job continues without the revoked site.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,9 +14,9 @@ from typing import Any
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import locked, note
+from consilium.core.storage import locked, note, read_json
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.flare.kit.kit_contents import load_certificate
+from consilium.flare.kit.kit_contents import component_paths, load_certificate
 
 FILE = "revoked.json"
 """The file in the server kit's local/: {name: {"until": seconds since 1970}}."""
@@ -53,7 +52,7 @@ def latest_heartbeat(path: Path) -> float:
     """
     times: list[Any] = []
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # the server writes a damaged file anew
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         times.append(found.get("latest"))
         times += [one.get("last_seen") for one in found.get("sites", {}).values()]
     return max((float(one) for one in times if type(one) in (int, float) and 0 <= one < 1e11), default=0.0)
@@ -62,7 +61,7 @@ def latest_heartbeat(path: Path) -> float:
 def revoked_until(local: Path) -> dict[str, float]:
     """Return the list: for each revoked name the time T (see the module). {} if there is no list. Raises ConfigError."""
     try:
-        found = json.loads((local / FILE).read_text(encoding="utf-8"))
+        found = read_json(local / FILE)
         return {name: float(entry["until"]) for name, entry in found.items()}
     except FileNotFoundError:
         return {}
@@ -81,7 +80,6 @@ def revoked_since(local: Path, before: Mapping[str, float]) -> set[str]:
 def is_checked(kit: Path) -> bool:
     """Return whether a server's kit has the component that checks revocations."""
     try:
-        listed = json.loads((kit / "local" / "resources.json").read_text(encoding="utf-8"))["components"]
-        return any(one.get("path") == COMPONENT["path"] for one in listed)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return COMPONENT["path"] in component_paths(kit)
+    except ConfigError:
         return False

@@ -6,21 +6,21 @@ participants that trust only the former root accept the new kits too. FLARE 2.9 
 certificate. The server's kit trusts the former root until all kits are new, because old and new kits are valid under it.
 """
 
-import hashlib
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import Identity, generate_cert, generate_keys, serialize_cert, serialize_pri_key
 
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_fingerprint
+from consilium.core.storage import read_json
 from consilium.flare.kit.kit_contents import load_certificate
+from consilium.privacy.secagg.certificates import fingerprint as key_fingerprint
 
 ROOT, ROOT_KEY = "root_cert", "root_pri_key"
 """Keys in FLARE's cert.json."""
@@ -33,12 +33,7 @@ def fingerprints(root: x509.Certificate) -> tuple[str, str]:
 
     A renewal of the root keeps the key and so the second value.
     """
-    return root.fingerprint(hashes.SHA256()).hex(), hashlib.sha256(public_bytes(root.public_key())).hexdigest()
-
-
-def public_bytes(key: Any) -> bytes:
-    """Return a public key as DER."""
-    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return root.fingerprint(hashes.SHA256()).hex(), key_fingerprint(root.public_key())
 
 
 def named_root(fingerprint: str) -> str:
@@ -86,12 +81,12 @@ def _to_pem(certificate: x509.Certificate) -> str:
 def former_root(state: Path) -> dict[str, str] | None:
     """Return the former root from a project's folder `state`. None if no root is being replaced."""
     path = state / "cert.json"
-    return json.loads(path.read_text(encoding="utf-8")).get(FORMER) if path.is_file() else None
+    return read_json(path).get(FORMER) if path.is_file() else None
 
 
 def fingerprint(state: Path) -> str:
     """Return the SHA-256 of the current root's certificate, which sites compare by telephone."""
-    root = json.loads((state / "cert.json").read_text(encoding="utf-8"))[ROOT]
+    root = read_json(state / "cert.json")[ROOT]
     return fingerprints(x509.load_pem_x509_certificate(root.encode()))[0]
 
 

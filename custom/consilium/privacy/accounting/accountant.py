@@ -306,8 +306,9 @@ def paper_sigma(privacy: SiteLevelDpConfig, batch: int, steps: int) -> float:
     try:
         return _opacus_sigma(privacy.epsilon, 1 / privacy.sites, min(1.0, batch / privacy.samples), steps)
     except ValueError:
-        what = f"{privacy.epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
-        raise ConfigError(f"privacy.epsilon: {what}") from None
+        raise ConfigError(
+            f"privacy.epsilon: {privacy.epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
+        ) from None
 
 
 @lru_cache(maxsize=64)

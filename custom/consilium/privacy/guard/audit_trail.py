@@ -3,7 +3,6 @@
 The record itself is privacy/ledger/audit.py.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.linalg.norms import norms
 from consilium.core.messages import Payload, Tensors
-from consilium.core.storage import noted, room_for, unreadable, write_atomic
+from consilium.core.storage import noted, room_for, unreadable, write_json
 from consilium.privacy.accounting.composition import DISCRETE, Entry
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
@@ -38,11 +37,18 @@ def described_tensors(tensors: Tensors) -> dict[str, dict[str, Any]]:
 def privacy_of(plan: Plan, seeded: bool = False) -> dict[str, Any]:
     """Return the privacy settings and cost of one release under `plan`. `seeded`: its noise came from a known seed."""
     private = plan.config
-    named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
-    named |= {"calibration": private.calibration} if private.calibration != "honest" else {}
-    named |= {"mechanism": DISCRETE} | ({"seeded": True} if seeded else {})
-    numbers = {"clip": private.clip, "noise_multiplier": plan.noise_multiplier}
-    return named | numbers | {"spend": asdict(plan.event)}
+    return {
+        "unit": private.unit,
+        "adjacency": private.adjacency,
+        "trust": private.trust,
+        "delta": private.delta,
+        **({"calibration": private.calibration} if private.calibration != "honest" else {}),
+        "mechanism": DISCRETE,
+        **({"seeded": True} if seeded else {}),
+        "clip": private.clip,
+        "noise_multiplier": plan.noise_multiplier,
+        "spend": asdict(plan.event),
+    }
 
 
 @dataclass
@@ -60,23 +66,36 @@ class AuditTrail:
     ledger: Ledger
     job_id: str
     run: str = ""
-    _digest: str = field(init=False)
+    digest: str = field(init=False)
     _records: dict[Path, audit.AuditLog] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._digest = self.config.digest
+        self.digest = self.config.digest
 
     def note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **more: Any) -> None:
         """Write the line of a message before it leaves. Raises RefusedError if it cannot be written.
 
         `spends`: the message costs privacy; `again`: write a line even if the message has one; `more`: further fields.
         """
-        job = {"job": self.config.name, "experiment": self.config.experiment}
-        line: dict[str, Any] = {"site": self.site, **job, "run": self.run}
-        line |= {"flare_job": self.job_id, "job_digest": self._digest, "ledger": self.ledger.seal(), "kind": kind, **more}
+        line: dict[str, Any] = {
+            "site": self.site,
+            "job": self.config.name,
+            "experiment": self.config.experiment,
+            "run": self.run,
+            "flare_job": self.job_id,
+            "job_digest": self.digest,
+            "ledger": self.ledger.seal(),
+            "kind": kind,
+            **more,
+        }
         if payload is not None:
-            line |= {"round": payload.round, "phase": payload.phase, "tensors": described_tensors(payload.tensors)}
-            line |= {"scalars": payload.scalars, "metrics": payload.metrics}
+            line |= {
+                "round": payload.round,
+                "phase": payload.phase,
+                "tensors": described_tensors(payload.tensors),
+                "scalars": payload.scalars,
+                "metrics": payload.metrics,
+            }
         if spends and self.plan is not None:
             line["privacy"] = privacy_of(self.plan, self.seeded)
         path = self.folder / self.run / audit.FILE
@@ -122,7 +141,7 @@ def save_refusal(run: Path, place: tuple[int, int], refusal: StoredRefusal) -> N
     terms = asdict(refusal.terms) if refusal.terms else None
     with room_for(_refusal_path(run, place)):
         values = {"word": refusal.reason.value, "row": refusal.row, "terms": terms}
-        write_atomic(_refusal_path(run, place), json.dumps(values).encode())
+        write_json(_refusal_path(run, place), values)
 
 
 def load_refusal(run: Path, place: tuple[int, int]) -> StoredRefusal | None:

@@ -97,7 +97,6 @@ class Guard:
                 self.name, self.config, self.strategy, self.plan, self.policy, self.folder, self.records, self.sums, self.trail,
                 identity,
             )  # fmt: skip
-        self._digest = self.config.digest
         self._admitted: str | None = None
         self._task: AuthorizedTask | None = None
         self._asked: AuthorizedTask | None = None
@@ -122,7 +121,7 @@ class Guard:
         ledger row here, because the training itself is the cost.
         """
         self.end_task()
-        own = task_schedule.site_run_id(self.name, run, self._digest, self.job_id)
+        own = task_schedule.site_run_id(self.name, run, self.trail.digest, self.job_id)
         task = AuthorizedTask(kind, own, payload or Payload(-1, -1, {}))
         self.trail.run = task.run
         task_schedule.check_place(self.name, self.config, self.strategy, task, self.test_only)
@@ -215,8 +214,9 @@ class Guard:
         """Return the update that may leave for a training result. Raises RefusedError, and then nothing may be sent."""
         self._mark_answered(task, Kind.TRAIN)
         if (result.round, result.phase) != task.place:
-            what = f"a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
-            raise RefusedError(f"{self.name}: {what}")
+            raise RefusedError(
+                f"{self.name}: a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
+            )
         with locked(self.folder / task.run):  # a process that FLARE gave up may still run beside its successor
             checked = (
                 self.replay.once(task, lambda: self._make_release(task, result)) if self.replay else self._check_result(result)

@@ -14,7 +14,7 @@ from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_trail import AuditTrail
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.privacy.plan import Plan
+from consilium.privacy.plan import DEVIATIONS, Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.client import Party
@@ -26,8 +26,6 @@ from consilium.strategies.strategy import Strategy
 
 FOLDER = "masks"
 """The folder of the secure aggregation record, in a run's private folder."""
-DEVIATIONS = 40
-"""Standard deviations of noise for which a bound must leave room; noise practically never exceeds them."""
 STATE = ("state.safetensors", "released.safetensors")
 """The files in a run's folder that show that the site has trained in the run."""
 
@@ -60,14 +58,23 @@ class Masking:
         if self.identity is None:
             raise RefusedError(f"{self.site}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
         if section.colluders < self.identity.asks.min_colluders:
-            what = f"secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml"
-            raise RefusedError(f"{self.site}: {what} ({self.identity.asks.min_colluders}); nothing was sent", Reason.POLICY)
+            raise RefusedError(
+                f"{self.site}: secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml "
+                f"({self.identity.asks.min_colluders}); nothing was sent",
+                Reason.POLICY,
+            )
         if section.bound is not None and section.bound < self._need:
-            what = f"secure_aggregation.bound {section.bound:g} is under the {self._need:.4g} that clip and noise may come to"
-            raise RefusedError(f"{self.site}: {what}; nothing was sent; raise it or leave it out", Reason.JOB)
+            raise RefusedError(
+                f"{self.site}: secure_aggregation.bound {section.bound:g} is under the {self._need:.4g} that clip and noise "
+                "may come to; nothing was sent; raise it or leave it out",
+                Reason.JOB,
+            )
         if self.policy.budgets and not (self.identity.simulated or self.identity.asks.partners):
-            what = "site.yaml has a budget and names no secure_aggregation.partners; compare fingerprints and name them"
-            raise RefusedError(f"{self.site}: {what}; nothing was sent", Reason.POLICY)
+            raise RefusedError(
+                f"{self.site}: site.yaml has a budget and names no secure_aggregation.partners; "
+                "compare fingerprints and name them; nothing was sent",
+                Reason.POLICY,
+            )
 
     def answer(self, task: AuthorizedTask) -> Message:
         """Return the answer to a question about masks: keys, sealed shares, signatures, or the shares that open a sum.
@@ -100,13 +107,16 @@ class Masking:
     @property
     def _need(self) -> float:
         """The largest number that clip and noise may produce; 0 without privacy, because larger numbers are then cut off."""
-        return self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
+        return self.plan.reach if self.plan else 0.0
 
     def check_room(self, room: float) -> None:
         """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data."""
         if room < self._need:
-            what = f"sums have room for {room:.4g} a number, under the {self._need:.4g} that clip and noise may come to"
-            raise RefusedError(f"{self.site}: {what}; nothing was sent; lower privacy.clip", Reason.JOB)
+            raise RefusedError(
+                f"{self.site}: sums have room for {room:.4g} a number, "
+                f"under the {self._need:.4g} that clip and noise may come to; nothing was sent; lower privacy.clip",
+                Reason.JOB,
+            )
 
     def within_room(self, run: str, sums: Tensors, plan: Plan) -> Tensors:
         """Return a step's sums (whole units of the grid), each number limited so that there is room for the noise.
@@ -147,7 +157,10 @@ class Masking:
         assert self.identity is not None  # as check_admission makes sure
         home = self.folder / run
         if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):
-            what = "this site has trained in this run, and its record of masks is lost"
-            raise RefusedError(f"{home / FOLDER}: {what}; it cannot take part in it again; nothing was sent", Reason.LEDGER)
+            raise RefusedError(
+                f"{home / FOLDER}: this site has trained in this run, and its record of masks is lost; "
+                "it cannot take part in it again; nothing was sent",
+                Reason.LEDGER,
+            )
         sums = self.sums if self.config.sums_without_noise else None
         return Party(self.identity, self.config, run, SiteRecord(home / FOLDER), sums)

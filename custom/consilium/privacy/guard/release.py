@@ -1,6 +1,5 @@
 """Checks of a release (names, roles, shapes, finite values), and its clipping and noise. Used by the guard."""
 
-import json
 import math
 from collections.abc import Collection, Set
 from pathlib import Path
@@ -15,7 +14,7 @@ from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.linalg.norms import non_finite
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
-from consilium.core.storage import digest, note
+from consilium.core.storage import digest, note, read_json
 from consilium.privacy import mechanism
 from consilium.privacy.distributed_noise import Bits, add_share
 from consilium.privacy.plan import Plan
@@ -39,8 +38,9 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
         ("metric", payload.metrics, metrics, "the task's metric_names"),
     ):
         if extra := sorted(given.keys() - known):
-            what = f"{kind} {extra[0]!r} is not declared, so it may not leave"
-            raise RefusedError(f"release: {what}; nothing was sent; declare it in {where}")
+            raise RefusedError(
+                f"release: {kind} {extra[0]!r} is not declared, so it may not leave; nothing was sent; declare it in {where}"
+            )
         if wrong := sorted(name for name, value in given.items() if type(value) is not float):
             raise RefusedError(f"release: {kind} {wrong[0]!r} is not a plain number; nothing was sent; write float(...)")
 
@@ -58,8 +58,9 @@ def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload)
     expected = upload_shapes(strategy, sent)
     found = {name: tuple(tensor.shape) for name, tensor in result.tensors.items()}
     if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
-        shapes = f"{found.get(wrong[0])}, expected {expected.get(wrong[0])}"
-        raise RefusedError(f"{who}: tensor {wrong[0]!r} has shape {shapes}; nothing was sent")
+        raise RefusedError(
+            f"{who}: tensor {wrong[0]!r} has shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; nothing was sent"
+        )
 
 
 def noise_source(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> Randomness:
@@ -157,8 +158,10 @@ def check_shares_model(name: str, config: JobConfig, shares: bool, protects: boo
     if config.privacy is not None or config.secure_aggregation is not None or protects:
         raise RefusedError(f"{name}: under privacy or masks no personalized model leaves; nothing was sent", Reason.MODEL)
     if not shares:
-        what = "its site.yaml does not say share_personalized: true, so its model stays here; nothing was sent"
-        raise RefusedError(f"{name}: {what}", Reason.MODEL)
+        raise RefusedError(
+            f"{name}: its site.yaml does not say share_personalized: true, so its model stays here; nothing was sent",
+            Reason.MODEL,
+        )
 
 
 def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
@@ -169,7 +172,7 @@ def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
     """
     key, found = "{}-{}".format(*place), f"{digest(sent.tensors)} {sorted(sent.scalars.items())}"
     path = folder / FILE
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = read_json(path) if path.is_file() else {}
     if key in known and known[key]["model"] != found:
         raise RefusedError(f"round {place[0]} phase {place[1]} had another model before; nothing was sent", Reason.TASK)
     if key not in known:

@@ -4,7 +4,6 @@ A release is first stored unpaid in its own file ("pending"). When it is paid, i
 site can still replay the last paid release, so its answer does not reveal whether a newer release is pending.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from consilium.core.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
-from consilium.core.storage import digest, load_state, locked, noted, room_for, save_state, unreadable, write_atomic
+from consilium.core.storage import digest, load_state, locked, noted, room_for, save_state, unreadable, write_json
 from consilium.privacy.accounting.composition import VOID, Entry
 from consilium.privacy.guard import audit_trail, task_schedule
 from consilium.privacy.guard.audit_trail import AuditTrail, Charges
@@ -84,7 +83,7 @@ def mark_started(folder: Path, place: tuple[int, int]) -> None:
     """Record that training begins in a round and phase. Raises RefusedError if that cannot be written."""
     if _newest_started(folder) < place:
         with room_for(folder / BEGUN):
-            write_atomic(folder / BEGUN, json.dumps(dict(zip(("round", "phase"), place, strict=True))).encode())
+            write_json(folder / BEGUN, dict(zip(("round", "phase"), place, strict=True)))
 
 
 def reject_stale(folder: Path, place: tuple[int, int]) -> None:
@@ -186,8 +185,10 @@ class ReplayPolicy:
             reject_stale(folder, task.place)
         if refusal is not None:
             self._pay_refusal(task, refusal)
-            what = f"{place} has failed here before, and that answer stays ({folder})"
-            raise RefusedError(f"{charges.site}: {what}; nothing was sent", refusal.reason)
+            raise RefusedError(
+                f"{charges.site}: {place} has failed here before, and that answer stays ({folder}); nothing was sent",
+                refusal.reason,
+            )
         if not paid and charges.is_void(row):
             raise RefusedError(f"{charges.site}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
         stored = load(folder, task.place, paid)

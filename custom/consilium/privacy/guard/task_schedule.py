@@ -70,9 +70,11 @@ def bind_run_folder(name: str, records: Path, folder: Path, run: str) -> None:
         if run not in known:
             note(records / RUN_FOLDERS, run, {"folder": home})
     if known.get(run, home) != home:
-        what = f"run {run} is at home in {known[run]}, see {records / RUN_FOLDERS}; nothing was sent"
-        remedy = "give the new job a run of its own, or, if the folder was moved, correct its entry"
-        raise RefusedError(f"{name}: {what}; {remedy}", Reason.LEDGER)
+        raise RefusedError(
+            f"{name}: run {run} is at home in {known[run]}, see {records / RUN_FOLDERS}; nothing was sent; "
+            "give the new job a run of its own, or, if the folder was moved, correct its entry",
+            Reason.LEDGER,
+        )
 
 
 def check_place(name: str, config: JobConfig, strategy: Strategy, task: AuthorizedTask, test_only: bool) -> None:
@@ -90,8 +92,9 @@ def check_place(name: str, config: JobConfig, strategy: Strategy, task: Authoriz
         Kind.EVALUATE: (has_end and is_final_round(config, round) and 0 <= phase <= scored) or (in_round and phase == HELD_OUT),
     }
     if not asked[task.kind]:
-        what = f"the job has no task {task.kind} in round {round} phase {phase}; nothing was sent"
-        raise RefusedError(f"{name}: {what}", Reason.TASK)
+        raise RefusedError(
+            f"{name}: the job has no task {task.kind} in round {round} phase {phase}; nothing was sent", Reason.TASK
+        )
 
 
 def is_final_round(config: JobConfig, round: int) -> bool:

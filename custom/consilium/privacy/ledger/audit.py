@@ -45,8 +45,9 @@ class AuditLog:
                     self._append(file, json.dumps({"time": time.time(), **entry, "previous": self._seal}))
         except (OSError, ValueError) as error:
             why = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "a line is damaged"
-            what = f"{self.path}: the record of what leaves cannot be written ({why}); nothing was sent; look at it"
-            raise RefusedError(what, Reason.LEDGER) from None
+            raise RefusedError(
+                f"{self.path}: the record of what leaves cannot be written ({why}); nothing was sent; look at it", Reason.LEDGER
+            ) from None
 
     def _append(self, file: TextIO, line: str) -> None:
         content = _content_hash(_parse_line(line))
@@ -59,7 +60,7 @@ class AuditLog:
             os.ftruncate(file.fileno(), size)  # half a line would damage the file and block later writes
             raise
         self._known.add(content)  # only once it is on disk: a known message leaves without a new line
-        self._seal, self._size = _seal([line]), os.fstat(file.fileno()).st_size
+        self._seal, self._size = _seal(line), os.fstat(file.fileno()).st_size
 
     def _read_new_lines(self, file: TextIO) -> None:
         """Read the lines written since the last read, or all lines if the file has become shorter."""
@@ -71,7 +72,7 @@ class AuditLog:
             raise ValueError("half a line")
         for line in text.splitlines():
             self._known.add(_content_hash(_parse_line(line)))
-            self._seal = _seal([line])
+            self._seal = _seal(line)
         self._size = file.tell()
 
 
@@ -95,7 +96,7 @@ def verified(path: Path) -> Line:
             lines.append({})
         if broken is None and lines[-1].get("previous") != before:
             broken = number
-        before = _seal([text])
+        before = _seal(text)
     return {"file": str(path), "seal": before, "broken_line": broken, "messages": [x for x in lines if x]}
 
 
@@ -156,5 +157,5 @@ def _content_hash(line: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _seal(lines: list[str]) -> str:
-    return hashlib.sha256(lines[-1].encode()).hexdigest() if lines else ""
+def _seal(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()

@@ -119,8 +119,10 @@ class Ledger:
     def _check_last_row(self, sealed: list[Sealed]) -> list[Sealed]:
         """Return `sealed`. Raises RefusedError if it lacks the last row that this process saw: the file was replaced."""
         if self._last and self._last not in {seal for *_, seal in sealed}:
-            what = f"{self.path}: the privacy ledger lacks rows that it had a moment ago; nothing was sent; restore it"
-            raise RefusedError(what, Reason.LEDGER)
+            raise RefusedError(
+                f"{self.path}: the privacy ledger lacks rows that it had a moment ago; nothing was sent; restore it",
+                Reason.LEDGER,
+            )
         self._last = sealed[-1][2] if sealed else ""
         return sealed
 
@@ -148,8 +150,9 @@ class Ledger:
                 db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
                 yield db
         except sqlite3.Error as error:
-            what = f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; restore it"
-            raise RefusedError(what, Reason.LEDGER) from None
+            raise RefusedError(
+                f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; restore it", Reason.LEDGER
+            ) from None
 
 
 def _check_plain(db: sqlite3.Connection, path: Path) -> None:
@@ -167,8 +170,11 @@ def _check_plain(db: sqlite3.Connection, path: Path) -> None:
     columns = db.execute("PRAGMA table_xinfo(releases)").fetchall()
     plain = len(found) == 1 and str(found[0]).startswith("CREATE TABLE releases") and found[0].count("(") == 1
     if found and not (plain and all(name in {"time", *COLUMNS, "seal"} and not hidden for _, name, *_, hidden in columns)):
-        why = "it holds something other than its one table, releases"
-        raise RefusedError(f"{path}: the privacy ledger cannot be used ({why}); nothing was sent; restore it", Reason.LEDGER)
+        raise RefusedError(
+            f"{path}: the privacy ledger cannot be used (it holds something other than its one table, releases); "
+            "nothing was sent; restore it",
+            Reason.LEDGER,
+        )
 
 
 def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Sealed]:
@@ -180,8 +186,7 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     columns = [name for name in COLUMNS if name != LATER or LATER in known]
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
-        row = dict(zip(columns, values, strict=True))
-        entry = _row_to_entry(row, number, path)
+        entry = _row_to_entry(dict(zip(columns, values, strict=True)), number, path)
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
@@ -324,9 +329,12 @@ def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
     Under the name the account would start again from zero. `who`: the site, for the message.
     """
     if listed and listed != dataset and ledger.entries(listed):
-        what = f"the ledger has rows of this list under its path, not as {dataset!r}"
-        remedy = f"give the data set `patients: {listed}` in site.yaml"
-        raise RefusedError(f"{who}: {what}; {remedy}", Reason.LEDGER, "the ledger has rows of the data list under its path")
+        raise RefusedError(
+            f"{who}: the ledger has rows of this list under its path, not as {dataset!r}; "
+            f"give the data set `patients: {listed}` in site.yaml",
+            Reason.LEDGER,
+            "the ledger has rows of the data list under its path",
+        )
 
 
 def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = ()) -> dict[str, Any]:
@@ -341,8 +349,12 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
         shutil.copy2(ledger.path, copy)
     changed = _reseal_or_replace(ledger)
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(told) - {*ledger.seals()}))
-    said = {"kind": ACCEPTANCE, "by": getpass.getuser(), "reason": reason, "rows": len(ledger.seals()), "lost": lost}
-    said |= {
+    said = {
+        "kind": ACCEPTANCE,
+        "by": getpass.getuser(),
+        "reason": reason,
+        "rows": len(ledger.seals()),
+        "lost": lost,
         "rows_with_new_seals": changed,
         "kept": str(copy) if copy.is_file() else None,
         "records_set_aside": aside,

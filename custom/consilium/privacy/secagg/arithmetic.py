@@ -44,9 +44,9 @@ def limit(bound: float | None, parties: int, most_weight: int) -> int:
     if bound is None:
         return room
     if bound / UNIT > room:
-        at = f"{parties} sites of weights up to {most_weight}"
         raise RefusedError(
-            f"secure_aggregation.bound: {bound:g}: sums of {at} could wrap; at most {room * UNIT:.4g}, or less weight"
+            f"secure_aggregation.bound: {bound:g}: sums of {parties} sites of weights up to {most_weight} could wrap; "
+            f"at most {room * UNIT:.4g}, or less weight"
         )
     return int(bound / UNIT)
 
@@ -65,8 +65,10 @@ def flat(integers: Mapping[str, Tensor], weight: int, largest: int) -> Words:
     joined = np.concatenate([*numbers, np.ones(1, np.int64)])
     if joined.max() > largest or joined.min() < -largest:
         top = max(abs(int(joined.max())), abs(int(joined.min()))) * UNIT
-        what = f"numbers up to {top:.3g} were cut off at {largest * UNIT:.3g}, which sums have room for"
-        _log.warning(f"masked update: {what}; lower training.lr, or raise secure_aggregation.bound where there is room")
+        _log.warning(
+            f"masked update: numbers up to {top:.3g} were cut off at {largest * UNIT:.3g}, which sums have room for; "
+            "lower training.lr, or raise secure_aggregation.bound where there is room"
+        )
     return (joined.clip(-largest, largest) * np.int64(weight)).view(np.uint64)
 
 

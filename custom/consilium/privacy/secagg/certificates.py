@@ -11,6 +11,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import NameOID
 
 from consilium.config.privacy import SitePartnersConfig
@@ -93,7 +94,7 @@ def _certificate_refusal(name: str, what: str) -> RefusedError:
     return refused(f"the certificate of {name[:80]!r} {what}", Reason.POLICY)
 
 
-def fingerprint(key: rsa.RSAPublicKey) -> str:
+def fingerprint(key: CertificatePublicKeyTypes) -> str:
     """Return the SHA-256 of a public key (SubjectPublicKeyInfo, DER) as 64 hex digits."""
     raw = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(raw).hexdigest()
@@ -109,8 +110,11 @@ def read_identity(folder: Path, name: str, server: str, asks: SitePartnersConfig
         root = x509.load_pem_x509_certificate((folder / "rootCA.pem").read_bytes())
         certificate = (folder / "client.crt").read_text(encoding="utf-8")
     except (OSError, ValueError, TypeError) as error:
-        what = f"{folder}: secure_aggregation needs client.key, client.crt and rootCA.pem of a kit ({type(error).__name__})"
-        raise ConfigError(f"{what}; take a whole startup kit", Reason.POLICY) from None
+        raise ConfigError(
+            f"{folder}: secure_aggregation needs client.key, client.crt and rootCA.pem of a kit ({type(error).__name__}); "
+            "take a whole startup kit",
+            Reason.POLICY,
+        ) from None
     if not isinstance(key, rsa.RSAPrivateKey):
         raise ConfigError(f"{folder / 'client.key'}: no RSA key; take a kit with one", Reason.POLICY)
     return Identity(name, key, certificate, root, server, asks, simulated)
@@ -172,14 +176,14 @@ def check_roster(
     for name, found in roster.items():
         check_form(found, name)
     if roster.get(identity.name) != own:
-        what = "not this site's own; if its state of this run is lost, it cannot take part in it again"
-        raise refused(f"the roster's entry of {identity.name!r} is {what}")
+        raise refused(
+            f"the roster's entry of {identity.name!r} is not this site's own; "
+            "if its state of this run is lost, it cannot take part in it again"
+        )
     if changed := sorted(name for name in before if roster.get(name) != before[name]):
-        what = f"{changed[0]!r} is gone from the roster, or has another key than before"
-        raise refused(f"{what}")
+        raise refused(f"{changed[0]!r} is gone from the roster, or has another key than before")
     if len(roster) < fewest:
-        what = f"{len(roster)} sites, under secure_aggregation.min_sites {fewest} of site.yaml"
-        raise refused(f"{what}", Reason.POLICY)
+        raise refused(f"{len(roster)} sites, under secure_aggregation.min_sites {fewest} of site.yaml", Reason.POLICY)
     keys = {name: identity.check(name, found["certificate"]) for name, found in roster.items()}
     for name, found in roster.items():
         check_entry(found, keys[name], job, run, name)

@@ -3,7 +3,6 @@
 The site does not trust the server: it checks every question against its own record, and refuses a question that does not fit.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Payload, Tensors
+from consilium.core.storage import digest
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
@@ -40,7 +40,6 @@ from consilium.privacy.secagg.terms import (
     prepare_context,
     read_attempt,
     refused,
-    same_numbers,
     terms_of,
     what_was_sent,
 )
@@ -89,15 +88,18 @@ class Party:
             raise refused(f"attempt {place} is stale, this site is at {last}")
         self._check_model_was_shared(values, place, past)
         if "entry" not in values:
-            what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
-            raise refused(what, Reason.LEDGER)
+            raise refused(
+                "this site has no key of this run; if its state is lost, it cannot take part in it again", Reason.LEDGER
+            )
         about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
         keys = check_roster(question.get("roster"), *about)
         cohort = read_cohort(question, self.name, keys, whole=self.config.sums_without_noise)
         terms = terms_of(self.config, len(cohort))
         if terms.least < self.asks.min_sites:
-            what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
-            raise refused(what, Reason.POLICY)
+            raise refused(
+                f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml",
+                Reason.POLICY,
+            )
         if self.sums is not None:
             self.sums.check(cohort, self._least_shown(terms))
         context = self._prepare_context(place, question, cohort, terms)
@@ -161,7 +163,7 @@ class Party:
             for name in cohort
             if name != self.name
         }
-        public, committed = sealing.public_of(private), hashlib.sha256(seed).hexdigest()
+        public, committed = sealing.public_of(private), sealing.commitment(seed)
         signature = sign(self.identity.key, "prepare", context, self.name.encode(), public.encode(), committed.encode())
         return {"key": public, "seed": committed, "signature": signature, "shares": sealed}
 
@@ -236,7 +238,7 @@ class Party:
                 seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
                 self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
             numbers = {**integers, "": torch.tensor([weight])}
-            self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
+            self.record.once(attempt, "masked", {"numbers": digest(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
             private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
             for name, public in told["parties"].items():

@@ -80,8 +80,7 @@ def check_survivors(question: Message, name: str | None, parties: Iterable[str],
 
 def check_confirmed(question: Message, context: bytes, survivors: list[str], terms: Terms, keys: Keys) -> None:
     """Raise RefusedError unless enough survivors have signed the same sum: this mask `context` and these `survivors`."""
-    found = question.get("confirmed")
-    valid = _count_valid(found, survivors, keys, "confirm", context, canonical(survivors))
+    valid = _count_valid(question.get("confirmed"), survivors, keys, "confirm", context, canonical(survivors))
     if valid < terms.threshold:
         raise refused(f"{valid} sites have confirmed this sum, under the threshold of {terms.threshold}")
 

@@ -4,14 +4,13 @@ A repeated question gets the same bytes. A different question for the same step 
 answers a server could remove a mask. Only the file's owner can read it, and the secrets are deleted at the end of the run.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.storage import locked, write_atomic
+from consilium.core.storage import locked, read_json, write_json
 from consilium.privacy.secagg.sealing import canonical, hashed
 from consilium.privacy.secagg.terms import Message, refused
 
@@ -31,8 +30,7 @@ class SiteRecord:
         with locked(self.folder):
             self.values = self._read()
             if self.values.get("ended"):
-                what = "has ended and its keys are gone; start a new run"
-                raise refused(f"this run {what}")
+                raise refused("this run has ended and its keys are gone; start a new run")
             yield self.values
 
     def _read(self) -> dict[str, Any]:
@@ -40,17 +38,20 @@ class SiteRecord:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             if isinstance(found, dict) and found:
                 return found
             raise ValueError("no record")
         except (OSError, ValueError):
-            what = "the record of secure aggregation cannot be read; this site cannot go on with this run"
-            raise RefusedError(f"{path}: {what}; nothing was sent", Reason.LEDGER) from None
+            raise RefusedError(
+                f"{path}: the record of secure aggregation cannot be read; this site cannot go on with this run; "
+                "nothing was sent",
+                Reason.LEDGER,
+            ) from None
 
     def save(self) -> None:
         """Write the values to disk. Call it before any of them leave the site."""
-        write_atomic(self.folder / FILE, json.dumps(self.values).encode())
+        write_json(self.folder / FILE, self.values)
 
     def once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
         """Return the answer of a step. The first question makes and stores it; a repeated question gets the same answer.
@@ -62,8 +63,7 @@ class SiteRecord:
             kept = attempt[step] = {"question": asked, "answer": make()}
             self.save()
         if kept["question"] != asked:
-            what = f"has answered {step} of this attempt, and this is another question"
-            raise refused(f"this site {what}")
+            raise refused(f"this site has answered {step} of this attempt, and this is another question")
         return dict(kept["answer"])
 
     def end(self) -> None:
@@ -71,4 +71,4 @@ class SiteRecord:
         if not self.folder.is_dir():
             return
         with locked(self.folder):
-            write_atomic(self.folder / FILE, json.dumps({"ended": True}).encode())
+            write_json(self.folder / FILE, {"ended": True})

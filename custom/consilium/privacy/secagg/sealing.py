@@ -81,6 +81,11 @@ def public_of(private: bytes) -> str:
     return raw.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw).hex()
 
 
+def commitment(seed: bytes) -> str:
+    """Return the hash, as hex digits, by which a site commits to the seed of its self-mask."""
+    return hashlib.sha256(seed).hexdigest()
+
+
 def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: tuple[str, str]) -> bytes:
     """Return the 32-byte key that only the two sites `names` can compute, for one purpose in one context.
 
@@ -114,8 +119,9 @@ def unseal(key: bytes, sealed: str, context: bytes, sender: str, receiver: str) 
         raw = bytes.fromhex(sealed)
         return ChaCha20Poly1305(key).decrypt(raw[:NONCE], raw[NONCE:], _associated_data(context, sender, receiver))
     except (InvalidTag, ValueError):
-        what = f"the shares of {sender} for {receiver} are not as they were sealed"
-        raise RefusedError(f"{what}; nothing was sent", Reason.TASK) from None
+        raise RefusedError(
+            f"the shares of {sender} for {receiver} are not as they were sealed; nothing was sent", Reason.TASK
+        ) from None
 
 
 def _associated_data(context: bytes, sender: str, receiver: str) -> bytes:

@@ -4,8 +4,6 @@ Every answer is stored on disk before it is used. So a server that was killed co
 parties and survivors. It repeats its questions, and the sites repeat their answers.
 """
 
-import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,7 +15,8 @@ from cryptography import x509
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
-from consilium.core.storage import load_state, save_state, write_atomic
+from consilium.core.sanitize import few
+from consilium.core.storage import load_state, read_json, save_state, write_json
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
 from consilium.privacy.secagg.certificates import admit, public_key
@@ -53,13 +52,13 @@ class Answers:
         """Return the answers to a step, by site."""
         if step not in self._read:
             paths = {name: self._path(step, name) for name in self.names}
-            found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
+            found = {name: read_json(path) for name, path in paths.items() if path.is_file()}
             self._read[step] = found
         return self._read[step]
 
     def put(self, step: str, name: str, answer: Message) -> None:
         """Store a site's answer to a step."""
-        write_atomic(self._path(step, name), json.dumps(answer).encode())
+        write_json(self._path(step, name), answer)
         self.of(step)[name] = answer
 
     def _path(self, step: str, name: str) -> Path:
@@ -116,26 +115,26 @@ class Attempt:
 
     def close_prepared(self) -> list[str]:
         """Return the parties, the sites that have prepared, fixed from now on. Raises ConsiliumError if they are too few."""
-        parties = self._fix_list("parties", lambda: sorted(self.answers.of("prepare")))
+        parties = self._decided("parties", lambda: sorted(self.answers.of("prepare")))
         if len(parties) < self.terms.least:
             raise self._too_few_error(len(parties))
         return parties
 
-    def _fix_list(self, what: str, make: Callable[[], list[str]]) -> list[str]:
+    def _decided(self, what: str, make: Callable[[], Any]) -> Any:
+        """Return a value that is decided once: at the first call by `make`, from then on it is read from its file."""
         path = self.folder / f"{what}.json"
         if not path.is_file():
-            write_atomic(path, json.dumps(make()).encode())
-        return list(json.loads(path.read_text(encoding="utf-8")))
+            write_json(path, make())
+        return read_json(path)
 
     def _too_few_error(self, there: int) -> ConsiliumError:
         (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
         need = f"threshold {self.terms.threshold} of {self.terms.asked}"
         if self.config.sums_without_noise:
-            silent = self.silent("prepare", self.cohort)
-            more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
-            need = f"all that are asked, without noise; {', '.join(silent[:NAMED])}{more} not yet"
-        what = f"{there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
-        return ConsiliumError(f"secure aggregation: {what}")
+            need = f"all that are asked, without noise; {few(self.silent('prepare', self.cohort), NAMED)} not yet"
+        return ConsiliumError(
+            f"secure aggregation: {there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
+        )
 
     # train -------------------------------------------------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class Attempt:
     def close_masked(self, parties: list[str]) -> list[str]:
         """Return the survivors, the parties whose masked updates have arrived, fixed from now on; [] if they are too few."""
         there = [name for name in parties if self._masked_path(name).is_file()]
-        return self._fix_list("survivors", lambda: there) if len(there) >= self.terms.least else []
+        return self._decided("survivors", lambda: there) if len(there) >= self.terms.least else []
 
     # confirm and reveal ------------------------------------------------------------------------------------------------
 
@@ -181,11 +180,8 @@ class Attempt:
 
     def reveal_question(self) -> Message:
         """Return the question that asks for shares. It shows all signatures on the sum, fixed from now on."""
-        path = self.folder / "reveal.json"
-        if not path.is_file():
-            found = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
-            write_atomic(path, json.dumps(found).encode())
-        return self._question("reveal", confirmed=json.loads(path.read_text(encoding="utf-8")))
+        signatures = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
+        return self._question("reveal", confirmed=self._decided("reveal", lambda: signatures))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
         """Store a site's shares, one per party."""
@@ -244,38 +240,27 @@ class Attempt:
             total += found.tensors[MASKED]
         words = total.numpy().view("uint64")
         for name in survivors:
-            words = words - sealing.mask(self._reconstruct_seed(name, prepared[name]["seed"]), count)
+            seed = self._reconstruct(name, prepared[name]["seed"], sealing.commitment)
+            words = words - sealing.mask(seed, count)
         for name in [party for party in parties if party not in survivors]:
-            private = self._reconstruct_private_key(name, prepared[name]["key"])
+            private = self._reconstruct(name, prepared[name]["key"], sealing.public_of)
             for other in survivors:
                 key = sealing.pair_key(private, prepared[other]["key"], "mask", masks, (name, other))
                 stream = sealing.mask(key, count)
                 words = words - stream if name > other else words + stream  # the survivor used the opposite sign
         return words
 
-    def _reconstruct_seed(self, name: str, committed: str) -> bytes:
-        seed = self._reconstruct(name)
-        if hashlib.sha256(seed).hexdigest() != committed:
-            raise self._reconstruction_error(name)
-        return seed
-
-    def _reconstruct_private_key(self, name: str, public: str) -> bytes:
-        private = self._reconstruct(name)
-        if sealing.public_of(private) != public:
-            raise self._reconstruction_error(name)
-        return private
-
-    def _reconstruct(self, name: str) -> bytes:
+    def _reconstruct(self, name: str, signed_value: str, public: Callable[[bytes], str]) -> bytes:
+        """Return a secret of a site from its shares. Raises ConsiliumError unless `public` of it is what the site signed."""
         revealed = sorted(self.answers.of("reveal").items())[: self.terms.threshold]
         points = {self.cohort.index(who) + 1: int(one["shares"][name], 16) for who, one in revealed}
         secret = sealing.reconstruct(points)
-        if secret >= 2**256:
-            raise self._reconstruction_error(name)
-        return secret.to_bytes(32, "big")
-
-    def _reconstruction_error(self, name: str) -> ConsiliumError:
-        what = f"the shares of {name!r} do not give back what it signed, so the sum cannot be opened"
-        return ConsiliumError(f"secure aggregation: {what}; a site or its state is broken, start a new run")
+        if secret < 2**256 and public(found := secret.to_bytes(32, "big")) == signed_value:
+            return found
+        raise ConsiliumError(
+            f"secure aggregation: the shares of {name!r} do not give back what it signed, so the sum cannot be opened; "
+            "a site or its state is broken, start a new run"
+        )
 
 
 class Collector:
@@ -284,7 +269,7 @@ class Collector:
     def __init__(self, folder: Path, config: JobConfig, run: str, root: x509.Certificate, server: str) -> None:
         self.folder, self.config, self.run, self.root, self.server = folder, config, run, root, server
         path = folder / "roster.json"
-        self.roster: dict[str, Message] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        self.roster: dict[str, Message] = read_json(path) if path.is_file() else {}
 
     def hello_question(self) -> Message:
         """Return the first question of a run, which asks a site for its roster entry."""
@@ -298,7 +283,7 @@ class Collector:
         if any(found["key"] == other["key"] for who, other in self.roster.items() if who != name):
             raise RefusedError("it has another site's key", Reason.TASK)
         self.roster[name] = found
-        write_atomic(self.folder / "roster.json", json.dumps(self.roster).encode())
+        write_json(self.folder / "roster.json", self.roster)
 
     @property
     def has_begun(self) -> bool:
@@ -315,7 +300,7 @@ class Collector:
         return self._open_attempt(found[-1].parent) if found else None
 
     def _open_attempt(self, folder: Path) -> Attempt:
-        return Attempt(folder, self.config, self.run, json.loads((folder / "about.json").read_text(encoding="utf-8")))
+        return Attempt(folder, self.config, self.run, read_json(folder / "about.json"))
 
     def begin(self, round: int, phase: int, cohort: Iterable[str]) -> Attempt:
         """Begin the first attempt at a phase. Raises RefusedError if its terms would protect no site."""
@@ -327,7 +312,7 @@ class Collector:
         terms_of(self.config, len(cohort))
         about = {"place": [place.round, place.phase, place.attempt], "cohort": cohort, "cancelled": dict(cancelled)}
         folder = self.folder / str(place)
-        write_atomic(folder / "about.json", json.dumps(about | {"roster": dict(roster)}).encode())
+        write_json(folder / "about.json", about | {"roster": dict(roster)})
         return self._open_attempt(folder)
 
     def again(self, last: Attempt) -> Attempt:
@@ -343,16 +328,16 @@ class Collector:
 
     def _read_past(self) -> Message:
         path = self.folder / "past.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"proofs": {}, "of": {}}
+        return read_json(path) if path.is_file() else {"proofs": {}, "of": {}}
 
     def prove(self, last: Attempt, proof: Message) -> None:
         """Store the proof of a phase for all sites that were sent a model in one of its attempts."""
         kept, phase = self._read_past(), f"{last.place.round}-{last.place.phase}"
         for path in self.folder.glob(f"{phase}-*/parties.json"):
-            kept["of"] |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")), phase)
+            kept["of"] |= dict.fromkeys(read_json(path), phase)
         proofs = kept["proofs"] | {phase: proof}
         kept["proofs"] = {one: proofs[one] for one in set(kept["of"].values()) if one in proofs}
-        write_atomic(self.folder / "past.json", json.dumps(kept).encode())
+        write_json(self.folder / "past.json", kept)
 
     def forget(self, last: Attempt) -> None:
         """Delete all attempts at a phase that has ended. Its sum is in the server's state."""

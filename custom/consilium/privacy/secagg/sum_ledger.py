@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.sanitize import few
 from consilium.core.schema import SMALLEST_NOISE
 from consilium.core.storage import file_lock, room_for
 from consilium.privacy.ledger import audit
@@ -229,8 +230,7 @@ class SumLedger:
             for line in lines
             if line["kind"] == SUM
         ]
-        past = [*listed, *self._unlisted]
-        past = [one for one in past if one.data is None or one.data & self.data]
+        past = [one for one in (*listed, *self._unlisted) if one.data is None or one.data & self.data]
         if other := next((one for one in past if one.weights not in (None, self.weights)), None):
             raise _sum_refusal(
                 f"weighs by {self.weights!r}, an earlier one by {other.weights!r}, which shows the hospital that weighs most",
@@ -243,8 +243,11 @@ class SumLedger:
         except UndecidedError:
             raise _sum_refusal(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
         if shown is not None:
-            held = f"less earlier ones shows {_join_sites(shown)} alone, and at least {needed} must be in all that is shown"
-            raise _sum_refusal(held, new)
+            raise _sum_refusal(
+                f"less earlier ones shows {few(sorted(shown), SHOWN)} alone, "
+                f"and at least {needed} must be in all that is shown",
+                new,
+            )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -389,21 +392,19 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _join_sites(sites: frozenset[str]) -> str:
-    more = len(sites) - SHOWN
-    return ", ".join(sorted(sites)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _sum_refusal(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
     """Return the refusal of a sum, with its remedies. `first`: the remedy that needs no administrator."""
-    names = shlex.quote(",".join(sorted(sites)))
-    remedy = f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
-    remedy += f"consilium privacy sums KIT --allow {names} --reason TEXT"
     return RefusedError(
-        f"secure aggregation without noise: a sum over {_join_sites(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
+        f"secure aggregation without noise: a sum over {few(sorted(sites), SHOWN)} {what}; nothing was sent; "
+        f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
+        f"consilium privacy sums KIT --allow {shlex.quote(','.join(sorted(sites)))} --reason TEXT",
+        Reason.SUMS,
     )
 
 
 def _damaged_ledger(path: Path, what: str) -> RefusedError:
-    remedy = "restore the file from a backup, or run `consilium privacy accept` to go on with what is left"
-    return RefusedError(f"{path}: the ledger of sums {what}; nothing was sent; {remedy}", Reason.LEDGER)
+    return RefusedError(
+        f"{path}: the ledger of sums {what}; nothing was sent; "
+        "restore the file from a backup, or run `consilium privacy accept` to go on with what is left",
+        Reason.LEDGER,
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.messages import Payload, Tensors
+from consilium.core.messages import Payload
 from consilium.core.storage import digest
 from consilium.privacy.secagg.arithmetic import Layout
 from consilium.privacy.secagg.sealing import canonical, hashed
@@ -77,8 +77,11 @@ def terms_of(config: JobConfig, asked: int) -> Terms:
     least = max(threshold, config.federation.min_sites, asked if config.sums_without_noise else 0)
     found = Terms(asked, threshold, least, section.colluders)
     if found.problem:
-        among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"
-        raise RefusedError(f"{among}: {found.problem}", Reason.TASK)
+        raise RefusedError(
+            f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders: "
+            f"{found.problem}",
+            Reason.TASK,
+        )
     return found
 
 
@@ -146,8 +149,3 @@ def names_sent(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
 def what_was_sent(payload: Payload, names: Mapping[str, str]) -> Message:
     """Return the start of training as hashes and numbers: the tensors' hashes and the payload's scalars."""
     return {"tensors": dict(names), "scalars": {name: float(value).hex() for name, value in payload.scalars.items()}}
-
-
-def same_numbers(tensors: Tensors) -> str:
-    """Return the hash by which a site recognizes the numbers that it masked before."""
-    return digest(tensors)
