@@ -41,8 +41,10 @@ def _page(found: dict[str, Any]) -> str:
     try:
         return markdown(found)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        what = f"a message in it has not the form that a guard writes ({type(error).__name__}), so it was altered"
-        raise ConfigError(f"{found['file']}: {what}; look at it with --format json, and compare it with a copy") from None
+        raise ConfigError(
+            f"{found['file']}: a message in it has not the form that a guard writes ({type(error).__name__}), so it was "
+            "altered; look at it with --format json, and compare it with a copy"
+        ) from None
 
 
 def _records(where: Path) -> list[Path]:

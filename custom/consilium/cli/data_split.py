@@ -70,7 +70,6 @@ def data_split(
         yield from (f"note: {shown(note)}" for note in renamed_notes(names))
         for name, one in lists.items():
             if one.site != SiteConfig(datalist=one.own.datalist):
-                copy = "its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
-                yield f"note: {shown(name)}: {copy}"
+                yield f"note: {shown(name)}: its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
 
     emit({names[name]: one for name, one in found.items()} if names else next(iter(found.values())), lines(), format)

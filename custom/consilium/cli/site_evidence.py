@@ -183,8 +183,10 @@ def _read_attack(experiment: str, path: Path) -> bytes:
         found = json.loads(content)
         model, attacks = Path(found["model"]), found["attacks"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        why = f"cannot be read ({type(error).__name__})"
-        raise ConfigError(f"--attack: {path}: {why}; give what `consilium privacy attack --format json` printed") from None
+        raise ConfigError(
+            f"--attack: {path}: cannot be read ({type(error).__name__}); give what `consilium privacy attack --format json` "
+            "printed"
+        ) from None
     if experiment not in model.parts or not attacks:
         raise ConfigError(f"--attack: {path}: is of {shown(str(model), 200)}, no model of run {experiment}; attack one of its")
     return content

@@ -116,8 +116,9 @@ def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | N
     for one, path in given.items():
         many = PROMPTS[one].many
         if one == kind and path is None:
-            what = f"the model was trained with {many} as prompts (task.prompt: {kind})"
-            raise ConfigError(f"--{many}: {what}; give a CSV or JSON of them")
+            raise ConfigError(
+                f"--{many}: the model was trained with {many} as prompts (task.prompt: {kind}); give a CSV or JSON of them"
+            )
         if one != kind and path is not None:
             takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
             raise ConfigError(f"--{many}: the model takes {takes} (task.prompt: {kind}); leave the {many} out")

@@ -60,8 +60,10 @@ class FolderConfig(ModelConfig):
     @classmethod
     def _embedded(cls, value: Any) -> Any:
         if isinstance(value, str):
-            what = "the contents of config.json: paths are read only where a job is made"
-            raise ValueError(f"{what}; run `consilium export JOB --output FOLDER`, and give FOLDER/NAME instead")
+            raise ValueError(
+                "the contents of config.json: paths are read only where a job is made; run `consilium export JOB --output "
+                "FOLDER`, and give FOLDER/NAME instead"
+            )
         return value
 
     @field_validator("config")
@@ -89,8 +91,10 @@ class FolderConfig(ModelConfig):
         if self.config is None:
             return
         if (kind := self.config.get("model_type")) not in self.apart:
-            what = f"not known to keep records apart for privacy.unit record; use one of {', '.join(self.apart)}"
-            raise ValueError(f"model.config.model_type: {kind!r}: {what}")
+            raise ValueError(
+                f"model.config.model_type: {kind!r}: not known to keep records apart for privacy.unit record; use one of "
+                f"{', '.join(self.apart)}"
+            )
         for key, value in _config_values(_DRAWN.get(kind, {}) | self.config):
             if found := _why_records_mix(key, value, kind):
                 what, remedy = found
@@ -234,9 +238,9 @@ def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _check_words(value: Any, where: str) -> None:
     if isinstance(value, str) and not _WORD.fullmatch(value):
-        what = "is not a single word of letters, digits and _ . + -"
         raise ValueError(
-            f"{where}: {ascii(value)[:64]} {what}; leave it out: files, repositories and code are never named here"
+            f"{where}: {ascii(value)[:64]} is not a single word of letters, digits and _ . + -; leave it out: files, "
+            "repositories and code are never named here"
         )
     for item in value if isinstance(value, list | tuple) else ():
         if isinstance(item, dict):

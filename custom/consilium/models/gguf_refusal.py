@@ -17,5 +17,7 @@ def gguf_files(path: Path) -> list[Path]:
 def refuse_gguf(path: Path, field: str = "model.checkpoint") -> None:
     """Raise CheckpointError for a GGUF file, and for a folder of such files alone."""
     if found := gguf_files(path):
-        remedy = f"import it once: consilium models import {found[0]} -o FOLDER, and name FOLDER here"
-        raise CheckpointError(f"{field}: {path}: GGUF, which no job reads; {remedy}")
+        raise CheckpointError(
+            f"{field}: {path}: GGUF, which no job reads; import it once: consilium models import {found[0]} -o FOLDER, and "
+            "name FOLDER here"
+        )

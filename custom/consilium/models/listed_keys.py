@@ -92,8 +92,10 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
             unlisted.append(where)
     if unlisted:
         keys = ", ".join(unlisted[:8])
-        what = f"not declared by {kind.model_type or kind.__name__!r} of the installed transformers"
-        raise ConfigError(f"model.config: {keys}: {what}; leave them out")
+        raise ConfigError(
+            f"model.config: {keys}: not declared by {kind.model_type or kind.__name__!r} of the installed transformers; leave "
+            "them out"
+        )
     return found
 
 

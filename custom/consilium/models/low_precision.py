@@ -90,8 +90,10 @@ def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> N
     left = {name: size for name, (size, stored) in sizes.items() if not stored}
     if 2 * sum(left.values()) > (whole := sum(size for size, _ in sizes.values())):
         share, largest = 100 * sum(left.values()) // whole, max(left, key=left.__getitem__)
-        what = f"{share} % of what is frozen is in no linear layer ({largest} and the like)"
-        raise ConfigError(f"model.dtype: {dtype!r}: {what} and would stay float32; use fp32")
+        raise ConfigError(
+            f"model.dtype: {dtype!r}: {share} % of what is frozen is in no linear layer ({largest} and the like) and would "
+            "stay float32; use fp32"
+        )
 
 
 def require_library(dtype: str) -> None:
@@ -105,7 +107,9 @@ def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
         module = import_module("consilium.models.quantized")  # loads bitsandbytes
     except Exception as error:  # bitsandbytes may be missing, or fail at its own libraries while it loads
         why = " ".join(str(error).split())[:120]
-        what = f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why})"
-        raise ConfigError(f"{what}; pip install 'consilium-flare[quant]', or use bf16") from None
+        raise ConfigError(
+            f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why}); pip install 'consilium-flare[quant]', or use "
+            "bf16"
+        ) from None
     found: Callable[[nn.Linear, str], None] = module.quantize
     return found

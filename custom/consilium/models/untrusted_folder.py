@@ -105,8 +105,10 @@ def _parts(folder: Path) -> dict[str, str]:
         )
     for tensor, name in found.items():
         if not (isinstance(name, str) and _SHARD.fullmatch(name)):
-            what = f"weight_map.{shown(tensor, 64)}: {_value(name)} is not a name of a .safetensors file in the folder"
-            raise CheckpointError(f"model.checkpoint: {path}: {what}; fetch the index and its files again")
+            raise CheckpointError(
+                f"model.checkpoint: {path}: weight_map.{shown(tensor, 64)}: {_value(name)} is not a name of a .safetensors "
+                "file in the folder; fetch the index and its files again"
+            )
     return dict(found)
 
 
@@ -131,9 +133,10 @@ def tokenizer_of(folder: Path) -> Iterator[Path]:
             added = read_json(folder, "added_tokens.json")
             for token, at in added.items():
                 if type(at) is not int or not _is_token(token):
-                    what = f"{shown(token, 64)}: {_value(at)} is not a token's number"
-                    remedy = "use the file that the model's publisher ships"
-                    raise CheckpointError(f"model.checkpoint: {folder / 'added_tokens.json'}: {what}; {remedy}")
+                    raise CheckpointError(
+                        f"model.checkpoint: {folder / 'added_tokens.json'}: {shown(token, 64)}: {_value(at)} is not a token's "
+                        "number; use the file that the model's publisher ships"
+                    )
             (view / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
         if _present(folder / "chat_template.jinja"):
             _link(view, folder, "chat_template.jinja", LONGEST_TEMPLATE)
@@ -167,8 +170,10 @@ def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any
     for key, value in given.items():
         fits = _fits(key, value)
         if fits is False:
-            what = f"{shown(key, 64)}: {_value(value)} is not a value of this key"
-            raise CheckpointError(f"model.checkpoint: {folder / name}: {what}; use the file that the model's publisher ships")
+            raise CheckpointError(
+                f"model.checkpoint: {folder / name}: {shown(key, 64)}: {_value(value)} is not a value of this key; use the "
+                "file that the model's publisher ships"
+            )
         kept |= {key: value} if fits else {}
     (view / name).write_text(json.dumps(kept), encoding="utf-8")
 

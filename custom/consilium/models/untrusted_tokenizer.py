@@ -84,8 +84,7 @@ def plain_failure() -> Iterator[None]:
     except (*STOPS, ConsiliumError):
         raise
     except BaseException as error:
-        what = f"its tokenizer fails for a text ({type(error).__name__})"
-        raise CheckpointError(f"model.checkpoint: {what}; {_REMEDY}") from None
+        raise CheckpointError(f"model.checkpoint: its tokenizer fails for a text ({type(error).__name__}); {_REMEDY}") from None
 
 
 def check_program(program: Mapping[str, Any], where: str) -> None:
@@ -104,8 +103,10 @@ def check_backend(tokenizer: Any, where: str) -> None:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        what = f"{type(tokenizer).__name__} is not a tokenizer with a tokenizer.json"
-        raise CheckpointError(f"model.checkpoint: {where}: tokenizer_class: {what}; give a folder with tokenizer.json")
+        raise CheckpointError(
+            f"model.checkpoint: {where}: tokenizer_class: {type(tokenizer).__name__} is not a tokenizer with a tokenizer.json; "
+            "give a folder with tokenizer.json"
+        )
     steps = {name: getattr(backend, name) for name in _STEPS}
     try:
         _check_steps({name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()})

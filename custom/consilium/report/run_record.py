@@ -391,9 +391,11 @@ def cell_folder(path: Path) -> Path:
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
     if wanted and (meant := [cell.folder for cell in done if cell.name == wanted]):
         if len(meant) > 1:
-            two = f"{CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms of a study or of two studies"
-            remedy = "run `consilium study run` again, which keeps what is the study's now, or move the older folder away"
-            raise ConfigError(f"{shown(study, 200)}: {wanted} is two runs, {two}; {remedy}")
+            raise ConfigError(
+                f"{shown(study, 200)}: {wanted} is two runs, {CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms "
+                "of a study or of two studies; run `consilium study run` again, which keeps what is the study's now, or move "
+                "the older folder away"
+            )
         return meant[0]
     known = sorted({cell.name for cell in done} - {""})
     raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {join_names(known)}")

@@ -36,17 +36,22 @@ _CODE = re.compile(r"^[$@%]|[@%][^\s@%]")
 def check(config: JobConfig, card: Card) -> None:
     """Raise ConfigError for a task that bundles do not support, and for names that MONAI would run as code."""
     if not config.model.image_side or config.task.name not in WRITERS:
-        what = f"bundles are of pictures, with masks or classes; task {config.task.name!r} has none"
-        raise ConfigError(f"--format bundle: {what}; use merged")
+        raise ConfigError(
+            f"--format bundle: bundles are of pictures, with masks or classes; task {config.task.name!r} has none; use merged"
+        )
     if crop := getattr(config.task, "crop", None):
-        what = f"the model was trained on parts of {crop} pixels (task.crop), which a bundle does not cut yet"
-        raise ConfigError(f"--format bundle: {what}; use onnx or merged, and give it such parts")
+        raise ConfigError(
+            f"--format bundle: the model was trained on parts of {crop} pixels (task.crop), which a bundle does not cut yet; "
+            "use onnx or merged, and give it such parts"
+        )
     told = {"name": config.name, "model": card.model, "adapter": card.adapter, "site": card.site, "method": card.method}
     told |= {"job of the card": card.job, "name of the card": card.name, "version of the card": card.version}
     for what, text in [*told.items(), *(("task.classes", name) for name in _class_names(config))]:
         if _CODE.search(str(text)):
-            why = "MONAI would run a name with $, @ or % as code"
-            raise ConfigError(f"--format bundle: {what}: {shown(text, 80)!r}: {why}; use onnx, or train with another name")
+            raise ConfigError(
+                f"--format bundle: {what}: {shown(text, 80)!r}: MONAI would run a name with $, @ or % as code; use onnx, or "
+                "train with another name"
+            )
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:

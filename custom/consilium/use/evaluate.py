@@ -52,8 +52,10 @@ def read_site(data: Path, config: JobConfig) -> SiteConfig:
         raise ConfigError(f"--data: {shown(data)}: no such folder or file; give a site's folder")
     site = SiteConfig(datalist=data) if data.is_file() else read_site_folder(data)
     if site is None:
-        what = f"neither site.yaml nor {TASKS[config.task.name].file}, nor a folder per class"
-        raise ConfigError(f"--data: {shown(data)}: {what}; give one site's folder")
+        raise ConfigError(
+            f"--data: {shown(data)}: neither site.yaml nor {TASKS[config.task.name].file}, nor a folder per class; give one "
+            "site's folder"
+        )
     return site
 
 

@@ -38,19 +38,24 @@ def check_possible(format: Format, folder: Path) -> None:
     kept, card = read_kept(folder)
     config = job_of(folder)
     if kept.similar:
-        what = "is weighed anew for every sample, by the site's own records, which stay there"
-        raise ConfigError(f"--stage personalized: its local adapter {what}; export the global model")
+        raise ConfigError(
+            "--stage personalized: its local adapter is weighed anew for every sample, by the site's own records, which stay "
+            "there; export the global model"
+        )
     if format == "peft" and kept.share:
         raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
     if format == "peft" and kept.scaling != 1:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
-        what = f"the base is kept as {dtype}, which holds no weights that others read"
-        raise ConfigError(f"--format {format}: {what}; use peft, which goes on the unchanged base")
+        raise ConfigError(
+            f"--format {format}: the base is kept as {dtype}, which holds no weights that others read; use peft, which goes on "
+            "the unchanged base"
+        )
     if format == "peft":
         if not (folder / "adapter_config.json").is_file():
-            what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
-            raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
+            raise ConfigError(
+                f"--format peft: adapter.kind {config.adapter.kind!r} is none that PEFT knows; use merged, bundle or onnx"
+            )
         if SHIFT in kept.values:
             raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
     elif format == "merged":

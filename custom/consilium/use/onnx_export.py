@@ -26,8 +26,9 @@ def check(config: JobConfig) -> None:
         what = "a text encoder is not exported as a graph" if config.task.outputs else writes
         raise ConfigError(f"--format onnx: {what}; use merged, and your runtime's own converter")
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        remedy = "run: pip install 'consilium-flare[onnx]'"
-        raise ConfigError(f"--format onnx: needs {missing[0]}, which is not installed; {remedy}")
+        raise ConfigError(
+            f"--format onnx: needs {missing[0]}, which is not installed; run: pip install 'consilium-flare[onnx]'"
+        )
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:

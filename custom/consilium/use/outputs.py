@@ -74,8 +74,9 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     try:
         data = _encode_nifti(values, source)
     except Exception as error:
-        why = f"its header makes no NIfTI of a mask ({type(error).__name__})"
-        raise DataError(f"{source}: {why}; convert it to NIfTI-1") from None
+        raise DataError(
+            f"{source}: its header makes no NIfTI of a mask ({type(error).__name__}); convert it to NIfTI-1"
+        ) from None
     if path.name.lower().endswith(".gz"):
         import gzip
 
@@ -159,8 +160,7 @@ def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[s
                 omit_empty_frames=False,
             ).save_as(file, enforce_file_format=True)
     except Exception as error:
-        what = f"its elements make no DICOM-SEG ({type(error).__name__})"
-        raise DataError(f"{source}: {what}; convert it to NIfTI") from None
+        raise DataError(f"{source}: its elements make no DICOM-SEG ({type(error).__name__}); convert it to NIfTI") from None
     return file.getvalue()
 
 

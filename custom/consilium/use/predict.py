@@ -279,8 +279,9 @@ def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
     except OSError:
         raise
     except Exception as error:
-        what = f"its mask is written, its overlay cannot be drawn ({type(error).__name__})"
-        raise DataError(f"{one.path}: {what}; look at the picture") from None
+        raise DataError(
+            f"{one.path}: its mask is written, its overlay cannot be drawn ({type(error).__name__}); look at the picture"
+        ) from None
 
 
 # classification and language ------------------------------------------------------------------------------------------

@@ -116,8 +116,9 @@ def _resize(model: Any, side: int) -> None:
     """
     native, kind = model.prompt_encoder.input_image_size, model.config.model_type
     if kind not in RESIZED:
-        what = f"{side}: this folder's model ({kind}) takes pictures of {native} pixels"
-        raise ConfigError(f"model.image_size: {what}; use {native}")
+        raise ConfigError(
+            f"model.image_size: {side}: this folder's model ({kind}) takes pictures of {native} pixels; use {native}"
+        )
     vision, prompts = model.config.vision_config, model.config.prompt_encoder_config
     patch = vision.patch_size
     if side % patch:
@@ -141,8 +142,10 @@ def _check(model: Any, classes: int, prompt: Prompt) -> None:
     """Raise ConfigError for a number of classes that the model does not have."""
     most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
     if classes > most and prompt != "box":
-        what = f"{classes} without boxes; model_type {model.config.model_type!r} has {most} at most"
-        raise ConfigError(f"task.classes: {what}; use task.prompt: box, or one of Meta's variants")
+        raise ConfigError(
+            f"task.classes: {classes} without boxes; model_type {model.config.model_type!r} has {most} at most; use "
+            "task.prompt: box, or one of Meta's variants"
+        )
 
 
 def pattern(name: str, model: nn.Module) -> str:
@@ -153,8 +156,10 @@ def pattern(name: str, model: nn.Module) -> str:
     if name == "qv":
         apart = [n for n in encoder.inputs if n.endswith((".q_proj", ".v_proj"))]
         if not apart:
-            what = "'qv': query and value have no layers of their own in this folder's encoder"
-            raise ConfigError(f"adapter.targets: {what}; use paper, encoder-qkv or all-linear")
+            raise ConfigError(
+                "adapter.targets: 'qv': query and value have no layers of their own in this folder's encoder; use paper, "
+                "encoder-qkv or all-linear"
+            )
         return pattern_of(apart + [n for n in attention if n.endswith((".q_proj", ".v_proj"))])
     sets = {
         "paper": encoder.inputs + attention,

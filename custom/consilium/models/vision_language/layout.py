@@ -68,8 +68,9 @@ def _token(config: Any) -> int:
 
 def _require_native(side: int, sees: Any) -> None:
     if side != sees.image_size:
-        what = f"{side}: this folder's model takes pictures of {sees.image_size} pixels"
-        raise ConfigError(f"model.image_size: {what}; use {sees.image_size}")
+        raise ConfigError(
+            f"model.image_size: {side}: this folder's model takes pictures of {sees.image_size} pixels; use {sees.image_size}"
+        )
 
 
 def _qwen_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
@@ -115,6 +116,7 @@ def picture_of(config: Any, side: int) -> Picture:
     """Return the tokens of a picture of `side` pixels for a `transformers` configuration. Raises ConfigError if unknown."""
     if config.model_type not in LAYOUTS:
         known = ", ".join(LAYOUTS)
-        what = f"model_type {config.model_type!r} takes pictures in a way of its own"
-        raise ConfigError(f"model.config: {what}; known are {known}")
+        raise ConfigError(
+            f"model.config: model_type {config.model_type!r} takes pictures in a way of its own; known are {known}"
+        )
     return LAYOUTS[config.model_type][0](config, side)

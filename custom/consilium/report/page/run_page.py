@@ -282,8 +282,9 @@ def site_folder(folder: Path, site: str) -> Path:
     Raises ConfigError if there is no such site, and for the run's folder at the server of a federation.
     """
     if (folder / "metrics.jsonl").exists() and not is_simulation(folder):
-        what = "is a server's, which has nothing of a site's own; give the run's folder at the site"
-        raise ConfigError(f"--site: {folder} {what}")
+        raise ConfigError(
+            f"--site: {folder} is a server's, which has nothing of a site's own; give the run's folder at the site"
+        )
     inside = {one.name: one for one in subfolders(folder / "sites")}
     if site in inside:
         return inside[site]

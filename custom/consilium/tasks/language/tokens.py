@@ -108,8 +108,10 @@ class Encoder:
             if len(found.ids) <= self.max_length:
                 return found
             if text.history:
-                what = f"a conversation of {len(found.ids)} tokens, over model.max_length {self.max_length}"
-                raise UnfitError(f"{text.name}: {what}; raise it, or split the conversation")
+                raise UnfitError(
+                    f"{text.name}: a conversation of {len(found.ids)} tokens, over model.max_length {self.max_length}; raise "
+                    "it, or split the conversation"
+                )
         answer = self.answer(text)
         prompt, cut = self.prompt(text, max(self.max_length - len(answer), self._least))
         kept = answer[: self.max_length - len(prompt)]
