@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
-from consilium.models.gguf_refusal import refuse_gguf
+from consilium.models.architecture import refuse_gguf
 from consilium.models.listed_keys import listed
 from consilium.models.model_writer import no_progress_bar
 from consilium.models.untrusted_folder import TOKENS, WANTED, read_json, tokenizer_of, weights_of

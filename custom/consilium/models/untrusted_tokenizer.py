@@ -14,6 +14,7 @@ import struct
 import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from consilium.core.errors import STOPS, CheckpointError, ConsiliumError
@@ -260,35 +261,26 @@ def _branches(pattern: str) -> list[str]:
     """Return the alternatives of a pattern. A pattern that is a single group is opened; one in _KNOWN stays whole."""
     if pattern in _KNOWN:
         return [pattern]
-    found, start, at, depth = list[str](), 0, 0, 0
+    depths = list(_depths(pattern))
+    ends = [at for at, depth in depths if pattern[at] == "|" and depth == 0]
+    if ends:
+        return [pattern[start + 1 : end] for start, end in pairwise([-1, *ends, len(pattern)])]
+    closed = next((at for at, depth in depths if depth == 0), None)  # the end of a group that begins the pattern
+    if pattern.startswith("(") and not pattern.startswith("(?") and closed == len(pattern) - 1:
+        return _branches(pattern[1:-1])
+    return [pattern]
+
+
+def _depths(pattern: str) -> Iterator[tuple[int, int]]:
+    """Yield (position, number of groups that are open behind it) of each character outside of escapes and classes."""
+    at, depth = 0, 0
     while at < len(pattern):
-        if pattern[at] == "\\" or pattern[at] == "[":
+        if pattern[at] in "\\[":
             at = _atom(pattern, at)
             continue
         depth += {"(": 1, ")": -1}.get(pattern[at], 0)
-        if pattern[at] == "|" and depth == 0:
-            found.append(pattern[start:at])
-            start = at + 1
+        yield at, depth
         at += 1
-    found.append(pattern[start:])
-    whole = found[0]
-    if len(found) == 1 and whole.startswith("(") and whole.endswith(")") and not whole.startswith("(?") and _closes(whole):
-        return _branches(whole[1:-1])
-    return found
-
-
-def _closes(text: str) -> bool:
-    """Tell whether a text's first bracket is closed by its last character, and by none before."""
-    at, depth = 0, 0
-    while at < len(text):
-        if text[at] in "\\[":
-            at = _atom(text, at)
-            continue
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        at += 1
-        if depth == 0:
-            return at == len(text)
-    return False
 
 
 def _check_branch(branch: str) -> None:
@@ -343,13 +335,7 @@ def _class(text: str, at: int) -> int:
     if text[at : at + 1] == "]":
         raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
     while at < len(text) and text[at] != "]":
-        if text[at] == "\\":
-            found = _ESCAPE.match(text, at)
-            if found is None:
-                raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
-            at = found.end()
-        else:
-            at = _class(text, at) if text[at] == "[" else at + 1
+        at = _atom(text, at) if text[at] in "\\[" else at + 1
     if at >= len(text):
         raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
     return at + 1

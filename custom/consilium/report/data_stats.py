@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
-from consilium.core.errors import DataError
 from consilium.core.sanitize import shown
 from consilium.core.storage import open_private, private_folder, write_figure
-from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import read_image
+from consilium.data.datalist import SPLITS, DataList
 from consilium.data.settings import PictureSettings
-from consilium.data.volumes import header, is_volume
+from consilium.report.page.check_page import read_overview
 from consilium.report.tables import Table, columns
 
 EXAMPLES = 3
@@ -57,8 +53,11 @@ def write_stats(
     write_figure(folder / "stats.png", draw(stats, lists, settings), dpi=110)
 
 
-def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings) -> Figure:
+def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings) -> Any:
     """Return a figure with a row per site: a few pictures, the histogram of their values, each class's share of all pixels."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
     names = list(stats)[:MOST_SITES]
     figure = Figure(figsize=(11, 1.7 * len(names) + 0.8), layout="constrained")
     axes = figure.subplots(len(names), EXAMPLES + 2, squeeze=False, width_ratios=[1] * EXAMPLES + [1.6, 1.6])
@@ -72,8 +71,9 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
             axis.set_xticks([], [])
             axis.set_yticks([], [])
             axis.spines[:].set_visible(False)
-            if number is not None and (picture := _picture(items[number], settings)) is not None:
-                axis.imshow(picture)
+            if number is not None and (picture := read_overview(items[number], settings)) is not None:
+                step = max(1, max(picture.shape) // 256)
+                axis.imshow(picture[::step, ::step])
         row[0].set_ylabel(shown(name, 24), fontsize=8, parse_math=False)
         histogram, bars = row[EXAMPLES:]
         shares, found = stats[name]["histogram"], stats[name]["classes"]
@@ -90,16 +90,3 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
     axes[0, EXAMPLES].set_title("8-bit values, share of pixels", fontsize=8)
     axes[0, EXAMPLES + 1].set_title("classes, share of pixels", fontsize=8)
     return figure
-
-
-def _picture(item: Item, settings: PictureSettings) -> np.ndarray | None:
-    """Return an item's picture, or a volume's middle plane, of fewer rows and columns; None if it cannot be read."""
-    try:
-        if item.slice is None and is_volume(item.image):
-            axis = settings.slices.axis
-            item = Item(item.image, item.label, header(item.image).grid.planes(axis) // 2, axis)
-        picture = read_image(item, settings)
-    except DataError:
-        return None
-    step = max(1, max(picture.shape) // 256)
-    return picture[::step, ::step]

@@ -28,9 +28,8 @@ from consilium import __version__
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, file_hash, write_atomic
-from consilium.models.architecture import refuse_adapter
+from consilium.models.architecture import gguf_files, refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, use_own_layers
-from consilium.models.gguf_refusal import gguf_files
 from consilium.models.model_writer import no_progress_bar, save_text_model
 from consilium.models.transformers_folder import short
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, named_as, plain_file, read_json

@@ -13,7 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
-from consilium.cli import data_check
+from consilium.cli import data_lists
 from consilium.cli import jobs as cli_jobs
 from consilium.cli import main as cli
 from consilium.cli import site_evidence as cli_audit
@@ -142,7 +142,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     found.images_of_class[HOSTILE] = Counter({"training": 1})
     found.problem(HOSTILE, HOSTILE)
     found.warn(HOSTILE, HOSTILE)
-    cli_jobs.show(data_check._lines({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE)))
+    cli_jobs.show(data_lists._lines({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE)))
     check(capsys.readouterr().out)
 
 

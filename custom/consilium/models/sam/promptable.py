@@ -14,10 +14,12 @@ from transformers import AutoModelForMaskGeneration, PreTrainedModel
 
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
+from consilium.models.architecture import require_multiple
 from consilium.models.model_writer import page, save_pretrained
 from consilium.models.registry import pattern_of
-from consilium.models.sam import SamConfig, positions
+from consilium.models.sam import SamConfig
 from consilium.models.sam.missing_prompts import Prompt, fill_missing_boxes, fill_missing_points, require
+from consilium.models.sam.network import absolute_positions, relative_positions
 from consilium.models.targets import layers_of
 
 KNOWN = transformers_folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
@@ -95,7 +97,12 @@ def build_promptable(
     transformers_folder.require_no_running_means(model, model.config.model_type)
     if weights:
         transformers_folder.require_pixels(checkpoint, *config.pixels)
-    _check(model, classes, prompt)
+    most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
+    if classes > most and prompt != "box":
+        raise ConfigError(
+            f"task.classes: {classes} without boxes; model_type {model.config.model_type!r} has {most} at most; use "
+            "task.prompt: box, or one of Meta's variants"
+        )
     if config.image_size != model.prompt_encoder.input_image_size:
         _resize(model, config.image_size)
     if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
@@ -121,31 +128,19 @@ def _resize(model: Any, side: int) -> None:
         )
     vision, prompts = model.config.vision_config, model.config.prompt_encoder_config
     patch = vision.patch_size
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is not a multiple of the patch size {patch}; use {near}")
+    require_multiple(side, patch, f"the patch size {patch}")
     encoder, grid = model.vision_encoder, side // patch
     with torch.no_grad():
         if encoder.pos_embed is not None:
-            encoder.pos_embed = nn.Parameter(positions.absolute(encoder.pos_embed, (grid, grid)))
+            encoder.pos_embed = nn.Parameter(absolute_positions(encoder.pos_embed, (grid, grid)))
         for index in vision.global_attn_indexes if vision.use_rel_pos else ():
             attention = encoder.layers[index].attn
             for name in ("rel_pos_h", "rel_pos_w"):
-                setattr(attention, name, nn.Parameter(positions.relative(getattr(attention, name), 2 * grid - 1)))
+                setattr(attention, name, nn.Parameter(relative_positions(getattr(attention, name), 2 * grid - 1)))
     encoder.image_size = vision.image_size = prompts.image_size = side
     encoder.patch_embed.image_size, encoder.patch_embed.num_patches = (side, side), grid**2
     prompts.image_embedding_size = grid
     model.prompt_encoder.input_image_size, model.prompt_encoder.image_embedding_size = side, (grid, grid)
-
-
-def _check(model: Any, classes: int, prompt: Prompt) -> None:
-    """Raise ConfigError for a number of classes that the model does not have."""
-    most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
-    if classes > most and prompt != "box":
-        raise ConfigError(
-            f"task.classes: {classes} without boxes; model_type {model.config.model_type!r} has {most} at most; use "
-            "task.prompt: box, or one of Meta's variants"
-        )
 
 
 def pattern(name: str, model: nn.Module) -> str:

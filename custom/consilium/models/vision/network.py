@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import transformers_folder
+from consilium.models.architecture import require_multiple
 from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
 from consilium.models.vision import VisionConfig
 
@@ -148,9 +149,7 @@ def _sizes(model: Any, side: int) -> Any:
         raise ConfigError(
             f"model.config: model_type {model.config.model_type!r} is not a {KNOWN.what} of patches; known are {KNOWN.examples}"
         )
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is not a multiple of the patch size {patch}; use {near}")
+    require_multiple(side, patch, f"the patch size {patch}")
     return own
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from consilium.core.errors import ConfigError
+from consilium.models.architecture import require_multiple
 
 Inputs = dict[str, Tensor]
 
@@ -34,9 +35,7 @@ class Picture:
 def _qwen(config: Any, side: int) -> Picture:
     sees = config.vision_config
     patch = sees.patch_size * sees.spatial_merge_size
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is not a multiple of {patch}, a patch of this model's tokens; use {near}")
+    require_multiple(side, patch, f"{patch}, a patch of this model's tokens")
     count = (side // sees.patch_size // sees.spatial_merge_size) ** 2
     inner = (config.image_token_id,) * count
     return Picture(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))

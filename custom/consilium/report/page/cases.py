@@ -3,7 +3,6 @@
 Both are read never through a link and checked, and pictures are decoded and encoded again.
 """
 
-import base64
 import io
 import math
 import warnings
@@ -22,7 +21,7 @@ from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
 from consilium.report.figures import ROUNDS
-from consilium.report.page.html import INK, PAPER, SERIES, SOFT, inline_svg, page_figure_style
+from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
 from consilium.report.predictions import colours
 from consilium.report.run_record import Curve, Results, known, split_of
 from consilium.report.tables import Table, columns, number, shortened
@@ -269,8 +268,6 @@ def _picture(path: Path) -> str | None:
             with Image.open(io.BytesIO(data), formats=("JPEG",)) as opened:
                 if max(opened.size) > MOST_SIDE:
                     return None
-                file = io.BytesIO()
-                opened.convert("RGB").save(file, "JPEG", quality=QUALITY, subsampling=0)
+                return data_url(opened.convert("RGB"), "JPEG", quality=QUALITY, subsampling=0)
     except (OSError, ValueError, SyntaxError, Warning):
         return None
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,5 +1,6 @@
 """HTML of pages: templates with escaped texts, figures as SVG in the page's colours, and privacy statements in words."""
 
+import base64
 import io
 import re
 import time
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from PIL import Image
 
 from consilium import __version__
 from consilium.config.privacy import PrivacyConfig
@@ -94,6 +96,13 @@ def inline_svg(figure: Any, name: str, alt: str, more: Mapping[str, str] | None 
     width, height = float(sizes["width"]), float(sizes["height"])
     frame = f'viewBox="{sizes["viewBox"]}" style="--w: {width / 0.75:.0f}px; aspect-ratio: {width / height:.4f}"'
     return Markup(f'<svg role="img" aria-label="{escape(alt)}" {frame}>{body}')
+
+
+def data_url(image: Image.Image, format: str, **options: Any) -> str:
+    """Return a picture as a data URL, encoded in `format` with Pillow's `options`."""
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return f"data:image/{format.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 # words -----------------------------------------------------------------------------------------------------------------
