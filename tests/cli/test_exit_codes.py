@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 from nvflare.fuel.flare_api.api_spec import NoConnection
 
+from consilium.cli.jobs import exit_code
 from consilium.cli.main import COMMANDS, Group
-from consilium.cli.watch import exit_code
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError, ExitCode, UnreachableError
 from tests.conftest import JOBS, run
 

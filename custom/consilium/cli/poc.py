@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from consilium.cli.jobs import exit_code, watch_job
 from consilium.cli.options import CheckpointsOption, FormatOption, SetOption
 from consilium.cli.resume_hint import exit_interrupted, stoppable
-from consilium.cli.watch import exit_code, watch_job
 from consilium.config.deployment import SITE_NAME
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override

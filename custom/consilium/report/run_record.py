@@ -251,7 +251,7 @@ def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
     except ConfigError:
         places = [folder.absolute(), *folder.absolute().parents][:5]  # RUN/sites/NAME/adapters/WHICH
         versions = next((found for place in places if (found := read_json(place / "versions.json"))), {})
-        own = [name for name in versions if name not in (*PACKAGES, *MACHINE, "code") and not distribution_there(name)]
+        own = [name for name in versions if name not in (*PACKAGES, *MACHINE, "code") and not installed_version(name)]
         if not own:
             raise
         named = ", ".join(f"{shown(name, 80)} {shown(versions[name], 40)}" for name in own)
@@ -260,12 +260,12 @@ def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
         ) from None
 
 
-def distribution_there(name: str) -> bool:
-    """Tell whether a package is installed."""
+def installed_version(name: str) -> str:
+    """Return the version of a package; "" if it is not installed."""
     try:
-        return bool(version(name))
+        return version(name)
     except (PackageNotFoundError, ValueError):
-        return False
+        return ""
 
 
 def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:

@@ -87,6 +87,11 @@ def few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def only_true(texts: Mapping[str, object]) -> list[str]:
+    """Return the texts whose value is true, in order, such as the notes that apply to a table."""
+    return [text for text, holds in texts.items() if holds]
+
+
 def terminal(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
     """Return a table for a terminal of `width` cells, with its notes.
 

@@ -1,6 +1,7 @@
 """The files of predictions: their names, checks that no file replaces another file or an input, and writers of mask files."""
 
 import io
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from consilium.use.inputs import Input
 # Masks have the format and the grid of their input. Only the user can read the files.
 
 TIFF = (".tif", ".tiff")
+_MASK_ENDING = re.compile(r"\.(nii|nii\.gz|dcm|dicom|png|tiff?)\Z", re.IGNORECASE | re.ASCII)
 LOSSY = (".jpg", ".jpeg", ".bmp")
 """Endings of pictures whose masks are written as PNG, because JPEG changes values."""
 
@@ -41,21 +43,13 @@ def mask_name(name: str) -> str:
 
 def with_ending(name: str, what: str, ending: str) -> str:
     """Return the name of a file that belongs to the mask `name`, such as a_overlay.png for a.png."""
-    stem = name
-    for known in (".nii.gz", ".nii", ".dcm", ".dicom", ".png", *TIFF):
-        if stem.lower().endswith(known):
-            stem = stem[: -len(known)]
-            break
-    return f"{stem}_{what}{ending}"
+    return f"{_MASK_ENDING.sub('', name)}_{what}{ending}"
 
 
 def write_picture(path: Path, values: np.ndarray) -> None:
     """Write label values (H, W) as TIFF if `path` ends in .tif or .tiff, else as PNG."""
-    file = io.BytesIO()
-    if path.name.lower().endswith(TIFF):
-        Image.fromarray(values).save(file, "TIFF", compression="tiff_deflate")
-    else:
-        Image.fromarray(values).save(file, "PNG")
+    file, tiff = io.BytesIO(), path.name.lower().endswith(TIFF)
+    Image.fromarray(values).save(file, "TIFF" if tiff else "PNG", **({"compression": "tiff_deflate"} if tiff else {}))
     write_atomic(path, file.getvalue())
 
 
@@ -162,11 +156,6 @@ def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[s
     except Exception as error:
         raise DataError(f"{source}: its elements make no DICOM-SEG ({type(error).__name__}); convert it to NIfTI") from None
     return file.getvalue()
-
-
-def is_dicom(path: Path) -> bool:
-    """Return whether an input's mask is written as a DICOM-SEG."""
-    return volume_format(path) == "dicom"
 
 
 # outputs ---------------------------------------------------------------------------------------------------------------

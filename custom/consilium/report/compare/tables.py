@@ -26,7 +26,7 @@ from consilium.report.compare.score_statistics import (
 )
 from consilium.report.live_view import ending
 from consilium.report.run_record import RunRecord, known
-from consilium.report.tables import Column, Table, csv_text, difference, few, number
+from consilium.report.tables import Column, Table, csv_text, difference, few, number, only_true
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
@@ -212,7 +212,7 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
         "The best of a column is bold.": len(scores.scored) > 1,
         f"Of numbers marked {MARK} seeds are missing.": scores.missing,
     }
-    return " ".join(text for text, holds in ((by_site if of_sites else of_means) | always).items() if holds)
+    return " ".join(only_true((by_site if of_sites else of_means) | always))
 
 
 def _plus_minus(values: Sequence[float]) -> str:
@@ -253,7 +253,7 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
         f"no such model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
     }
-    return [note for note, holds in found.items() if holds]
+    return only_true(found)
 
 
 def cost_table(group: Group) -> Table:
@@ -283,13 +283,15 @@ def cost_table(group: Group) -> Table:
         rows.append([method, *cells])
     notes = ["parameters: how many train at a site; shared: how many of them are sent; MiB: tensors up and down in training, "
              "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
-    notes += ["the methods do not all train the same set of parameters"] if len(sets) > 1 else []
-    notes += _fewer_steps(group)
     marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
-    notes += [f"{MARK} without runs that have not all of it on record"] if marked else []
     early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
-    notes += early[:MOST_LISTED]
-    notes += [f"and {len(early) - MOST_LISTED} more that ended early"] if len(early) > MOST_LISTED else []
+    notes += only_true(
+        {"the methods do not all train the same set of parameters": len(sets) > 1}
+        | dict.fromkeys(_fewer_steps(group), True)
+        | {f"{MARK} without runs that have not all of it on record": marked}
+        | dict.fromkeys(early[:MOST_LISTED], True)
+        | {f"and {len(early) - MOST_LISTED} more that ended early": len(early) > MOST_LISTED}
+    )
     return Table(group.with_group_name("Costs"), columns, rows, notes)
 
 
@@ -336,19 +338,16 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None) ->
         for c in found[:MOST_TESTS]
     ]
     name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
-    tested = sum(one.p is not None for one in found)
-    notes = [
+    tested, joined = sum(one.p is not None for one in found), len(scores.splits) < len(scores.inside)
+    notes = {
         f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests; "
-        "pairs of one site or seed are alike, so p is rather too small"
-    ]
-    notes = notes if tested else []
-    if len(scores.splits) < len(scores.inside):
-        notes.append("sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores")
-    if tested < len(found):
-        notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
-    notes += [f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else []
+        "pairs of one site or seed are alike, so p is rather too small": tested,
+        "sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores": joined,
+        f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given": tested < len(found),
+        f"{len(found) - MOST_TESTS} more with larger p are left out here": len(found) > MOST_TESTS,
+    }
     title = scores.group.with_group_name(f"Paired tests, {scores.group.heading(scores.metric)} ({scores.stage})")
-    return Table(title, columns, rows, notes)
+    return Table(title, columns, rows, only_true(notes))
 
 
 def p_text(value: float | None) -> str:
@@ -365,10 +364,10 @@ def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
         lines.setdefault((method, seed, why), {})[site] = None
     rows = [[method, seed, few(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
     columns = [METHOD, Column("seed"), Column("sites", 1, False), Column("why", 0, False)]
-    rest = [f"{len(rows) - MOST_LISTED} more lines are left out here"] if len(rows) > MOST_LISTED else []
     if not rows:
         return []
-    return [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)]
+    notes = only_true({f"{len(rows) - MOST_LISTED} more lines are left out here": len(rows) > MOST_LISTED})
+    return [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], notes)]
 
 
 def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from consilium import __version__
 from consilium.config.privacy import PrivacyConfig
+from consilium.core.lazy import matplotlib
 from consilium.core.sanitize import shown
 from consilium.privacy.plan import not_private
 from consilium.report.run_record import RunRecord
@@ -70,9 +71,7 @@ def _breakable(text: str) -> Markup:
 
 def page_figure_style(grid: bool = True) -> AbstractContextManager[None]:
     """Return a context manager in which figures get the style of pages. `grid`: whether they have grid lines."""
-    from matplotlib import rc_context
-
-    return rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
+    return matplotlib.rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
 
 
 def inline_svg(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
