@@ -45,8 +45,14 @@ def cost(
     costs, bottlenecks, trained = costs_of(ready), adapters(ready), trained_set(config.adapter, ready.initial)
     whole, computes = whole_run(ready, costs[0], sites), _computes(ready, sites, samples, tested)
     hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
-    own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole, "flops": computes, **hours}
-    own |= {"masks": hides} if hides else {}
+    own = {
+        "trained_set": trained,
+        **(bottlenecks or {}),
+        "bytes": whole,
+        "flops": computes,
+        **hours,
+        **({"masks": hides} if hides else {}),
+    }
 
     def lines() -> Iterator[Table | str]:
         yield f"trains: {trained}"

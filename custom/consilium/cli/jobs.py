@@ -114,12 +114,13 @@ def _site_table(progress: dict[str, Any]) -> Table:
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)
     for name, one in sorted(sites.items()):
-        row = [name, str(min(one["round"] + 1, last_round(progress)))]
-        row += [
+        row = [
+            name,
+            str(min(one["round"] + 1, last_round(progress))),
             "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})",
             number(one["metrics"].get(TRAIN_LOSS)),
+            *(number(score_of(one["metrics"], stage, score)) for stage in stages),
         ]
-        row += [number(score_of(one["metrics"], stage, score)) for stage in stages]
         rows.append([*row, *(f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down"))])
     heads = columns("site", "round", "weight", "loss", *(f"{scores.heading(score)} {s}" for s in stages), "KiB up", "KiB down")
     return Table("", heads, rows, [scores.label(score)] if scores.grid_of(score) else [], whole=True)

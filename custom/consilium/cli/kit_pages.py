@@ -126,8 +126,10 @@ def health_page(kit: Path) -> str:
         ]
         for one in sorted(findings, key=lambda one: (one.ok, not one.advice))
     ]
-    texts = [f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}."]
-    texts += [one.line() for one in findings if not one.ok]
+    texts = [
+        f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}.",
+        *(one.line() for one in findings if not one.ok),
+    ]
     sections = [Section("checks", "Checks", texts, [(_table("", "check", "result", "found", "what to do", rows=rows), ())])]
     return _page(f"{kit_name(kit)}: health", "The findings of consilium doctor", sections, "./")
 
@@ -363,8 +365,10 @@ def _approvals(kit: Path, records: SiteRecords, waiting: Mapping[str, str]) -> S
         _table("Waiting", "run", "from", "sent", "digest", rows=rows),
         _table("Given", "job", "by", "when", "digest", rows=given),
     ]
-    texts = [] if rows else ["No job waits for approval."]
-    texts += [problem] if problem else [] if given else ["No job is approved."]
+    texts = [
+        *([] if rows else ["No job waits for approval."]),
+        *([problem] if problem else [] if given else ["No job is approved."]),
+    ]
     return Section("approvals", "Approvals", texts, [(one, ()) for one in tables if one.rows])
 
 
@@ -398,8 +402,10 @@ def _unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str,
 def _server_sections(kit: Path) -> Iterator[Section]:
     try:
         rows = site_rows(read_attendance(kit), now := time.time())
-        notes = [f"{row['site']}: {note}" for row in rows for note in row["notes"]]
-        notes += [f"{row['site']}: {describe_health(row['health'], now)}" for row in rows if row["health"]]
+        notes = [
+            *(f"{row['site']}: {note}" for row in rows for note in row["notes"]),
+            *(f"{row['site']}: {describe_health(row['health'], now)}" for row in rows if row["health"]),
+        ]
         yield Section("sites", "Sites", notes, [(site_table(rows), ())])
     except ConfigError:
         yield Section("sites", "Sites", ["There is no readable list of sites: no site has been seen by this server."])

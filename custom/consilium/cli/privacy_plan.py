@@ -85,8 +85,11 @@ def plan(
         "phases": phases,
         "sites": sites,
         "clip": clip,
+        "parameters": parameters,
+        "paper": None,
+        "shares": shares,
+        "sample_rate": sample_rate or None,
     }
-    about |= {"parameters": parameters, "paper": None, "shares": shares, "sample_rate": sample_rate or None}
     if paper:
         about["paper"] = {"samples": samples, "batch_size": batch_size, "local_steps": local_steps, "tensors": tensors}
     about |= {"unit": "record or patient" if sample_rate else "site", "adjacency": "zero-out"}

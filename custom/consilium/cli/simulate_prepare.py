@@ -99,8 +99,9 @@ def print_results(
         "losses": losses,
         "statistics": surveyed,
         "ended": early,
+        "cross_sites": crossed and crossed.to_dict(),
+        "refused": refused,
     }
-    found |= {"cross_sites": crossed and crossed.to_dict(), "refused": refused}
 
     def lines() -> Iterator[Table | Text | str]:
         files = ["metrics.jsonl", "tb_events", "sites/*/adapters"]

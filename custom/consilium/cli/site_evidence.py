@@ -81,16 +81,19 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
         yield call("consilium.flare.job.recipe:export", job, Path(place), plugins=plugins) / "app"
 
 
+REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
+"""Sections of a job that are shown for its approval."""
+
+
 def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     """Return the settings of a job for the review before its approval. Raises ConfigError if the job cannot run."""
     config = load_job(app / JOB, plugins=plugins)
     job = call("consilium.federation.job:assemble_job", config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
     shown = {
-        key: found.get(key)
-        for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
+        **{key: found.get(key) for key in REVIEWED},
+        **({"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}),
     }
-    shown |= {"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}
     return shown | {"leaves": _leaves(job), "other files": other_files(app)}
 
 

@@ -61,8 +61,14 @@ def site_table(rows: list[dict[str, Any]]) -> Table:
         days, ahead, seconds = row["certificate_days_left"], row["clock_ahead_seconds"], row["seen_seconds_ago"]
         ago = "never" if seconds is None else f"{_ago(seconds)} ago"
         seen = ago if row["state"] == "here" else f"{row['state']}, {ago}"
-        cell = [row["site"], seen, shown(row["version"] or "-", 20), "-" if row["protocol"] is None else str(row["protocol"])]
-        cell += ["-" if ahead is None else f"{ahead:+.0f} s", "-" if days is None else f"{days} days"]
+        cell = [
+            row["site"],
+            seen,
+            shown(row["version"] or "-", 20),
+            "-" if row["protocol"] is None else str(row["protocol"]),
+            "-" if ahead is None else f"{ahead:+.0f} s",
+            "-" if days is None else f"{days} days",
+        ]
         cells.append([*cell, ", ".join(job[:8] for job in row["jobs"]) or "-"])
     headings = ("site", "seen", "version", "protocol", "clock", "certificate", "jobs")
     return Table("", [Column(one, right=False) for one in headings], cells)

@@ -306,8 +306,15 @@ def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Form
     covered = UNCOVERED not in opened.card.notes
     claim = opened.card.privacy or "none: the model was trained without privacy"
     promised = epsilon_of_record(opened) if covered else None
-    told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
-    told |= {"of_one_record": promised, "attacks": [asdict(one) for one in found]}
+    told = {
+        "model": str(opened.folder),
+        "claim": claim,
+        "covered": covered,
+        "unit": unit,
+        "delta": delta,
+        "of_one_record": promised,
+        "attacks": [asdict(one) for one in found],
+    }
     rows = [
         [one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}"]
         for one in found

@@ -159,8 +159,10 @@ def _has_tokenizer(name: str) -> bool:
 def _of_model(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a config.json about the tokenizer: architecture, class and the version that wrote it."""
     kind, named, version = (config.get(key) for key in ("model_type", "tokenizer_class", "transformers_version"))
-    found = {"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
-    found |= {"tokenizer_class": named} if isinstance(named, str) and _CLASS.fullmatch(named) else {}
+    found = {
+        **({"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}),
+        **({"tokenizer_class": named} if isinstance(named, str) and _CLASS.fullmatch(named) else {}),
+    }
     return found | ({"transformers_version": version} if isinstance(version, str) and _VERSION.fullmatch(version) else {})
 
 

@@ -79,9 +79,13 @@ def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
         ]
         more = f" and {len(said) - 6} more" if len(said) > 6 else ""
         asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
-        row = ["-" if one.time is None else stamp(one.time), shown(one.kind, 40)]
-        row.append(asked + (f", phase {one.phase + 1}" if asked and one.phase else ""))
-        row += [str(len(there)), size(sum(tensor.bytes for tensor in there))]
+        row = [
+            "-" if one.time is None else stamp(one.time),
+            shown(one.kind, 40),
+            asked + (f", phase {one.phase + 1}" if asked and one.phase else ""),
+            str(len(there)),
+            size(sum(tensor.bytes for tensor in there)),
+        ]
         told = shown(one.reason or one.what or one.step) or ", ".join(said[:6]) + more
         hidden = f"masked; read by nobody alone; threshold {one.masked.threshold} of {one.masked.asked}" if one.masked else ""
         row += [norm, "" if epsilon is None else f"{epsilon:.4g}", "; ".join(part for part in (hidden, told) if part)]

@@ -290,8 +290,11 @@ class LiveView(LiveScreen):
         rows = []
         for name, row in ((name, self.sites[name]) for name in sorted(first[:room])):
             rows.append([name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)])
-        heads = [Column("site", right=False), Column("now", right=False)]
-        heads += [Column(text, rank) for rank, text in enumerate(headings.values(), 1)]
+        heads = [
+            Column("site", right=False),
+            Column("now", right=False),
+            *(Column(text, rank) for rank, text in enumerate(headings.values(), 1)),
+        ]
         return Table("", heads, rows, ["; ".join(only_true(said))] if any(said.values()) else [])
 
 

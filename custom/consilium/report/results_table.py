@@ -58,9 +58,11 @@ def results_table(
         return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split, scores))
     inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
     means = [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]
-    rows = [[site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()]
-    rows += [[which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means]
-    rows += [[site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()]
+    rows = [
+        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()),
+        *([which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means),
+        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()),
+    ]
     notes = dict.fromkeys(scores.meanings[key.metric] for key, *_ in there if key.metric in scores.meanings)
     about = {
         "n: how many a site scored, and its weight in the mean by n": BY_N in means,

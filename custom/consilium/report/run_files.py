@@ -178,8 +178,14 @@ class RunLog:
         """Record matrices whose rows and columns are sites. `finish` draws the matrices of all rounds."""
         for title, matrix in matrices.items():
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
-            line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
-            line |= {"staleness": stale, "values": matrix.tolist()}
+            line = {
+                "event": "figure",
+                "round": state.round - 1,
+                "title": title,
+                "sites": sorted(state.sites),
+                "staleness": stale,
+                "values": matrix.tolist(),
+            }
             self._line(line)
             self._figures.setdefault(title, []).append(line)
 

@@ -199,10 +199,16 @@ def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
 
     parts = [*(f"- {cell(note, 2000)}" for note in notes), ""]
     for table in tables:
-        parts += [f"### {cell(table.title)}", "", line_of(column.heading for column in table.columns)]
-        parts.append("|" + "|".join("--:" if column.right else "---" for column in table.columns) + "|")
-        parts += [line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)]
-        parts += ["", *(f"{cell(note, 2000)}.  " for note in table.notes), ""]
+        parts += [
+            f"### {cell(table.title)}",
+            "",
+            line_of(column.heading for column in table.columns),
+            "|" + "|".join("--:" if column.right else "---" for column in table.columns) + "|",
+            *(line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)),
+            "",
+            *(f"{cell(note, 2000)}.  " for note in table.notes),
+            "",
+        ]
     return "\n".join(parts).strip() + "\n"
 
 
@@ -252,8 +258,10 @@ def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
                     page += _environment(table, piece, range(start, min(start + MOST_ROWS, len(table.rows))), about)
     parts = [*main, *([r"% Appendix: the columns of details, such as a column for each site.", *more] if more else [])]
     left = "".join(sorted({c for c in "".join(parts) if ord(c) > 0x17F and c not in _QUIET}))
-    needs = ["% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches"]
-    needs += [f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []
+    needs = [
+        "% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches",
+        *([f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []),
+    ]
     return "\n".join([*(f"% {shown(note, 2000)}" for note in notes), *needs, *parts])
 
 
@@ -333,10 +341,18 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
     star = "*" if sum(piece.values()) > TEX_COLUMN else ""
     body = [line_of(written(row, place) for place in piece) for row in rows]
     under = [tex(" ".join(map(sentence, table.notes)))] if table.notes and not caption else []
-    lines = [rf"\begin{{table{star}}}[t]", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}"]
-    lines += [rf"\caption{{{tex(sentence(caption or table.title))}}}\smallskip"]
-    lines += [rf"\begin{{tabular}}{{{''.join(map(align, piece))}}}", r"\toprule", line_of(map(head, piece))]
-    lines += [r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    lines = [
+        rf"\begin{{table{star}}}[t]",
+        r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+        rf"\caption{{{tex(sentence(caption or table.title))}}}\smallskip",
+        rf"\begin{{tabular}}{{{''.join(map(align, piece))}}}",
+        r"\toprule",
+        line_of(map(head, piece)),
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
     return [*lines, *(rf"\par\smallskip\raggedright {one}" for one in under), rf"\end{{table{star}}}", ""]
 
 

@@ -44,8 +44,16 @@ def check(config: JobConfig, card: Card) -> None:
             f"--format bundle: the model was trained on parts of {crop} pixels (task.crop), which a bundle does not cut yet; "
             "use onnx or merged, and give it such parts"
         )
-    told = {"name": config.name, "model": card.model, "adapter": card.adapter, "site": card.site, "method": card.method}
-    told |= {"job of the card": card.job, "name of the card": card.name, "version of the card": card.version}
+    told = {
+        "name": config.name,
+        "model": card.model,
+        "adapter": card.adapter,
+        "site": card.site,
+        "method": card.method,
+        "job of the card": card.job,
+        "name of the card": card.name,
+        "version of the card": card.version,
+    }
     for what, text in [*told.items(), *(("task.classes", name) for name in _class_names(config))]:
         if _CODE.search(str(text)):
             raise ConfigError(

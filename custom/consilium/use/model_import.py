@@ -41,12 +41,35 @@ UNKNOWN = "unknown"
 """The licence that is recorded for a source that names none."""
 LONGEST_TEMPLATE = 2**20
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-_KEPT = {"r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
-_KEPT |= {"layers_to_transform", "layers_pattern"}
+_KEPT = {
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "layers_to_transform",
+    "layers_pattern",
+}
 """Settings of a LoRA adapter that decide the result of a merge."""
-_UNREAD = {"base_model_name_or_path", "peft_type", "task_type", "revision", "peft_version", "auto_mapping", "inference_mode"}
-_UNREAD |= {"lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "runtime_config", "qalora_group_size"}
-_UNREAD |= {"ensure_weight_tying"}
+_UNREAD = {
+    "base_model_name_or_path",
+    "peft_type",
+    "task_type",
+    "revision",
+    "peft_version",
+    "auto_mapping",
+    "inference_mode",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "megatron_core",
+    "loftq_config",
+    "runtime_config",
+    "qalora_group_size",
+    "ensure_weight_tying",
+}
 """Settings that do not influence a merge. `fan_in_fan_out` is for layers that are ordinary linear layers here."""
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that do not change the base's weights. PiSSA, OLoRA, LoftQ and others change them."""

@@ -64,8 +64,10 @@ def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) ->
 def _rename_for_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
     """Put an encoder's adapter and its head into one file, with a classifier's tensor names. Return the settings for PEFT."""
     path, head = made / "adapter_model.safetensors", made / HEAD_FILE
-    tensors = {name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(path).items()}
-    tensors |= {f"base_model.model.classifier.{n.rpartition('.')[2]}": tensor for n, tensor in load_file(head).items()}
+    tensors = {
+        **{name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(path).items()},
+        **{f"base_model.model.classifier.{n.rpartition('.')[2]}": tensor for n, tensor in load_file(head).items()},
+    }
     save_file(tensors, path, metadata={"format": "pt"})
     head.unlink()
     named = targets if isinstance(targets, list) else rf"{prefix}\.({targets})"

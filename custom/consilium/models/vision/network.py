@@ -220,9 +220,12 @@ def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: A
     head, texts, scale = model.head, model.texts, model.text_scale
     transformers_folder.restore_class(model, "head", "pooled", *TEXTS)
     projection = getattr(model, "visual_projection", None)
-    behind = {"head.weight": head.weight, "head.bias": head.bias}
-    behind |= {"projection": projection.weight} if projection is not None else {}
-    behind |= {"texts": scale * texts} if asks else {}
+    behind = {
+        "head.weight": head.weight,
+        "head.bias": head.bias,
+        **({"projection": projection.weight} if projection is not None else {}),
+        **({"texts": scale * texts} if asks else {}),
+    }
     save_pretrained(target, getattr(model, "vision_model", model))
     save_head(target, behind)
     more = ", interpolate_pos_encoding=True" if interpolates and own.image_size != config.image_size else ""

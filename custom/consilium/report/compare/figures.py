@@ -148,8 +148,13 @@ def draw(
             write_atomic(paths[-1], csv_text(plot.rows).encode(errors="backslashreplace"), PUBLIC)
             files += paths
             place, side = ("figure*", "text") if plot.figure.get_figwidth() > COLUMN else ("figure", "column")
-            page += [rf"\begin{{{place}}}[t]", r"\centering", rf"\includegraphics[width=\{side}width]{{{name}{end}.pdf}}"]
-            page += [rf"\caption{{{tex(caption)}}}", rf"\end{{{place}}}"]
+            page += [
+                rf"\begin{{{place}}}[t]",
+                r"\centering",
+                rf"\includegraphics[width=\{side}width]{{{name}{end}.pdf}}",
+                rf"\caption{{{tex(caption)}}}",
+                rf"\end{{{place}}}",
+            ]
         examples, undrawn = draw_examples(folder, group, stage, end)
         files += examples
         notes += map(group.with_group_name, undrawn)

@@ -72,8 +72,14 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
         ours = mean(values)
         gap = "-" if ours is None else difference(ours - one.value)
         rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
-    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
-    columns += [Column("measured here"), Column("published"), Column("difference")]
+    columns = [
+        Column("method", right=False),
+        Column("site", 1, False),
+        Column("metric", 1, False),
+        Column("measured here"),
+        Column("published"),
+        Column("difference"),
+    ]
     told, grid = [row[2] for row in rows], scores.group.first.scores.grid
     last = [name for name in DIAGNOSED if name in told]
     notes = {

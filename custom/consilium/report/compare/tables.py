@@ -46,11 +46,18 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
         runs = scores.group.of(method)
         for what in _diagnostic_names(runs):
             values = diagnostic_series(runs, what)
-            cells = [mean([one[place] for one in values]) for place in (0, -1)]
-            cells.append(mean([math.fsum(one) / len(one) for one in values]))
+            cells = [
+                *(mean([one[place] for one in values]) for place in (0, -1)),
+                mean([math.fsum(one) / len(one) for one in values]),
+            ]
             rows.append([method, what, *map(number, cells)])
-    columns = [Column("method", right=False), Column("diagnostic", right=False), Column("first", 1), Column("last", 1)]
-    columns.append(Column("mean"))
+    columns = [
+        Column("method", right=False),
+        Column("diagnostic", right=False),
+        Column("first", 1),
+        Column("last", 1),
+        Column("mean"),
+    ]
     title = scores.group.with_group_name("Measured by the runs themselves")
     notes = ["means over seeds; rho: Spearman's", *correlations_over_runs(scores)]
     return [Table(title, columns, rows, notes)] if rows else []
@@ -132,8 +139,14 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     group, (placed, blocks), sites = scores.group, ranks(scores), scores.columns
     against = {method: published_for(published, group, method, scores.metric) for method in group.methods}
     printed = any(value is not None for value in against.values())
-    rest = [Column("mean"), Column("95 % seeds", 2), Column("95 % patients", 2), Column("mean by n", 1), Column("rank", 1)]
-    rest += [Column("published"), Column("difference")] if printed else []
+    rest = [
+        Column("mean"),
+        Column("95 % seeds", 2),
+        Column("95 % patients", 2),
+        Column("mean by n", 1),
+        Column("rank", 1),
+        *([Column("published"), Column("difference")] if printed else []),
+    ]
     taken = {"seeds", *(one.heading for one in rest)}
     columns = [
         METHOD,
@@ -148,8 +161,11 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
         found = [name, f"{len(whole)}/{len(expected)}"]
         for values in (of.under(method, site) for site in sites):
             found.append(_plus_minus(values) + (MARK if values and len(values) < len(expected) else ""))
-        found += [_plus_minus(means) + mark, _interval_text(interval(means))]
-        found.append(_interval_text(patients_interval(of, method) if means else None))
+        found += [
+            _plus_minus(means) + mark,
+            _interval_text(interval(means)),
+            _interval_text(patients_interval(of, method) if means else None),
+        ]
         by_n = of.means(method, weighted=True)
         found += [_plus_minus(by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
         ours = mean(means)
@@ -261,8 +277,16 @@ def cost_table(group: Group) -> Table:
 
     Bytes and seconds are means over seeds, the epsilon is the largest.
     """
-    columns = [METHOD, Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
-    columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
+    columns = [
+        METHOD,
+        Column("trained set", 1, False),
+        Column("parameters", 2),
+        Column("shared", 2),
+        Column("rounds", 3),
+        Column("MiB"),
+        Column("seconds", 1),
+        Column("epsilon"),
+    ]
     rows, sets = [], set()
     for method in (method for method in group.methods if group.of(method)):
         runs = group.of(method)
@@ -278,8 +302,15 @@ def cost_table(group: Group) -> Table:
             epsilon = f"{max(epsilons):.4g} ({first.settings['privacy.unit']})"
         adapted = trained_set(first)
         sets.add((adapted, every))
-        cells = [adapted + (", pooled data" if first.pooled else ""), every, shared, str(rounds)]
-        cells += ["the data" if first.pooled else sent, _mean_of_known([run.seconds for run in runs], 1), epsilon]
+        cells = [
+            adapted + (", pooled data" if first.pooled else ""),
+            every,
+            shared,
+            str(rounds),
+            "the data" if first.pooled else sent,
+            _mean_of_known([run.seconds for run in runs], 1),
+            epsilon,
+        ]
         rows.append([method, *cells])
     notes = ["parameters: how many train at a site; shared: how many of them are sent; MiB: tensors up and down in training, "
              "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
@@ -320,8 +351,10 @@ def _mean_of_known(values: Sequence[float | None], digits: int) -> str:
 def trained_set(run: RunRecord) -> str:
     """Return the kind and settings of the adapter, and of the decoder if it trains."""
     found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
-    parts = [str(found["kind"])]
-    parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
+    parts = [
+        str(found["kind"]),
+        *(f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None),
+    ]
     decoder = found.get("decoder")
     if isinstance(decoder, str) and decoder != "freeze":
         parts.append(f"decoder {decoder}")
@@ -331,8 +364,15 @@ def trained_set(run: RunRecord) -> str:
 def _significance_table(scores: GroupScores, test: Test, against: str | None) -> Table:
     """Return the table of paired tests. Pairs of methods with too few scores for a test have a row too."""
     found = comparisons(scores, test, against)
-    columns = [METHOD, Column("against", 0, False), Column("pairs", 1), Column("difference")]
-    columns += [Column("better/worse", 2), Column("p", 1), Column("p Holm")]
+    columns = [
+        METHOD,
+        Column("against", 0, False),
+        Column("pairs", 1),
+        Column("difference"),
+        Column("better/worse", 2),
+        Column("p", 1),
+        Column("p Holm"),
+    ]
     rows = [
         [c.one, c.other, str(c.pairs), difference(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
         for c in found[:MOST_TESTS]
@@ -384,8 +424,7 @@ def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
     )  # a rank among fewer methods cannot be averaged with one among all
     rows = []
     for method in methods:
-        cells = [one.get(method) for one in placed]
-        cells.append(mean([one[method] for one in placed]) if complete else None)
+        cells = [*(one.get(method) for one in placed), mean([one[method] for one in placed]) if complete else None]
         rows.append([method, *("-" if cell is None else f"{cell:.2f}" for cell in cells)])
     columns = [METHOD, *(Column(scores.group.name, 2) for scores in tables), Column("mean rank")]
     notes = ["rank over sites in each group of runs that compare; mean rank: only where all groups rank all methods"]
@@ -401,8 +440,16 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
             if (value := run.score(site, stage, metric)) is not None:
                 ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
-                one: dict[str, Any] = {"group": group.name, "method": method, "seed": seed, "site": site, "model": str(stage)}
-                one |= {"split": run.split, "metric": metric, "value": known(value)}
+                one: dict[str, Any] = {
+                    "group": group.name,
+                    "method": method,
+                    "seed": seed,
+                    "site": site,
+                    "model": str(stage),
+                    "split": run.split,
+                    "metric": metric,
+                    "value": known(value),
+                }
                 found.append(one | {"n": _int_if_whole(run.score(site, stage, COUNT))} | ends | whole)
     return found
 

@@ -59,8 +59,15 @@ def curve_figure(name: str, found: Mapping[str, Curve], label: str, what: str) -
         named = shortened([shown(site) for site in lines], 24)
         for index, (site, curve) in enumerate(lines.items()):
             rounds = sorted(curve)
-            look: dict[str, Any] = {"color": SERIES[index % 8], "marker": MARKERS[index % 8], "linestyle": LINES[index % 4]}
-            look |= {"linewidth": 1.6, "markersize": 4, "markevery": max(1, len(rounds) // 10), "label": named[shown(site)]}
+            look: dict[str, Any] = {
+                "color": SERIES[index % 8],
+                "marker": MARKERS[index % 8],
+                "linestyle": LINES[index % 4],
+                "linewidth": 1.6,
+                "markersize": 4,
+                "markevery": max(1, len(rounds) // 10),
+                "label": named[shown(site)],
+            }
             if crowd:
                 look = {
                     "color": SOFT,
@@ -152,8 +159,11 @@ def distribution_figure(name: str, values: Mapping[Stage, Sequence[float]], labe
 MOST_PICTURE, MOST_SIDE = 4 * 1024**2, 2048
 """Bytes, and pixels per side, of a picture at most. A run's pictures are much smaller."""
 MOST_CLASSES = 24
-MEANT = {PICTURE: "the picture", REFERENCE: "the picture with the reference's masks"}
-MEANT |= {s: f"the picture with the {s} model's masks, the reference's outlines in white" for s in Stage}
+MEANT: dict[str, str] = {
+    PICTURE: "the picture",
+    REFERENCE: "the picture with the reference's masks",
+    **{s: f"the picture with the {s} model's masks, the reference's outlines in white" for s in Stage},
+}
 
 
 class Case(BaseModel):

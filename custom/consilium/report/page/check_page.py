@@ -34,8 +34,10 @@ def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[st
     sites = []
     for name, one in found.items():
         counts: dict[str, Mapping[str, int]] = {"samples": one.samples, "cannot be used": one.bad, "planes": one.planes}
-        counts = {what: of for what, of in counts.items() if what == "samples" or any(of.values())}
-        counts |= {f"class {of}": images for of, images in sorted(one.images_of_class.items())}
+        counts = {
+            **{what: of for what, of in counts.items() if what == "samples" or any(of.values())},
+            **{f"class {of}": images for of, images in sorted(one.images_of_class.items())},
+        }
         rows = [[what, *(str(of.get(split, 0)) for split in one.samples)] for what, of in counts.items()]
         pictures = {line: picture for line, item in one.shown.items() if (picture := _thumbnail(item, settings))}
         kinds = [(level, kind, lines) for level in ("problem", "warning") for kind, lines in getattr(one, f"{level}s").items()]

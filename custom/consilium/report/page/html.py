@@ -33,8 +33,13 @@ HEADINGS = {
 INK, SOFT, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
 SERIES = tuple(f"#0500{number:02d}" for number in range(1, 9))
 """Placeholder colours. In a figure's SVG they are replaced by variables of page.css."""
-VARIABLES = {INK: "--text", SOFT: "--soft", RULE: "--rule", PAPER: "--back"}
-VARIABLES |= {colour: f"--c{number}" for number, colour in enumerate(SERIES, start=1)}
+VARIABLES = {
+    INK: "--text",
+    SOFT: "--soft",
+    RULE: "--rule",
+    PAPER: "--back",
+    **{colour: f"--c{number}" for number, colour in enumerate(SERIES, start=1)},
+}
 STYLE = {
     "svg.fonttype": "none", "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
     "text.color": INK, "axes.edgecolor": SOFT, "axes.labelcolor": INK, "xtick.color": SOFT, "ytick.color": SOFT,
@@ -59,8 +64,18 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
     environment.filters["lines"] = lambda text: "\n".join(shown(line, 4 * LIMIT) for line in text[: 4 * LIMIT].splitlines())
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # a file of ours
     contents = [(one, heading) for one, heading in HEADINGS.items() if one in sections]
-    frame: dict[str, Any] = {"title": title, "lead": lead, "source": source, "css": css, "version": __version__, "warnings": []}
-    frame |= {"back": "", "today": time.strftime("%Y-%m-%d"), "contents": contents, "headings": HEADINGS}
+    frame: dict[str, Any] = {
+        "title": title,
+        "lead": lead,
+        "source": source,
+        "css": css,
+        "version": __version__,
+        "warnings": [],
+        "back": "",
+        "today": time.strftime("%Y-%m-%d"),
+        "contents": contents,
+        "headings": HEADINGS,
+    }
     return environment.get_template(template).render(frame | dict(values))
 
 
@@ -119,8 +134,12 @@ SCORES = (
     "Scores are not covered by it. In a simulation no noise protects them. In a federation a private job's scores stay at the "
     "site, unless its administrator shares them."
 )
-FACTS = {name: name for name in ("unit", "adjacency", "trust", "accountant", "calibration")}
-FACTS |= {"clip": "clip (C)", "noise_multiplier": "noise multiplier (sigma)", "releases": "releases"}
+FACTS = {
+    **{name: name for name in ("unit", "adjacency", "trust", "accountant", "calibration")},
+    "clip": "clip (C)",
+    "noise_multiplier": "noise multiplier (sigma)",
+    "releases": "releases",
+}
 """Headings of a privacy plan's fields, in the order of the page."""
 Statement = tuple[list[str], list[tuple[str, str]]]
 """Sentences, and facts as pairs (name, value)."""

@@ -95,8 +95,14 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "hashes": [("the job's digest", config.digest), *plain_file_hashes(record.folder, HASHED)],
         "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
-    sections = ["result", "curves", "training", "privacy", "versions"]
-    sections += ["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)
+    sections = [
+        "result",
+        "curves",
+        "training",
+        "privacy",
+        "versions",
+        *(["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)),
+    ]
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
     counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
@@ -162,12 +168,28 @@ def _training_table(record: RunRecord) -> Table | None:
         numbers = (asked, len(found), max(asked - len(found), 0), counts["concluded"][site], refused[site])
         up, down = ([one.get(name, 0.0) for one in found] for name in (BYTES_UP, BYTES_DOWN))
         seconds = [one[TRAIN_SECONDS] for one in found if TRAIN_SECONDS in one]
-        row = [site, *map(str, numbers), *map(size, (sum(up), sum(down), max(up, default=0.0)))]
-        row += [duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]
+        row = [
+            site,
+            *map(str, numbers),
+            *map(size, (sum(up), sum(down), max(up, default=0.0))),
+            *([duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]),
+        ]
         rows.append([*row, size(max((one.get(TRAIN_MEMORY, 0.0) for one in found), default=0.0)) if found else "-"])
         sums.update({"answered": len(found), "sent": sum(up), "received": sum(down)})
-    heads = ["site", "asked", "answered", "absent", "in the mean", "refused", "sent", "received", "largest update"]
-    heads += ["time", "a round, median", "GPU memory, most"]
+    heads = [
+        "site",
+        "asked",
+        "answered",
+        "absent",
+        "in the mean",
+        "refused",
+        "sent",
+        "received",
+        "largest update",
+        "time",
+        "a round, median",
+        "GPU memory, most",
+    ]
     total = [size(sums[head]) if head in ("sent", "received") else "" for head in heads]
     total[0], total[2] = "all sites", str(sums["answered"])
     unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B") for row in rows)}
@@ -259,11 +281,24 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
     rows = []
     for one in entries:
         spent = [one["epsilon"][unit]["1e-05"] for unit in ("record", "patient", "site")]
-        row = [one["dataset"], ", ".join(one["jobs"]), str(one["releases"])]
-        row += [f"{one['void']}: {VOID}" if one["void"] else "0", one["adjacency"], ", ".join(one["trust"])]
+        row = [
+            one["dataset"],
+            ", ".join(one["jobs"]),
+            str(one["releases"]),
+            f"{one['void']}: {VOID}" if one["void"] else "0",
+            one["adjacency"],
+            ", ".join(one["trust"]),
+        ]
         rows.append([*row, *(NO_BOUND if finite(value) is None else f"{value:.4g}" for value in spent)])
-    heads = ["data set", "jobs", "releases", "void rows", "adjacency", "trust"]
-    heads += [f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")]
+    heads = [
+        "data set",
+        "jobs",
+        "releases",
+        "void rows",
+        "adjacency",
+        "trust",
+        *(f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")),
+    ]
     return Table("Privacy spent by all jobs together, at delta 1e-05", columns(*heads), rows), ""
 
 
@@ -337,8 +372,11 @@ def site_page(folder: Path, site: str) -> str:
 # study page ------------------------------------------------------------------------------------------------------------
 # The page of a study: its comparison, with those pictures of `compare` that show no patient.
 
-INKED = {colour.lower(): f"--c{number}" for number, colour in enumerate(COLOURS, start=1)}
-INKED |= {"#e0e0e0": "--rule", "#ebebeb": "--rule"}
+INKED = {
+    **{colour.lower(): f"--c{number}" for number, colour in enumerate(COLOURS, start=1)},
+    "#e0e0e0": "--rule",
+    "#ebebeb": "--rule",
+}
 """The page's variable for each colour of a comparison, because its black would be invisible in dark mode."""
 SHOWS = {
     "curves": "Learning curves on validation data, mean over sites",

@@ -216,8 +216,7 @@ class Prompt:
             raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
 
     def _said(self, message: str, answer: str | None = None) -> str:
-        turns = [{"role": "user", "content": message}]
-        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        turns = [{"role": "user", "content": message}, *([] if answer is None else [{"role": "assistant", "content": answer}])]
         return self._render(turns, asks=answer is None)
 
     def _render(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:

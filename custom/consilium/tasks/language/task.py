@@ -169,8 +169,10 @@ class LanguageTask:
             whole, each = self._answer_scores(model, split, batch_size, distances)
             each |= ranked
         cut = dict(zip(CUT, _count_shortened(self._pairs[split]), strict=True))
-        found |= {name: number / len(self._pairs[split]) for name, number in cut.items()} | whole
-        found |= {name: sum(values) / len(values) for name, values in each.items()}
+        found |= {
+            **({name: number / len(self._pairs[split]) for name, number in cut.items()} | whole),
+            **{name: sum(values) / len(values) for name, values in each.items()},
+        }
         return found | (self._summary(split, {"loss": losses} | each) if distances else {})
 
     def _summary(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:

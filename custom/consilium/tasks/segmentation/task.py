@@ -198,8 +198,10 @@ class SegmentationTask:
         for metric, values in scores.items():
             by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
             known = {c: v for c, v in by_class.items() if not np.isnan(v)}
-            result |= {f"{metric}/{c}": v for c, v in known.items()}
-            result |= {metric: sum(known.values()) / len(known)} if known else {}
+            result |= {
+                **{f"{metric}/{c}": v for c, v in known.items()},
+                **({metric: sum(known.values()) / len(known)} if known else {}),
+            }
         return result
 
     def _forward(self, model: nn.Module, batch: Batch, known: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
