@@ -35,6 +35,7 @@ from consilium.privacy.ledger.audit import FILE, is_void
 from consilium.privacy.ledger.audit import read as read_record
 from consilium.privacy.ledger.ledger import Ledger, accepted
 from consilium.report.run_files import versions
+from consilium.report.tables import only_true
 from consilium.strategies.strategy import Role
 
 # approve ---------------------------------------------------------------------------------------------------------------
@@ -241,15 +242,15 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
 
 def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
     """Return warnings about rows and messages without a valid privacy promise; "" for none."""
-    found = []
-    if seeded := sum(bool(one.get("seeded")) for one in left):
-        found.append(f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**")
-    if void := sum(map(is_void, left)):
-        found.append(f"**{void} messages of this run are {VOID}.**")
-    if rows := [entry for entry in entries if entry.is_void]:
-        jobs = ", ".join(sorted({shown(entry.job) for entry in rows}))
-        found.append(f"**{len(rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**")
-    return "".join(f"{one}\n\n" for one in found)
+    seeded, void = sum(bool(one.get("seeded")) for one in left), sum(map(is_void, left))
+    rows = [entry for entry in entries if entry.is_void]
+    jobs = ", ".join(sorted({shown(entry.job) for entry in rows}))
+    warnings = {
+        f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**": seeded,
+        f"**{void} messages of this run are {VOID}.**": void,
+        f"**{len(rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": rows,
+    }
+    return "".join(f"{one}\n\n" for one in only_true(warnings))
 
 
 def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:

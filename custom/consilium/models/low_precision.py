@@ -5,6 +5,7 @@ bytes per number. Stored as bfloat16 it takes 2, and results under `precision: b
 (adapters, heads, decoders), norms and embeddings stay float32.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, cast
@@ -61,10 +62,7 @@ def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: C
 def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:
     """Return the plain linear layers whose parameters are not `trained`, not shared, and not read by the model's own code."""
     kept = {id(tensor) for tensor in trained}
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     found, architecture = list[nn.Linear](), architectures(model)
     for name, module in model.named_modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]

@@ -122,21 +122,21 @@ def check_backend(tokenizer: Any, where: str) -> None:
 def _check_model(model: Any) -> None:
     """Raise ValueError for a tokenizer's model (vocabulary and merging) of an unlisted kind or beyond the limits."""
     if not isinstance(model, dict):
-        raise ValueError(f"model: {_value(model)} is not a map")
+        raise ValueError(f"model: {quoted(model)} is not a map")
     if "type" in model and model["type"] not in _MODELS:  # versions before 2021 wrote no type
-        raise ValueError(f"model.type: {_value(model['type'])} is none of {', '.join(_MODELS)}")
+        raise ValueError(f"model.type: {quoted(model['type'])} is none of {', '.join(_MODELS)}")
     if model.get("dropout"):
-        raise ValueError(f"model.dropout: {_value(model['dropout'])} draws tokens anew for every text, only null is possible")
+        raise ValueError(f"model.dropout: {quoted(model['dropout'])} draws tokens anew for every text, only null is possible")
     most = model.get("max_input_chars_per_word", 100)
     if type(most) is not int or not 0 < most <= LONGEST_UNKNOWN:
-        raise ValueError(f"model.max_input_chars_per_word: {_value(most)}, at most {LONGEST_UNKNOWN} are possible")
+        raise ValueError(f"model.max_input_chars_per_word: {quoted(most)}, at most {LONGEST_UNKNOWN} are possible")
     for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if not (model.get(key) is None or (isinstance(model[key], str) and len(model[key]) <= LONGEST_WORD)):
-            raise ValueError(f"model.{key}: {_value(model[key])} is not a text of at most {LONGEST_WORD} characters")
+            raise ValueError(f"model.{key}: {quoted(model[key])} is not a text of at most {LONGEST_WORD} characters")
     pieces = model.get("vocab")
     for piece in pieces if isinstance(pieces, list) else ():
         if not (isinstance(piece, list) and piece and isinstance(piece[0], str) and len(piece[0]) <= LONGEST_PIECE):
-            raise ValueError(f"model.vocab: {_value(piece)} is not a token of at most {LONGEST_PIECE} characters")
+            raise ValueError(f"model.vocab: {quoted(piece)} is not a token of at most {LONGEST_PIECE} characters")
 
 
 def _check_steps(program: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ def _check_steps(program: Mapping[str, Any]) -> None:
         for where, step in steps:
             kind = step.get("type")
             if kind not in kinds:
-                raise ValueError(f"{where}.type: {_value(kind)} is none of {', '.join(kinds)}")
+                raise ValueError(f"{where}.type: {quoted(kind)} is none of {', '.join(kinds)}")
             if kind in _ONCE and place in ("normalizer", "pre_tokenizer"):
                 if kind in lengthening:
                     raise ValueError(f"{where}.type: {kind!r} is there twice, and lengthens texts each time")
@@ -166,14 +166,14 @@ def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[
     if step is None:
         return
     if not isinstance(step, dict) or depth > 4:
-        raise ValueError(f"{where}: {_value(step)} is not a step")
+        raise ValueError(f"{where}: {quoted(step)} is not a step")
     if step.get("type") != "Sequence":
         yield where, step
         return
     for key in _PARTS:
         parts = step.get(key, [])
         if not isinstance(parts, list):
-            raise ValueError(f"{where}.{key}: {_value(parts)} is not a list of steps")
+            raise ValueError(f"{where}.{key}: {quoted(parts)} is not a list of steps")
         for number, part in enumerate(parts):
             yield from _flat(part, f"{where}.{key}[{number}]", depth + 1)
 
@@ -189,21 +189,21 @@ def _checked(step: Mapping[str, Any], where: str) -> float:
             least = _check_pattern(value, f"{where}.pattern")
             content = step.get("content", "")
             if isinstance(content, str) and content != unicodedata.normalize("NFKD", content):
-                raise ValueError(f"{where}.content: {_value(content)} is lengthened again by Unicode's forms")
+                raise ValueError(f"{where}.content: {quoted(content)} is lengthened again by Unicode's forms")
             grown = max(1.0, len(content) / least) if isinstance(content, str) else 1.0
         else:
             _check_words(value, f"{where}.{key}")
     if kind == "Strip" and step.get("stop"):
-        raise ValueError(f"{where}.stop: {_value(step['stop'])}, only 0 is possible")  # the library fails for a shorter token
+        raise ValueError(f"{where}.stop: {quoted(step['stop'])}, only 0 is possible")  # the library fails for a shorter token
     if kind == "FixedLength" and not (type(step.get("length")) is int and step["length"] > 0):
-        raise ValueError(f"{where}.length: {_value(step.get('length'))} is not a number of characters")
+        raise ValueError(f"{where}.length: {quoted(step.get('length'))} is not a number of characters")
     return grown
 
 
 def _check_words(value: Any, where: str) -> None:
     """Raise ValueError for a long text or a long list anywhere in a step's settings."""
     if isinstance(value, str) and len(value) > LONGEST_WORD:
-        raise ValueError(f"{where}: {_value(value)} of over {LONGEST_WORD} characters")
+        raise ValueError(f"{where}: {quoted(value)} of over {LONGEST_WORD} characters")
     if isinstance(value, dict | list):
         if len(value) > STEPS:
             raise ValueError(f"{where}: {len(value)} entries, at most {STEPS} are possible")
@@ -223,7 +223,7 @@ def _longest_replacement(charsmap: Any, where: str) -> float:
         (size,) = struct.unpack_from("<I", raw)
         texts = raw[4 + size :].decode("utf-8").split("\0")
     except (ValueError, TypeError, struct.error, binascii.Error):
-        raise ValueError(f"{where}: {_value(charsmap)} is not a charsmap of SentencePiece") from None
+        raise ValueError(f"{where}: {quoted(charsmap)} is not a charsmap of SentencePiece") from None
     longest = max(len(unicodedata.normalize("NFKD", text)) for text in texts)
     if longest > GROWTH:
         raise ValueError(f"{where}: writes {longest} characters for one, at most {GROWTH} are possible")
@@ -236,9 +236,9 @@ def _check_pattern(value: Any, where: str) -> int:
     if isinstance(text := named.get("String"), str) and 0 < len(text) <= LONGEST_WORD:
         return len(text)
     if not (isinstance(pattern := named.get("Regex"), str) and 0 < len(pattern) <= LONGEST_PATTERN):
-        raise ValueError(f"{where}: {_value(value)} is not a text or pattern")
+        raise ValueError(f"{where}: {quoted(value)} is not a text or pattern")
     if why := unbounded(pattern):
-        raise ValueError(f"{where}.Regex: {_value(pattern)}: {why}")
+        raise ValueError(f"{where}.Regex: {quoted(pattern)}: {why}")
     return 1
 
 
@@ -352,5 +352,6 @@ def _group(branch: str, at: int) -> int:
     return at + 1
 
 
-def _value(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """Return a value for a message, in ASCII and shortened."""
     return ascii(value)[:80]

@@ -287,9 +287,10 @@ class LiveView(LiveScreen):
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
         said = {self.scores.label(self.score): self.scores.grid_of(self.score), f"and {left.total()} more: {others}": left}
-        rows = []
-        for name, row in ((name, self.sites[name]) for name in sorted(first[:room])):
-            rows.append([name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)])
+        rows = [
+            [name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
+            for name, row in ((name, self.sites[name]) for name in sorted(first[:room]))
+        ]
         heads = [
             Column("site", right=False),
             Column("now", right=False),

@@ -316,7 +316,8 @@ def read_page(path: Path) -> Page | None:
             body = sheet.convert("RGB")
     except (OSError, KeyError, ValueError, SyntaxError, ValidationError, Image.DecompressionBombError):
         return None  # PIL raises SyntaxError for a truncated PNG
-    columns = {}
-    for x, title in zip(range(MARGIN, right, step), layout.titles, strict=True):
-        columns[title] = [body.crop((x, y, x + PANEL, y + PANEL + LINE)) for y in range(top, bottom, high)]
+    columns = {
+        title: [body.crop((x, y, x + PANEL, y + PANEL + LINE)) for y in range(top, bottom, high)]
+        for x, title in zip(range(MARGIN, right, step), layout.titles, strict=True)
+    }
     return columns, body.crop((MARGIN, bottom, body.width - MARGIN, body.height - MARGIN))

@@ -19,9 +19,9 @@ Answers = Mapping[str, Mapping[str, Any]]
 
 def text(job: str, sites: Answers) -> str:
     """Return a table as plain text of at most 80 columns: per site a row for each statistic, the numbers of samples first."""
-    rows = []
-    for name, told in sites.items():
-        rows += [[name if number == 0 else "", *pair] for number, pair in enumerate(_rows_of_site(told))]
+    rows = [
+        [name if number == 0 else "", *pair] for name, told in sites.items() for number, pair in enumerate(_rows_of_site(told))
+    ]
     grid = folding(Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows))
     console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
     console.print(grid)

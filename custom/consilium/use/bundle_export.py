@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
@@ -72,7 +72,8 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     wanted = logits_of(model, inputs)
     merge_if_possible(model, config)
     program = _export_program(model, inputs)
-    difference = require_equal("bundle", model, wanted, _program_logits(program, inputs))
+    module = program.module()  # whose inputs are positional
+    difference = require_equal("bundle", model, wanted, logits_of(lambda **named: module(*named.values()), inputs))
     (folder / "models").mkdir()
     torch.export.save(program, folder / "models/model.pt2")
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
@@ -83,12 +84,6 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     return _ABOUT.format(
         out=_OUT[config.task.name], prompts=_PROMPTS.get(getattr(config.task, "prompt", "none"), "")
     ), difference
-
-
-def _program_logits(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
-    """Return the logits of an exported program, whose inputs are positional."""
-    module = program.module()
-    return logits_of(lambda **named: module(*named.values()), inputs)
 
 
 def _export_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:

@@ -89,25 +89,21 @@ def qwen_patches(pixels: Tensor, sees: Any) -> Tensor:
     return still.reshape(-1, 3 * frames * patch * patch)
 
 
-def _paligemma_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
-    return {"pixel_values": pixels, "token_type_ids": answers.long()}  # picture and prompt see each other both ways
-
-
-def _gemma3_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
-    return {"pixel_values": pixels, "token_type_ids": (ids == _token(config)).long()}
-
-
-def _llava_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
-    return {"pixel_values": pixels}
+def _plain_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
+    if config.model_type == "llava":
+        return {"pixel_values": pixels}
+    # PaliGemma's picture and prompt see each other both ways
+    kinds = answers if config.model_type == "paligemma" else ids == _token(config)
+    return {"pixel_values": pixels, "token_type_ids": kinds.long()}
 
 
 LAYOUTS: dict[str, tuple[Callable[[Any, int], Picture], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
     "qwen2_vl": (_qwen, _qwen_inputs),
     "qwen2_5_vl": (_qwen, _qwen_inputs),
     "qwen3_vl": (_qwen, _qwen_inputs),
-    "paligemma": (_paligemma, _paligemma_inputs),
-    "gemma3": (_gemma3, _gemma3_inputs),
-    "llava": (_llava, _llava_inputs),
+    "paligemma": (_paligemma, _plain_inputs),
+    "gemma3": (_gemma3, _plain_inputs),
+    "llava": (_llava, _plain_inputs),
 }
 
 

@@ -30,7 +30,7 @@ from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
 from consilium.report.run_files import versions
 from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
-from consilium.report.tables import Table, columns, duration, few, size, stamp
+from consilium.report.tables import Table, columns, duration, few, only_true, size, stamp
 from consilium.report.untrusted_files import (
     MOST_BYTES,
     finite,
@@ -113,17 +113,17 @@ def run_page(record: RunRecord, back: str = "") -> str:
 
 def _warnings(record: RunRecord, pictures: bool) -> list[str]:
     """Return the warnings at the top of the page."""
-    found = []
-    if pictures:
-        found.append("This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.")
-    if record.results is None:
-        found.append("The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.")
-    found += [f"{told}."] if (told := frozen_level(record)) else []
-    if record.lost_lines:
-        found.append(f"Damaged lines of metrics.jsonl: {record.lost_lines}. They count nowhere on this page.")
-    if damaged := sorted(record.damaged - {"metrics.jsonl"}):
-        found.append(f"Damaged files, left out: {', '.join(damaged)}. Run the job anew, or take a copy that is whole.")
-    return found
+    level, damaged, lost = frozen_level(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
+    warnings = {
+        "This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.": pictures,
+        "The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.": (
+            record.results is None
+        ),
+        f"{level}.": level,
+        f"Damaged lines of metrics.jsonl: {lost}. They count nowhere on this page.": lost,
+        f"Damaged files, left out: {', '.join(damaged)}. Run the job anew, or take a copy that is whole.": damaged,
+    }
+    return only_true(warnings)
 
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
