@@ -17,7 +17,7 @@ from consilium.core.sanitize import line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import warnings
 from consilium.report.live_view import ending, last_round, reported, score_of, when
-from consilium.report.tables import Column, Table, columns, number
+from consilium.report.tables import Column, Table, columns, few, number
 from consilium.tasks.registry import Scores
 
 KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
@@ -194,6 +194,5 @@ def place(progress: dict[str, Any]) -> str:
         told += f"; epsilon {progress['epsilon']:.3g}"
     if waiting := progress.get("waiting"):
         names = [shown(name, 60) for name in waiting["sites"]]
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        told += f"; waits for {', '.join(names[:MAX_NAMES])}{more}, at most {waiting['seconds']:.0f} s"
+        told += f"; waits for {few(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
     return told + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")

@@ -33,6 +33,7 @@ from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, 
 from consilium.models.model_writer import no_progress_bar, save_text_model
 from consilium.models.transformers_folder import short
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
+from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.output_folder import LICENCES, apply_umask, check_destination, new_folder
 
@@ -449,15 +450,16 @@ def _read_template(path: Path) -> str:
 
 
 def _import_notes(told: Mapping[str, Any]) -> list[str]:
-    notes = list[str]()
-    if quantized := [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]:
-        notes.append(f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's")
-    if told["licence"] == UNKNOWN:
-        notes.append("the source names no licence; write it with --licence NAME once you know it")
-    base = told.get("adapter", {}).get("base", "")
-    if base and Path(base).name.lower() != Path(str(told["source"])).stem.lower():
-        notes.append(f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(told['source'], 120)!r}")
-    return notes
+    quantized = [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]
+    base, source = told.get("adapter", {}).get("base", ""), str(told["source"])
+    notes = {
+        f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's": quantized,
+        "the source names no licence; write it with --licence NAME once you know it": told["licence"] == UNKNOWN,
+        f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(source, 120)!r}": (
+            base and Path(base).name.lower() != Path(source).stem.lower()
+        ),
+    }
+    return only_true(notes)
 
 
 def _copy_licences(home: Path, made: Path) -> None:

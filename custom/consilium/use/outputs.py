@@ -20,6 +20,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
 from consilium.data import nifti, volumes
 from consilium.data.file_kinds import RAW_VOLUMES, volume_format
+from consilium.report.tables import few
 from consilium.use.inputs import Input
 
 # write predictions -----------------------------------------------------------------------------------------------------
@@ -202,10 +203,9 @@ def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: Outp
         raise ConfigError(
             f"--out: {shown(wanted.out / away[0])}: is a link to another folder; remove it, or give another --out"
         )
-    there = [name for name in names if (wanted.out / name).exists()]
+    there = [str(wanted.out / name) for name in names if (wanted.out / name).exists()]
     if there and not wanted.force:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise ConfigError(f"{wanted.out / there[0]}{more}: is there already; give another folder, or --force to replace it")
+        raise ConfigError(f"{few(there, 1)}: is there already; give another folder, or --force to replace it")
 
 
 def _common_files(task: str) -> list[str]:
