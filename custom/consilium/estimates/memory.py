@@ -210,7 +210,8 @@ def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iter
     """Yield (settings, changed job) for jobs that need less memory; each adds one setting to the ones before.
 
     The order is bf16, checkpointing, smaller batches, and last nf4, the only setting that changes the base's output.
-    A `sharded` base cannot be nf4. Without a `gpu` the device is this machine's processor. If it emulates bf16, bf16 is left out.
+    A `sharded` base cannot be nf4. Without a `gpu` the device is this machine's processor, which may emulate bf16; then bf16 is
+    left out.
     """
     raw, said = config.model_dump(mode="json"), dict[str, str]()
     quick = gpu or multiplies_bf16()

@@ -181,10 +181,12 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
                 raise CheckpointError(f"model.{field}: {list(ours)}: {path} has {key} {theirs}; write that into the job")
 
 
-def use_checkpointing(model: PreTrainedModel) -> None:
-    """Enable gradient checkpointing. Raises ConfigError if the model's code does not support it."""
+def finished(model: Any, use_checkpointing: bool) -> Any:
+    """Return the model in evaluation mode, with gradient checkpointing if asked. Raises ConfigError if its code has none."""
     try:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        if use_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model.eval()
     except ValueError:
         raise ConfigError(
             f"training.gradient_checkpointing: true: the blocks of {model.config.model_type!r} cannot be computed again in the "

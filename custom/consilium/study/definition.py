@@ -168,11 +168,7 @@ class StudyConfig(Section):
             self.check_choice(where, chosen)
         for row in self.published:
             self.check_choice("published", {k: [str(v)] for k, v in row.items() if k in self.axes})
-        self._check_names()
-        return self
-
-    def _check_names(self) -> None:
-        """Raise ValueError if a name in `published` is ambiguous, is an axis of seeds, or means nothing."""
+        # a name in `published` must not be ambiguous, an axis of seeds, or unknown
         if "site" in self.axes:
             raise ValueError("axes: 'site' says in `published` which hospital's score it is; give the axis another name")
         seeds = self.axes.keys() - self.named_axes
@@ -188,6 +184,7 @@ class StudyConfig(Section):
                     f"published: {name}: {value!r}: no axis is called so{nearest(name, self.axes)}, and a score is a number; "
                     "write one such as 0.5, without quotes"
                 )
+        return self
 
     def check_choice(self, where: str, chosen: Mapping[str, list[str]]) -> None:
         """Raise ValueError if the study lacks one of the axes or values in `chosen`. `where`: the beginning of the message."""

@@ -65,9 +65,8 @@ def check(config: JobConfig, card: Card) -> None:
 def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
     """Write the bundle. Return (how to run it, in Markdown; the largest difference of its logits from the model's).
 
-    If the adapter can be merged, it is merged into `model` in place. Raises ConfigError as `check` does.
+    If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.
     """
-    check(config, card)
     inputs = inputs_of(config, None)
     wanted = logits_of(model, inputs)
     merge_if_possible(model, config)

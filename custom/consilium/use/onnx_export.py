@@ -34,9 +34,8 @@ def check(config: JobConfig) -> None:
 def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
     """Write one graph per part of the model. Return (how to run them, in Markdown; the largest difference of the logits).
 
-    If the adapter can be merged, it is merged into `model` in place. Raises ConfigError as `check` does.
+    If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.
     """
-    check(config)
     inputs = inputs_of(config, None)
     wanted, base = logits_of(model, inputs), MODELS[config.model.name]
     merge_if_possible(model, config)

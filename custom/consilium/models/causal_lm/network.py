@@ -73,11 +73,9 @@ def build_causal_lm(
     require_causal(model)
     if why := _NO_STEPS.get(kind := model.config.model_type):
         raise ConfigError(f"model.config.model_type: {kind!r}: {why}; use another causal model")
-    if gradient_checkpointing:
-        transformers_folder.use_checkpointing(model)
     use_linear_layers(model)
     transformers_folder.answer_plainly(model)
-    return model.eval()
+    return transformers_folder.finished(model, gradient_checkpointing)
 
 
 def require_causal(model: PreTrainedModel) -> None:

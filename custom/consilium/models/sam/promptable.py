@@ -95,8 +95,7 @@ def build_promptable(
         AutoModelForMaskGeneration, checkpoint, config.config, weights, KNOWN, attn_implementation=attention
     )
     transformers_folder.require_no_running_means(model, model.config.model_type)
-    if weights:
-        transformers_folder.require_pixels(checkpoint, *config.pixels)
+    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
     most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
     if classes > most and prompt != "box":
         raise ConfigError(
@@ -111,9 +110,7 @@ def build_promptable(
     transformers_folder.register_pixels(model, config.pixels)
     model.count, model.prompt = classes, prompt
     transformers_folder.extend_class(model, Promptable)
-    if use_checkpointing:
-        transformers_folder.use_checkpointing(model)
-    return model.eval()
+    return transformers_folder.finished(model, use_checkpointing)
 
 
 def _resize(model: Any, side: int) -> None:

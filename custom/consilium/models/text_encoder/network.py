@@ -87,9 +87,7 @@ def build(
     transformers_folder.extend_class(model, TextClassifier)
     if not weights:
         _rehearse(copy.deepcopy(model).to("meta"), config)
-    if use_checkpointing:
-        transformers_folder.use_checkpointing(model)
-    return model.eval()
+    return transformers_folder.finished(model, use_checkpointing)
 
 
 def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:

@@ -119,8 +119,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
             f"model.config: model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand; known "
             f"are {KNOWN.examples}"
         )
-    if weights:
-        transformers_folder.require_pixels(checkpoint, *config.pixels)
+    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
     own = _sizes(model, config.image_size)
     texts = _texts(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
     for name in TEXT_PARTS:
@@ -136,9 +135,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     transformers_folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:
         _rehearse(copy.deepcopy(model).to("meta"), config, width)
-    if use_checkpointing:
-        transformers_folder.use_checkpointing(model)
-    return model.eval()
+    return transformers_folder.finished(model, use_checkpointing)
 
 
 def _sizes(model: Any, side: int) -> Any:

@@ -168,11 +168,7 @@ def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statemen
 
 def plan_statement(found: Mapping[str, Any]) -> Statement:
     """Return the privacy statement of a plan, from a privacy.json or a site's cases.json."""
-    facts = []
-    for name, heading in FACTS.items():
-        if name in found:
-            value = finite(found[name])
-            facts.append((heading, shown(found[name], 80) if value is None else f"{value:.4g}"))
+    facts = [(heading, _number_or_text(found[name])) for name, heading in FACTS.items() if name in found]
     clip, multiplier = (finite(found.get(name)) for name in ("clip", "noise_multiplier"))
     if clip is not None and multiplier is not None and found.get("calibration") != "paper":
         noise = multiplier * clip * (2 if found.get("adjacency") == "replace" else 1)
@@ -185,8 +181,12 @@ def plan_statement(found: Mapping[str, Any]) -> Statement:
         if found.get("unit") in ("record", "patient") and found.get("trust") != "distributed":
             text = f"in every training step, of deviation {multiplier * clip:.4g} on the sum of the batch's clipped gradients"
         facts.append(("noise", text if multiplier else "none: the multiplier is 0, so nothing is protected"))
-    epsilons = found.get("epsilon")
-    for delta, value in epsilons.items() if isinstance(epsilons, dict) else ():
-        known = finite(value)
-        facts.append((f"epsilon at delta {shown(delta, 20)}", "no bound" if known is None else f"{known:.4g}"))
+    epsilons = found["epsilon"].items() if isinstance(found.get("epsilon"), dict) else ()
+    spent = [(f"epsilon at delta {shown(delta, 20)}", finite(value)) for delta, value in epsilons]
+    facts += [(what, "no bound" if value is None else f"{value:.4g}") for what, value in spent]
     return [shown(found.get("claim", "privacy.json has no claim."), 600)], facts
+
+
+def _number_or_text(raw: Any) -> str:
+    value = finite(raw)
+    return shown(raw, 80) if value is None else f"{value:.4g}"

@@ -15,7 +15,7 @@ from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample, read_picture
 from consilium.data.sample_check import image_shape
-from consilium.data.settings import PictureSettings, read_as
+from consilium.data.settings import read_as
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
@@ -82,10 +82,6 @@ class SeeingEncoder(Encoder):
         return (
             replace(text, instruction=MARK + text.instruction) if text.instruction else replace(text, input=MARK + text.input)
         )
-
-    def _begun(self, tokens: list[int]) -> list[int]:
-        """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
-        return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 
     def _plain(self, text: str) -> list[int]:
         """Return a text's tokens, with the picture's tokens in the place of MARK."""
