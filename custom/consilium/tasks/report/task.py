@@ -15,7 +15,7 @@ from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample, read_picture
 from consilium.data.sample_check import image_shape
-from consilium.data.settings import read_as
+from consilium.data.settings import PictureSettings, read_as
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
