@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def print_results(
         "losses": losses,
         "statistics": surveyed,
         "ended": early,
-        "cross_sites": crossed and crossed.to_dict(),
+        "cross_sites": crossed and asdict(crossed),
         "refused": refused,
     }
 

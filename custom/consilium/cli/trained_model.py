@@ -215,7 +215,7 @@ def _matrix(
     if out is not None:
         found.write(out)
     written = [f"written: {', '.join(map(str, files))}"] if files else []
-    emit(found.to_dict(), [found.table(), *written], format)
+    emit(asdict(found), [found.table(), *written], format)
 
 
 # attack ----------------------------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
         items = [item for split in SPLITS for item in lists[name].splits[split]]
         wanted = sorted({round(i) for i in np.linspace(0, len(items) - 1, EXAMPLES)}) if items else []
         for axis, number in zip(row, [*wanted, *[None] * EXAMPLES][:EXAMPLES], strict=False):
-            axis.set_xticks([], [])
-            axis.set_yticks([], [])
+            axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
             if number is not None and (shot := read_overview(items[number], settings)) is not None:
                 step = max(1, max(shot.shape) // 256)

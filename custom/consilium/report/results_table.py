@@ -172,10 +172,6 @@ class CrossSiteMatrix:
         grid = f" ({self.grid})" if self.grid else ""
         return f"{self.metric}{grid} of the {of} models on every site's {self.split} data"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
     def table(self) -> Table:
         """Return a row per model."""
         rows = [[name, *map(number, row)] for name, row in zip(self.models, self.values, strict=True)]
@@ -185,7 +181,7 @@ class CrossSiteMatrix:
     def write(self, folder: Path) -> None:
         """Write the matrix as a picture and as JSON."""
         figures.plot_cross_sites(folder / PICTURE, np.array(self.values, float), self.models, self.sites, self.title)
-        write_atomic(folder / VALUES, json.dumps(self.to_dict(), indent=1).encode())
+        write_atomic(folder / VALUES, json.dumps(asdict(self), indent=1).encode())
 
 
 def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, Results]], grid: str = "") -> CrossSiteMatrix:

@@ -11,14 +11,15 @@ from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncode
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from consilium.core.errors import CheckpointError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.architecture import refuse_adapter, require_multiple
 from consilium.models.checkpoint_file import load_tensors
 from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
-from consilium.models.sam.missing_prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
+Prompt = Literal["none", "box", "point"]
+"""What a SAM is given for every class, in pixels. A row of NaN is a missing prompt."""
 MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whole, part, sub-part
 
 
@@ -89,7 +90,7 @@ class PromptedSam(Sam):
         """Map embeddings (N, C, h, w), and the model's kind of prompts, to low-resolution logits (N, K, 4h, 4w)."""
         if self.prompt == "none":
             return self.decode(embedding, None, self.mask_tokens)
-        return self.decode_each(embedding, require(prompts, self.prompt))
+        return self.decode_each(embedding, require_prompts(prompts, self.prompt))
 
     def decode(self, embedding: Tensor, prompts: Tensor | None, tokens: list[int]) -> Tensor:
         """Map embeddings (N, C, h, w) and boxes (N, 4), points (N, 2) or None to low-resolution logits (N, tokens, 4h, 4w).
@@ -127,6 +128,24 @@ class PromptedSam(Sam):
         nothing = encoder.not_a_point_embed.weight[None].expand_as(place)
         point = torch.where(labels[..., None] == 1, place + encoder.point_embeddings[1].weight, nothing)
         return torch.cat([point, nothing], 1), dense  # SAM's own padding of points without a box
+
+
+def require_prompts(prompts: Tensor | None, kind: Prompt) -> Tensor:
+    """Return the prompts. Raises ConfigError where there are none."""
+    if prompts is None:
+        raise ConfigError(f"task.prompt: {kind!r}: the model was given no {kind}; use prompt none, or give masks")
+    return prompts
+
+
+def fill_missing_boxes(boxes: Tensor, size: int) -> Tensor:
+    """Return boxes (..., 4), xyxy, with each missing box replaced by the whole picture of `size` pixels."""
+    return torch.where(boxes.isnan(), boxes.new_tensor([0, 0, size - 1, size - 1]).expand_as(boxes), boxes)
+
+
+def fill_missing_points(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Return points (..., 2), xy, with 0 for missing ones, and labels (...): 1 for a point, SAM's -1 for a missing one."""
+    known = ~points.isnan().any(-1, keepdim=True)
+    return torch.where(known, points, torch.zeros_like(points)), torch.where(known[..., 0], 1, -1)
 
 
 def build_sam(

@@ -18,8 +18,14 @@ from consilium.models.architecture import require_multiple
 from consilium.models.model_writer import page, save_pretrained
 from consilium.models.registry import pattern_of
 from consilium.models.sam import SamConfig
-from consilium.models.sam.missing_prompts import Prompt, fill_missing_boxes, fill_missing_points, require
-from consilium.models.sam.network import absolute_positions, relative_positions
+from consilium.models.sam.network import (
+    Prompt,
+    absolute_positions,
+    fill_missing_boxes,
+    fill_missing_points,
+    relative_positions,
+    require_prompts,
+)
 from consilium.models.targets import layers_of
 
 KNOWN = transformers_folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
@@ -72,9 +78,9 @@ class Promptable(PreTrainedModel):
         """
         given: dict[str, Any] = {"pixel_values": (images - self.pixel_mean) / self.pixel_std}
         if self.prompt == "box":
-            given["input_boxes"] = fill_missing_boxes(require(prompts, "box"), images.shape[-1])
+            given["input_boxes"] = fill_missing_boxes(require_prompts(prompts, "box"), images.shape[-1])
         if self.prompt == "point":
-            points, labels = fill_missing_points(require(prompts, "point"))
+            points, labels = fill_missing_points(require_prompts(prompts, "point"))
             given |= {"input_points": points[:, :, None], "input_labels": labels[:, :, None]}
         several = self.prompt != "box" and self.count > 1
         masks, own = super().forward(**given, multimask_output=several).pred_masks, torch.arange(self.count)

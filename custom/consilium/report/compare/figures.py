@@ -387,8 +387,7 @@ def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], f
 
 def _label_axes(axis: Any, scores: GroupScores, label: str, width: float) -> None:
     """Label the axes, and put the legend below, in as many columns as fit into `width` inches."""
-    axis.set_xlabel(label)
-    axis.set_ylabel(wrap_name(scores.group.heading(scores.metric), 28))
+    axis.set(xlabel=label, ylabel=wrap_name(scores.group.heading(scores.metric), 28))
     axis.grid(color="0.92", linewidth=0.5)
     axis.set_axisbelow(True)
     below = axis.transAxes + ScaledTranslation(0, -0.052 * rcParams["font.size"], axis.figure.dpi_scale_trans)
