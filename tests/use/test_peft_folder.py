@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.storage import checkpoint_hash
-from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm
-from consilium.models.causal_lm.network import load_tokenizer as ours
+from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer as ours
 from consilium.use import merge
 from consilium.use.export import export, short_names
 from consilium.use.model import open_model

@@ -12,8 +12,7 @@ from consilium.core.sanitize import cell
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, is_void, read
 from consilium.report.audit_tables import audit_tables
-from consilium.report.tables import markdown as markdown_of
-from consilium.report.tables import only_true
+from consilium.report.tables import markdown as markdown_of, only_true
 
 
 def audit(

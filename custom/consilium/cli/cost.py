@@ -19,8 +19,7 @@ from consilium.cli.options import (
 )
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import number_of
-from consilium.estimates.communication import adapters, what_masks_hide, whole_run
-from consilium.estimates.communication import compare as costs_of
+from consilium.estimates.communication import adapters, compare as costs_of, what_masks_hide, whole_run
 from consilium.estimates.flops import Samples, own_samples, run_flops, step_flops, work_of
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job

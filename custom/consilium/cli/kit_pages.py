@@ -32,8 +32,7 @@ from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.kit_contents import certificate, is_open, kit_name, kit_role, load_certificate
 from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger import audit
-from consilium.privacy.ledger import ledger as ledgers
+from consilium.privacy.ledger import audit, ledger as ledgers
 from consilium.report.page.html import render
 from consilium.report.tables import Column, Table, only_true, size, stamp
 from consilium.report.untrusted_files import MOST_BYTES, finite, read_events, read_json, subfolders

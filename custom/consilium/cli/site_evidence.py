@@ -25,14 +25,12 @@ from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name
-from consilium.flare.admin.evidence import ACCEPTED, LEDGER, check_chains, copy_ledger, pack
-from consilium.flare.admin.evidence import verify as verify_archive
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, check_chains, copy_ledger, pack, verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
 from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit import FILE, is_void
-from consilium.privacy.ledger.audit import read as read_record
+from consilium.privacy.ledger.audit import FILE, is_void, read as read_record
 from consilium.privacy.ledger.ledger import Ledger, accepted
 from consilium.report.run_files import versions
 from consilium.report.tables import only_true

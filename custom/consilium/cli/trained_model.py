@@ -22,15 +22,12 @@ from consilium.report.tables import Table, columns, number
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
-from consilium.use.attack import AttackResult, epsilon_of_record
-from consilium.use.attack import attack as attack_model
-from consilium.use.evaluate import Split, cross_sites, read_site
-from consilium.use.evaluate import evaluate as evaluate_model
+from consilium.use.attack import AttackResult, attack as attack_model, epsilon_of_record
+from consilium.use.evaluate import Split, cross_sites, evaluate as evaluate_model, read_site
 from consilium.use.inputs import Prompts, find_inputs, read_prompts
 from consilium.use.invert import draw, inversion
 from consilium.use.model import TrainedModel, open_model
-from consilium.use.predict import OutputOptions
-from consilium.use.predict import predict as predict_inputs
+from consilium.use.predict import OutputOptions, predict as predict_inputs
 from consilium.use.predictor import Predictor
 
 # model options ---------------------------------------------------------------------------------------------------------

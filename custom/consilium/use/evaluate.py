@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from consilium.client.evaluator import remember
-from consilium.client.evaluator import scores as all_scores
+from consilium.client.evaluator import remember, scores as all_scores
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder

@@ -23,9 +23,7 @@ from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
 from consilium.report.live_view import ending, when
-from consilium.report.page.cases import curve_figure as draw_curves
-from consilium.report.page.cases import model_figure as draw_models
-from consilium.report.page.cases import read_cases, site_section
+from consilium.report.page.cases import curve_figure as draw_curves, model_figure as draw_models, read_cases, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
 from consilium.report.run_files import versions
