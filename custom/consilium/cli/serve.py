@@ -15,7 +15,6 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -90,13 +89,8 @@ class KitSite:
         """Return the application with all pages."""
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_add_headers)
-        pages: dict[str, Handler] = {
-            "": partial(self._show, kit_pages.overview, self.lock),
-            "health": partial(self._show, kit_pages.health_page, self.health_lock),
-            "runs/{run}": partial(self._show, kit_pages.run_page, self.lock),
-            "evidence/{run}": self._evidence,
-        }
-        app.add_routes([web.get(self.root + path, handler) for path, handler in pages.items()])
+        routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
+        app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
         return app
 
     @web.middleware
@@ -128,10 +122,17 @@ class KitSite:
         reply.set_cookie(COOKIE, self.session, path=self.root, httponly=True, samesite="Strict")
         return reply
 
-    async def _show(self, page: Callable[..., str], lock: asyncio.Lock, request: web.Request) -> web.Response:
-        """Return the page that `page` makes of the kit and, if the address names one, of a run."""
-        async with lock:
-            return _page(await asyncio.to_thread(page, self.kit, *request.match_info.values()))
+    async def _overview(self, request: web.Request) -> web.Response:
+        async with self.lock:
+            return _page(await asyncio.to_thread(kit_pages.overview, self.kit))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        async with self.health_lock:
+            return _page(await asyncio.to_thread(kit_pages.health_page, self.kit))
+
+    async def _run(self, request: web.Request) -> web.Response:
+        async with self.lock:
+            return _page(await asyncio.to_thread(kit_pages.run_page, self.kit, request.match_info["run"]))
 
     async def _evidence(self, request: web.Request) -> web.StreamResponse:
         """Make the archive in a private temporary folder outside the kit, and send it."""
