@@ -19,9 +19,7 @@ from consilium.flare.kit import audit_rotation
 
 def test_looks_become_rare_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     now, looks = [0.0], list[float]()
-    monkeypatch.setattr(
-        jobs, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
-    )
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)))
 
     def status(_: str) -> dict:
         looks.append(now[0])
