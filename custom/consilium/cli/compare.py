@@ -142,7 +142,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError as error:
             record = record_of(cell.folder)
-            why_missing = f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
+            state = "still running" if record.state == "locked" else f"not done ({record.state})"
+            why_missing = f"{record.state}: {record.reason}" if record.reason else state
             if record.state == "done":
                 why_missing = shown(str(error).replace("\n", "; "), 300)
             absent.append(MissingRun(labels, cell.load().training.seed, why_missing))

@@ -21,17 +21,18 @@ NUMBERED = 14
 
 
 def draw_matrix(
-    axis: Any, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], texts: Any = None, **looks: Any
+    axis: Any, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], texts: Any = None, size: float = 7, **looks: Any
 ) -> Any:
     """Draw a matrix as colours, with numbers in black or white if there is room; NaN is hatched. Return the image.
 
-    `texts` (rows, columns): texts to write in place of the numbers with two digits. `looks`: cmap, vmin, vmax.
+    `texts` (rows, columns): texts to write in place of the numbers with two digits. `size`: of the letters at the axes, in
+    points. `looks`: cmap, vmin, vmax.
     """
     image = axis.imshow(np.ma.masked_invalid(values), **{"cmap": "viridis", "aspect": "auto"} | looks)
-    small = 8 if max(values.shape, default=0) <= 4 else 6.5
+    small = size + 1 if max(values.shape, default=0) <= 4 else size - 0.5
     upright = len(columns) <= NUMBERED and max(map(len, columns), default=0) <= 8
-    axis.set_xticks(range(len(columns)), columns, fontsize=7, rotation=0 if upright else 90)
-    axis.set_yticks(range(len(rows)), rows, fontsize=7)
+    axis.set_xticks(range(len(columns)), columns, fontsize=size, rotation=0 if upright else 90)
+    axis.set_yticks(range(len(rows)), rows, fontsize=size)
     for label in [*axis.get_xticklabels(), *axis.get_yticklabels()]:
         label.set_parse_math(False)  # a site may be called $x$
     for (row, column), value in np.ndenumerate(values):

@@ -23,7 +23,7 @@ from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, R
 from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
 from consilium.report.predictions import colours
-from consilium.report.run_record import Curve, Results, known, split_of
+from consilium.report.run_record import Curve, Results, known, split_of, unit_of
 from consilium.report.tables import Table, columns, number, shortened
 from consilium.report.untrusted_files import Number, is_folder, read_plain
 from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
@@ -202,9 +202,7 @@ class Cases(BaseModel):
     @property
     def unit(self) -> str:
         """The word for a unit: image, volume, patient or record."""
-        if (per := dict(self.task.get("scores") or {}).get("per")) in ("image", "volume", "patient"):
-            return str(per)
-        return "record" if self.task.get("name") in ("language", "report") else "image"
+        return unit_of(self.task)
 
     @property
     def scores(self) -> Scores | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
-from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, Stage
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
 from consilium.core.sanitize import number_of, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
@@ -169,6 +169,7 @@ def _training_table(record: RunRecord) -> Table | None:
         row = [
             site,
             *map(str, numbers),
+            f"{sum(one.get(TRAIN_STEPS, 0.0) for one in found):,.0f}",
             *map(size, (sum(up), sum(down), max(up, default=0.0))),
             *([duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]),
         ]
@@ -181,6 +182,7 @@ def _training_table(record: RunRecord) -> Table | None:
         "absent",
         "in the mean",
         "refused",
+        "steps",
         "sent",
         "received",
         "largest update",
@@ -190,10 +192,14 @@ def _training_table(record: RunRecord) -> Table | None:
     ]
     total = [size(sums[head]) if head in ("sent", "received") else "" for head in heads]
     total[0], total[2] = "all sites", str(sums["answered"])
-    unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B") for row in rows)}
+    unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B", *["0"] * (head == "steps")) for row in rows)}
     places = [i for i, head in enumerate(heads) if head not in unknown]
     table = [[row[i] for i in places] for row in [*rows, total]]
-    return Table("Training at the sites", columns(*(heads[i] for i in places)), table, sums={len(rows)}) if rows else None
+    phases = max(record.config.strategy.traits.phases)
+    notes = [f"asked: once in each phase; a round of {record.config.strategy.name} has up to {phases} phases"] * (phases > 1)
+    return (
+        Table("Training at the sites", columns(*(heads[i] for i in places)), table, notes, sums={len(rows)}) if rows else None
+    )
 
 
 def _parameters_sentence(record: RunRecord) -> str:
