@@ -55,7 +55,7 @@ LIGHT = [
     (["status", "--kit", "none"], "jobs"),
     (["metrics", "none"], "kits"),
 ]
-DRAWS = [(["report", "none"], "compare"), (["data", "check", "none"], "data_check"), (["data", "stats", "none"], "data_stats")]
+DRAWS = [(["report", "none"], "compare"), (["data", "check", "none"], "data_lists"), (["data", "stats", "none"], "data_lists")]
 SERVER = """
 import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters
 from pathlib import Path

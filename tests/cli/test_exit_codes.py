@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 from nvflare.fuel.flare_api.api_spec import NoConnection
 
+from consilium.cli.jobs import exit_code
 from consilium.cli.main import COMMANDS, Group
-from consilium.cli.watch import exit_code
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError, ExitCode, UnreachableError
 from tests.conftest import JOBS, run
 
@@ -136,7 +136,7 @@ def test_a_lost_job_has_its_code_after_submit_too(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_any_command_with_its_code(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(number)
-    monkeypatch.setattr("consilium.cli.data_check.data_check", lambda: signal.raise_signal(number))
+    monkeypatch.setattr("consilium.cli.data_lists.data_check", lambda: signal.raise_signal(number))
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         assert run(monkeypatch, "data", "check") == 130

@@ -17,8 +17,7 @@ from pydicom import uid  # isort: skip
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.codestreams import codestream_shape
-from consilium.data.dicom import files as dicom_files
-from consilium.data.dicom import parsing
+from consilium.data.dicom import files as dicom_files, parsing
 from consilium.data.dicom.masks import contours
 from consilium.data.file_kinds import is_dicom
 

@@ -14,9 +14,7 @@ import torch
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data import images, nifti, volumes
-from consilium.data import store as cache_folder
-from consilium.data import store as fingerprint
+from consilium.data import images, nifti, store as cache_folder, store as fingerprint, volumes
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.loading import Loading, prefetch
 from consilium.data.sample_check import check_sample, without_faults

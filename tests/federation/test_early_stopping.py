@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from consilium import __version__
+from consilium.cli.jobs import place
 from consilium.cli.simulate_prepare import print_results
-from consilium.cli.watch import place
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import RefusedError

@@ -10,7 +10,7 @@ import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
-from consilium.cli.watch import exit_code
+from consilium.cli.jobs import exit_code
 from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.flare.admin.session import Admin, connect, stored_reason
 

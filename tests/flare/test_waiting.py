@@ -13,22 +13,20 @@ import pytest
 from nvflare.fuel.sec.audit import AuditService
 from rich.console import Console
 
-from consilium.cli import watch
+from consilium.cli import jobs
 from consilium.flare.kit import audit_rotation
 
 
 def test_looks_become_rare_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     now, looks = [0.0], list[float]()
-    monkeypatch.setattr(
-        watch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
-    )
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)))
 
     def status(_: str) -> dict:
         looks.append(now[0])
         state = "FINISHED:COMPLETED" if now[0] > 3600 else "RUNNING" if now[0] > 1800 else "SUBMITTED"
         return {"status": state, "progress": None}
 
-    watch.watch_job(Mock(status=status), "1", Console(quiet=True))
+    jobs.watch_job(Mock(status=status), "1", Console(quiet=True))
     assert len(looks) < 270  # every 15 s; one a second would be 3,600
     gaps = [after - before for before, after in itertools.pairwise(looks)]
     assert max(gaps) == 15

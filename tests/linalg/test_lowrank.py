@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from consilium.core.linalg import lanczos as certified
-from consilium.core.linalg import lowrank
+from consilium.core.linalg import lanczos as certified, lowrank
 from consilium.core.linalg.lowrank import Change, Spectrum, Update, add, products, refactor, residuals, spectra, spectrum, zero
 
 TIERS = [(4, 8)] * 3 + [(8, 16)] * 5 + [(12, 24)] * 2

@@ -25,7 +25,7 @@ from consilium.federation.job import assemble_job
 from consilium.models import transformers_folder
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
-from consilium.models.sam import positions
+from consilium.models.sam.network import absolute_positions
 from consilium.models.sam.promptable import build_promptable
 from consilium.tasks.registry import TASKS
 from tests.conftest import small_config
@@ -245,7 +245,7 @@ def test_a_sam_folder_takes_smaller_pictures_by_interpolated_positions(kind: str
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - moved)
     # half the grid: each new place is a weighed mean of the places around it, so a ramp stays one
     ramp = torch.arange(4.0)[None, :, None, None].expand(1, 4, 4, 3)
-    assert torch.allclose(positions.absolute(ramp, (2, 2))[0, :, 0, 0], torch.tensor([0.5, 2.5]), atol=0.1)
+    assert torch.allclose(absolute_positions(ramp, (2, 2))[0, :, 0, 0], torch.tensor([0.5, 2.5]), atol=0.1)
     page = MODELS["sam"].save(tmp_path / "small", small, *_job("sam", made, task, image_size=16), None)  # type: ignore[misc]
     assert "(N, 3, 16, 16)" in page
     again = AutoModelForMaskGeneration.from_pretrained(tmp_path / "small").eval()

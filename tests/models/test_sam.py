@@ -11,8 +11,7 @@ from segment_anything.modeling.transformer import Attention as DecoderAttention
 from torch import Tensor, nn
 
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.models.sam import attention as sam_attention
-from consilium.models.sam import network as sam
+from consilium.models.sam import attention as sam_attention, network as sam
 from consilium.models.sam.attention import FusedDecoderAttention, FusedImageAttention, split_qkv
 from consilium.models.sam.network import SHAPES, Shape, build_sam
 

@@ -7,8 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from opacus.accountants.analysis import prv, rdp
 from opacus.accountants.analysis.prv import compose
 from opacus.accountants.utils import get_noise_multiplier

@@ -47,7 +47,7 @@ def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> Non
     found = comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)
     assert not any("Missing" in sheet.title for sheet in found)
     assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
-    assert found[0].best == {(2, 2), (2, 3)}
+    assert found[0].best == {(2, 2), (2, 3), (2, 6), (2, 7)}  # the site, the mean, the mean by n, the rank
     assert "*" not in "".join(found[0].rows[2])
 
 
@@ -60,18 +60,58 @@ def test_what_prints_the_best_number_is_the_best(scores: Sequence[float], rows: 
     assert {row for row, column in sheet.best if sheet.columns[column].heading == "mean"} == rows
 
 
+def test_methods_with_unequal_steps_are_named_with_the_rounds_that_make_them_equal(tmp_path: Path) -> None:
+    """Two rounds: 2 steps in each make 4; two phases of 2 steps make 8, as 4 rounds of one phase would."""
+    folders = made(tmp_path, {"fedit": [[0.5, 0.6]], "deer": [[0.6, 0.7]]})
+    for folder, phases in zip(folders, (1, 2), strict=True):
+        path = folder / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [line for line in lines if line["round"] < 2]
+        answers = [line for line in lines if line["event"] == "result"]
+        for line in answers:
+            line["metrics"]["train/steps"] = 2.0
+        more = [line | {"phase": 1} for line in answers] if phases == 2 else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
+    group = group_of(*folders)
+    costs = cost_table(group)
+    assert [row[[one.heading for one in costs.columns].index("steps")] for row in costs.rows] == ["4", "8"]
+    said = "the methods do not make the same number of steps at a site: fedit 4, deer 8"
+    assert costs.notes[-2:] == [said, "for equal steps set training.rounds: fedit: 4"]
+    assert said in comparison_tables([group], Stage.GLOBAL)[0].notes
+    assert group.runs["deer", "0"].steps == [0.0, 4.0, 8.0]
+    alone = cost_table(group_of(folders[0])).notes
+    assert not any("same number of steps" in note for note in alone)
+
+
+def test_a_pretrained_model_that_is_best_is_bold_and_named(tmp_path: Path) -> None:
+    """The pretrained model has 0.2 at both sites: better than 0.1 and 0.15 at s0, worse than the others."""
+    folders = made(tmp_path, {"fedit": [[0.1, 0.6]], "ffa_lora": [[0.15, 0.7]]})
+    table = comparison_tables([group_of(*folders)], Stage.GLOBAL)[0]
+    assert {row for row, column in table.best if column == 2} == {0}
+    assert {row for row, column in table.best if column == 3} == {2}
+    assert "the pretrained model is the best in: s0" in table.notes
+    assert "images scored: s0 10, s1 10" in table.notes
+    assert "The pretrained model is the best in: s0." in table.detail_caption
+
+
+def test_a_frozen_model_has_no_spread_over_seeds(tmp_path: Path) -> None:
+    table = comparison_tables([group_of(*made(tmp_path, {"fedit": [[0.5], [0.6], [0.7]]}))], Stage.GLOBAL)[0]
+    assert list(table.rows[0])[2:5] == ["0.200", "0.200", "-"]
+    assert table.rows[1][2] == "0.600 ± 0.100"
+
+
 def test_what_lacks_a_seed_is_not_the_best_at_a_site(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.5, 0.5], [0.6, 0.6]], "ffa_lora": [[0.4, 0.4], [0.5, 0.5]], "fedprox": [[0.9, 0.9]]})
-    assert comparison_tables([group_of(*folders)], Stage.GLOBAL)[0].best == {(1, 2), (1, 3), (1, 4)}
+    assert comparison_tables([group_of(*folders)], Stage.GLOBAL)[0].best == {(1, 2), (1, 3), (1, 4), (1, 7), (3, 8)}
 
 
 def test_a_run_without_its_record_has_no_costs_in_the_mean(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.9], [0.8]]})
     whole = cost_table(group_of(*folders)).rows[0]
     (folders[1] / "metrics.jsonl").write_text("")
-    assert cost_table(group_of(*folders)).rows[0] == [*whole[:5], f"{whole[5]}*", f"{whole[6]}*", *whole[7:]]
+    assert cost_table(group_of(*folders)).rows[0] == [*whole[:6], f"{whole[6]}*", f"{whole[7]}*", *whole[8:]]
     (folders[0] / "metrics.jsonl").write_text("")
-    assert list(cost_table(group_of(*folders)).rows[0])[5:7] == ["-", "-"]
+    assert list(cost_table(group_of(*folders)).rows[0])[6:8] == ["-", "-"]
 
 
 @pytest.mark.parametrize("wrong", ["NaN", "Infinity", "1e308"])
@@ -84,7 +124,7 @@ def test_what_is_no_number_has_no_mean(wrong: str, tmp_path: Path) -> None:
     (folders[1] / "results.json").write_text((folders[1] / "results.json").read_text().replace("0.5", wrong))
     runs = read(*folders)
     assert (runs[0].bytes, runs[0].seconds, runs[0].diagnostics) == (None, None, {(0, 0): {"other": 1.0}})
-    assert list(cost_table(group_of(*folders)).rows[0])[5:7] == ["0.00*", "12.0*"]
+    assert list(cost_table(group_of(*folders)).rows[0])[6:8] == ["0.00*", "12.0*"]
     assert accuracy(*folders).means("fedit") == [0.5]
 
 
@@ -253,7 +293,9 @@ def test_pooled_data_that_see_less_than_all_sites_are_told_of(tmp_path: Path) ->
 def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_four(tmp_path: Path) -> None:
     scores = (0.8, 0.6, 0.7, 0.5)
     runs = [noted(make(tmp_path / str(n), {"s": v}, "fedit", n), [n, n]) for n, v in enumerate(scores)]
-    assert correlations_over_runs(accuracy(*runs)) == ["over runs, drift/cross and the closing score: rho -0.80, n 4"]
+    assert correlations_over_runs(accuracy(*runs)) == [
+        "over runs, drift/cross and the closing score: Spearman's rho -0.80, n 4"
+    ]
     assert correlations_over_runs(accuracy(*runs[:3])) == []
 
 

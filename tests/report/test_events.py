@@ -146,7 +146,7 @@ def test_a_site_without_pictures_draws_none(tmp_path: Path, caplog: pytest.LogCa
     site = SiteEvents(tmp_path / "tb_events", 1, complain)
     site.pictures(0, Stage.GLOBAL, lambda: None)
     site.pictures(0, Stage.GLOBAL, Mock(side_effect=RuntimeError("CUDA out of memory")))
-    site.round(0, {"train/loss": 1.0})
+    site.scalars({"train/loss": 1.0}, 0)
     assert complain.call_args_list == [call("tb_events: RuntimeError")]
     assert "out of memory" in caplog.text
 

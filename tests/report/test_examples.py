@@ -38,7 +38,9 @@ def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: P
         theirs = own.convert("RGB").crop(
             (16 + 3 * 312, 64, 16 + 3 * 312 + 300, 404)
         )  # fourth column: picture, reference, pretrained
-        assert joined.crop((16 + 3 * 312, 64, 16 + 3 * 312 + 300, 404)).tobytes() == theirs.tobytes()
+        # picture, reference, pretrained, fedit, ffa_lora
+        assert joined.crop((16 + 4 * 312, 64, 16 + 4 * 312 + 300, 404)).tobytes() == theirs.tobytes()
+        assert joined.width == 16 + 5 * 312 - 12 + 16  # no blank at the right
     write_predictions(
         folders[1] / "sites/s0/predictions.png", {Stage.GLOBAL: replace(masks(0), images=masks(0).images.flip(3))}
     )

@@ -22,8 +22,7 @@ from consilium.report.run_files import RunLog
 from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, metric_name, settings_of
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others
-from tests.conftest import run as command
-from tests.conftest import small_config
+from tests.conftest import run as command, small_config
 
 CONFIG = small_config("fedit", rounds=1)
 

@@ -12,8 +12,7 @@ from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
 from consilium.tasks.registry import TASKS, Scores
 from consilium.tasks.segmentation import SCORES as DICE
-from consilium.tasks.segmentation.scores import SegmentationScoresConfig
-from consilium.tasks.segmentation.scores import scores as segmentation_scores
+from consilium.tasks.segmentation.scores import SegmentationScoresConfig, scores as segmentation_scores
 from tests.report.closing import result_table
 
 

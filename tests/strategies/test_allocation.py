@@ -5,8 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from consilium.core.errors import ConfigError
 from consilium.strategies.heterogeneous_ranks.allocation import (

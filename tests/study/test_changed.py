@@ -20,8 +20,7 @@ from consilium.report.run_record import KEPT, cell_folder, earlier_cells, save_c
 from consilium.study.definition import Cell, Study, load
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, record_of
-from consilium.study.run_cell import is_finished, run_cell, set_aside
-from consilium.study.run_cell import start_record as begun_record
+from consilium.study.run_cell import is_finished, run_cell, set_aside, start_record as begun_record
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
 from tests.report.pages import Page

@@ -18,8 +18,7 @@ from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
 from consilium.data.text import Text
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
-from consilium.tasks.language import LanguageConfig, metric_names, scores
-from consilium.tasks.language import task as language
+from consilium.tasks.language import LanguageConfig, metric_names, scores, task as language
 from consilium.tasks.language.task import LanguageTask
 from consilium.use.export import export
 from consilium.use.model import open_model

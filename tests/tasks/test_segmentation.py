@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
-from consilium.tasks.segmentation import SegmentationConfig, metric_names
+from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig
 from consilium.tasks.segmentation.prompts import boxes, points
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.units import counts, overlaps
@@ -52,7 +52,7 @@ def test_metrics_of_a_known_prediction(tmp_path: Path) -> None:
     assert found["dice"] == pytest.approx(0.4)
     assert found["hd95/disc"] == pytest.approx(2)
     assert found["hd95/cup"] == pytest.approx(8 * 2**0.5)
-    assert found.keys() <= metric_names(SegmentationConfig(classes=make_task(tmp_path).classes))
+    assert found.keys() <= SEGMENTATION.metric_names(SegmentationConfig(classes=make_task(tmp_path).classes))
 
 
 def test_loss_is_dice_plus_cross_entropy(tmp_path: Path) -> None:

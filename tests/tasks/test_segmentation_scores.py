@@ -10,7 +10,7 @@ import torch
 from nibabel.orientations import ornt_transform
 from scipy.ndimage import binary_erosion, distance_transform_edt
 
-from consilium.tasks.segmentation import SegmentationConfig, metric_names
+from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Units, dice_loss, distances
 from tests.tasks.scoring import evaluated, picture, task_of, volume
@@ -50,7 +50,7 @@ def test_a_volume_s_dice_is_not_the_mean_of_its_planes(tmp_path: Path) -> None:
     assert found["volume"]["iou"] == pytest.approx(16 / 20)
     assert [found[per]["n"] for per in found] == [2, 1, 1]
     for per, metrics in found.items():
-        assert metrics.keys() <= metric_names(SegmentationConfig(classes=["spot"], scores={"per": per}))
+        assert metrics.keys() <= SEGMENTATION.metric_names(SegmentationConfig(classes=["spot"], scores={"per": per}))
 
 
 def test_distances_are_in_millimetres_along_every_axis(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import DataList
-from consilium.use import predict as predicting
-from consilium.use import predictor
+from consilium.use import predict as predicting, predictor
 from consilium.use.inputs import Prompts, find_inputs
 from consilium.use.model import TrainedModel
 from consilium.use.outputs import OutputOptions

@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.storage import checkpoint_hash
-from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm
-from consilium.models.causal_lm.network import load_tokenizer as ours
+from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer as ours
 from consilium.use import merge
-from consilium.use.export import export
+from consilium.use.export import export, short_names
 from consilium.use.model import open_model
-from consilium.use.peft_folder import short_names
 from tests.conftest import run, small_text
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, make
 from tests.models.folders import config_of, save_folder

@@ -12,7 +12,7 @@ from consilium.core.sanitize import cell
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, is_void, read
 from consilium.report.audit_tables import audit_tables
-from consilium.report.tables import markdown as markdown_of
+from consilium.report.tables import markdown as markdown_of, only_true
 
 
 def audit(
@@ -41,8 +41,10 @@ def _page(found: dict[str, Any]) -> str:
     try:
         return markdown(found)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        what = f"a message in it has not the form that a guard writes ({type(error).__name__}), so it was altered"
-        raise ConfigError(f"{found['file']}: {what}; look at it with --format json, and compare it with a copy") from None
+        raise ConfigError(
+            f"{found['file']}: a message in it has not the form that a guard writes ({type(error).__name__}), so it was "
+            "altered; look at it with --format json, and compare it with a copy"
+        ) from None
 
 
 def _records(where: Path) -> list[Path]:
@@ -81,12 +83,13 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     last = private[-1]
     named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
     noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
-    found = [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
-    if seeded := sum(bool(one.get("seeded")) for one in private):
-        found.append(f"- **NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)**")
-    if void := sum(map(is_void, private)):
-        found.append(f"- **{void} messages are {VOID}**")
-    return found
+    seeded, void = sum(bool(one.get("seeded")) for one in private), sum(map(is_void, private))
+    lines = {
+        f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})": True,
+        f"- **NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)**": seeded,
+        f"- **{void} messages are {VOID}**": void,
+    }
+    return only_true(lines)
 
 
 def _without_noise(left: list[dict[str, Any]]) -> str:

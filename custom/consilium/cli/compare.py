@@ -20,7 +20,7 @@ from consilium.report.compare.comparability import Group, MissingRun, group_comp
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished, read_run
-from consilium.report.tables import Table, latex, markdown, terminal
+from consilium.report.tables import Table, few, latex, markdown, terminal
 from consilium.report.untrusted_files import subfolders
 from consilium.study.definition import load
 from consilium.study.records import record_of
@@ -101,8 +101,7 @@ def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     found: list[RunRecord] = []
     notes: list[str] = []
     if files := [path for path in paths if not path.is_dir()]:
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        notes.append(f"left out: {files[0]}{more}: no folder of a run")
+        notes.append(f"left out: {few(list(map(str, files)), 1)}: no folder of a run")
     for path in dict.fromkeys(path.resolve() for path in paths if path.is_dir()):
         try:
             run = read_finished(path)
@@ -143,7 +142,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError as error:
             record = record_of(cell.folder)
-            why_missing = f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
+            state = "still running" if record.state == "locked" else f"not done ({record.state})"
+            why_missing = f"{record.state}: {record.reason}" if record.reason else state
             if record.state == "done":
                 why_missing = shown(str(error).replace("\n", "; "), 300)
             absent.append(MissingRun(labels, cell.load().training.seed, why_missing))

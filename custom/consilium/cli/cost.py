@@ -19,8 +19,7 @@ from consilium.cli.options import (
 )
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import number_of
-from consilium.estimates.communication import adapters, what_masks_hide, whole_run
-from consilium.estimates.communication import compare as costs_of
+from consilium.estimates.communication import adapters, compare as costs_of, what_masks_hide, whole_run
 from consilium.estimates.flops import Samples, own_samples, run_flops, step_flops, work_of
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
@@ -45,8 +44,14 @@ def cost(
     costs, bottlenecks, trained = costs_of(ready), adapters(ready), trained_set(config.adapter, ready.initial)
     whole, computes = whole_run(ready, costs[0], sites), _computes(ready, sites, samples, tested)
     hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
-    own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole, "flops": computes, **hours}
-    own |= {"masks": hides} if hides else {}
+    own = {
+        "trained_set": trained,
+        **(bottlenecks or {}),
+        "bytes": whole,
+        "flops": computes,
+        **hours,
+        **({"masks": hides} if hides else {}),
+    }
 
     def lines() -> Iterator[Table | str]:
         yield f"trains: {trained}"

@@ -1,20 +1,29 @@
-"""The command `consilium data import`."""
+"""The commands that make data lists: `consilium data import`, `partition` and `phantoms`."""
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
+from consilium.core.lazy import call
 from consilium.core.sanitize import shown
+from consilium.core.storage import nothing_left_on_failure
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import IMPORTERS, import_sets
 from consilium.data.pairs import parse
+from consilium.data.synthetic.phantoms import KINDS, check_own, make_phantoms
+from consilium.data.text import has_texts
 from consilium.federation.simulated_sites import MOST_SITES
 from consilium.report.tables import Table, columns
+
+PARTITION = "consilium.data.partition"
+"""Draws a picture, so it loads matplotlib."""
+CLUSTERS = "consilium.models.causal_lm.text_embeddings:text_clusters"
 
 
 def data_import(
@@ -110,3 +119,104 @@ def _lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
             yield f"task.classes: {json.dumps(summary['classes'])}"
         files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"
         yield f"{dest}: a folder with {files} per site, and import.json"
+
+
+# partition -------------------------------------------------------------------------------------------------------------
+
+
+def data_partition(
+    source: Annotated[
+        Path, typer.Argument(help="a folder with a folder per class (also in train/ and test/), a datalist.json, or JSONL")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DEST", help="folder for a folder per site, partition.json and partition.png")
+    ],
+    sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 12,
+    beta: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Dirichlet concentration: 0.1 very uneven, 100 nearly even")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    minimum: Annotated[int, typer.Option(min=1, help="fewest training samples of a site")] = 8,
+    iid: Annotated[bool, typer.Option("--iid", help="give all sites equal shares; ignores --beta")] = False,
+    by: Annotated[
+        str, typer.Option(metavar="KEY", help="texts: key of the records whose values are unevenly distributed over sites")
+    ] = "",
+    clusters: Annotated[
+        int, typer.Option(min=0, max=1000, help="texts: distribute this many K-means clusters of the instructions unevenly")
+    ] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="texts: folder of a transformers language model for --clusters; default: the tiny model"),
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="texts: split each site's own texts 0.8 / 0.1 / 0.1")] = False,
+    exclude: Annotated[list[str] | None, typer.Option(help="leave out this class; may be repeated")] = None,
+    no_test: Annotated[
+        bool, typer.Option("--no-test", help="pictures: make no test split, for runs that choose settings")
+    ] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Distribute a classification data set, or texts, unevenly over sites, with one test split for all (except --local)."""
+    check_finite(beta=beta)
+    shares, left_out = None if iid else beta, exclude or []
+    with nothing_left_on_failure(folder):
+        if has_texts(source) or source.suffix == ".jsonl":
+            if no_test:
+                raise ConfigError("--no-test: is for pictures; with --local every site tests on its own texts")
+            if clusters == 1 or (clusters and by):
+                raise ConfigError("--clusters: take 2 or more, and without --by")
+            kinds = partial(call, CLUSTERS, clusters, model, seed) if clusters else None
+            found = call(
+                f"{PARTITION}:partition_texts", source, folder, sites, shares, seed, minimum, by, left_out, kinds, local
+            )
+        elif by or clusters:
+            what = f"--by {by}" if by else f"--clusters {clusters}"
+            raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
+        elif local:
+            raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
+        else:
+            found = call(f"{PARTITION}:partition", source, folder, sites, shares, seed, minimum, left_out, not no_test)
+    lines = []
+    for site, counts in found["training"].items():
+        parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
+        lines.append(f"{site}: {sum(counts.values())} training samples: {parts}")
+    lines += [f"note: {note}" for note in found.get("notes", [])]
+    emit(found, [*lines, f"{folder}: a data list or JSONL files per site, partition.json and partition.png"], format)
+
+
+# phantoms --------------------------------------------------------------------------------------------------------------
+
+
+def data_phantoms(
+    folder: Annotated[Path, typer.Argument(help="folder for a folder per site")],
+    kind: Annotated[
+        str, typer.Option(help="kind of data: fundus, nuclei, organ (volumes with a lesion), cells, sentences or codes")
+    ] = "fundus",
+    sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
+    files: Annotated[
+        Literal["nifti", "dicom", "png"] | None,
+        typer.Option(help="file format of volumes; png: a file per slice"),
+    ] = None,
+    training: Annotated[int, typer.Option(min=1, max=100_000)] = 24,
+    validation: Annotated[int, typer.Option(min=0, max=100_000)] = 8,
+    test: Annotated[int, typer.Option(min=0, max=100_000)] = 16,
+    size: Annotated[int, typer.Option(min=16, max=4096, help="side of a picture in pixels")] = 128,
+    appearance: Annotated[
+        float, typer.Option(min=0, max=1, help="how much the pictures' appearance differs between sites")
+    ] = 0.7,
+    annotation: Annotated[float, typer.Option(min=0, max=1, help="how much the annotation differs between sites")] = 0.7,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    format: FormatOption = "txt",
+) -> None:
+    """Generate data of sites that differ in appearance and annotation, for `consilium simulate --data FOLDER`."""
+    check_finite(appearance=appearance, annotation=annotation)
+    if kind not in KINDS:
+        raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(KINDS)}")
+    if files and kind != "organ":
+        raise ConfigError("--files: only volumes are written in several ways; add --kind organ")
+    names = [f"site-{i}" for i in range(1, sites + 1)]
+    for name in names:
+        check_own(folder / name)
+    shifts = (appearance, annotation)
+    how = (seed, training, validation, test, size, *shifts, files or "nifti")
+    lists = [str(make_phantoms(folder / name, kind, name, *how)) for name in names]
+    emit(lists, lists, format)

@@ -39,9 +39,11 @@ def export_model(
     size = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
     equal = "" if made.difference is None else f", logits within {made.difference:.1g} of the model's"
     typer.echo(f"{shown(output, LONGEST_LINE)}: {format} of {shown(found.card.name)}, {size / 2**20:,.1f} MiB{equal}")
-    notes = list(found.card.notes)
-    if found.config.model.name == "causal_lm" and not base:
-        notes.append("README.md names the base by its folder on this machine; --base NAME names it for others")
     page = "docs/README.md" if format == "bundle" else "README.md"
-    notes.append(f"the licence stands in the first lines of {page}; check it before you hand the model on")
+    names_folder = found.config.model.name == "causal_lm" and not base
+    notes = [
+        *found.card.notes,
+        *["README.md names the base by its folder on this machine; --base NAME names it for others"] * names_folder,
+        f"the licence stands in the first lines of {page}; check it before you hand the model on",
+    ]
     show((f"note: {shown(note, LONGEST_LINE)}" for note in notes), errors=True)

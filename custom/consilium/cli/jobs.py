@@ -1,5 +1,7 @@
 """The commands `consilium status`, `abort` and `download` for jobs of a running federation. They do not import PyTorch."""
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,14 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from consilium.cli.options import FormatOption, emit, show
-from consilium.cli.watch import exit_code, place, watch_job
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Stage
-from consilium.core.sanitize import line
-from consilium.flare.admin.session import connect, experiment_of
+from consilium.core.sanitize import line, shown
+from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import warnings
-from consilium.report.live_view import last_round, reported, score_of, when
-from consilium.report.tables import Column, Table, columns, number
+from consilium.report.live_view import ending, last_round, reported, score_of, when
+from consilium.report.tables import Column, Table, columns, few, number
 from consilium.tasks.registry import Scores
 
 KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
@@ -113,12 +114,13 @@ def _site_table(progress: dict[str, Any]) -> Table:
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)
     for name, one in sorted(sites.items()):
-        row = [name, str(min(one["round"] + 1, last_round(progress)))]
-        row += [
+        row = [
+            name,
+            str(min(one["round"] + 1, last_round(progress))),
             "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})",
             number(one["metrics"].get(TRAIN_LOSS)),
+            *(number(score_of(one["metrics"], stage, score)) for stage in stages),
         ]
-        row += [number(score_of(one["metrics"], stage, score)) for stage in stages]
         rows.append([*row, *(f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down"))])
     heads = columns("site", "round", "weight", "loss", *(f"{scores.heading(score)} {s}" for s in stages), "KiB up", "KiB down")
     return Table("", heads, rows, [scores.label(score)] if scores.grid_of(score) else [], whole=True)
@@ -134,3 +136,63 @@ def _lines_of_all(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
     for one in jobs:
         if "reason" in one:
             yield line(f"{one['experiment']}: {one['reason']}", "red", 1000)
+
+
+# watch -----------------------------------------------------------------------------------------------------------------
+# Watch a running job until it ends, and map a job's status to an exit code.
+
+LOST = "LOST"
+"""A status of flare/admin/session.py. A job also has it for moments between its end and its final status."""
+LOST_AFTER = 60.0
+"""Seconds with status LOST after which a job counts as lost."""
+SECONDS = re.compile(r"(; ETA )?\d+ s\b")
+"""The parts of a job's line that change although nothing happens."""
+MAX_NAMES = 5
+"""Sites that a line names, at most. It counts the others."""
+SOON, LATE = 1.0, 15.0
+"""Seconds between two requests of a job's status: after a change, and at most.
+
+FLARE's server logs three lines per request.
+"""
+
+
+def exit_code(status: str) -> ExitCode:
+    """Return the exit code of a job's status."""
+    if status == LOST:
+        return ExitCode.LOST
+    if not status.startswith("FINISHED"):
+        return ExitCode.RUNNING
+    return ExitCode.DONE if status == "FINISHED:COMPLETED" else ExitCode.FAILED
+
+
+def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
+    """Print a line at each change until the job has ended or is lost. Return its last status."""
+    said, ends, pause = "", time.monotonic() + LOST_AFTER, SOON
+    while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
+        ends = ends if found["status"] == LOST else time.monotonic() + LOST_AFTER
+        if time.monotonic() > ends:
+            return found
+        now = place(found["progress"]) if found["progress"] else found["status"]
+        if SECONDS.sub("", now) != said and now != LOST:  # LOST may be the moment between a job's end and its final status
+            console.print(line(now))
+            said, pause = SECONDS.sub("", now), SOON
+        time.sleep(pause)
+        pause = min(pause * 1.5, LATE)
+    return found
+
+
+def place(progress: dict[str, Any]) -> str:
+    """Return a line with a run's round, the sites that have answered, epsilon and ETA."""
+    if early := progress.get("ended"):
+        return f"{ending(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
+    if progress["finished"]:
+        return f"all {progress['rounds']} rounds and the closing evaluation are done"
+    phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
+    told = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
+    told += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"
+    if progress["epsilon"] is not None:
+        told += f"; epsilon {progress['epsilon']:.3g}"
+    if waiting := progress.get("waiting"):
+        names = [shown(name, 60) for name in waiting["sites"]]
+        told += f"; waits for {few(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
+    return told + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")

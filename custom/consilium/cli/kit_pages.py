@@ -32,10 +32,9 @@ from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.kit_contents import certificate, is_open, kit_name, kit_role, load_certificate
 from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger import audit
-from consilium.privacy.ledger import ledger as ledgers
+from consilium.privacy.ledger import audit, ledger as ledgers
 from consilium.report.page.html import render
-from consilium.report.tables import Column, Table, size, stamp
+from consilium.report.tables import Column, Table, only_true, size, stamp
 from consilium.report.untrusted_files import MOST_BYTES, finite, read_events, read_json, subfolders
 
 PAGES = "consilium.report.page.run_page"
@@ -104,7 +103,9 @@ def run_page(kit: Path, name: str) -> str:
             texts.append("This record cannot be read. `consilium audit` says why.")
         else:
             tables = [(one, ()) for one in (found["messages"], found["tensors"]) if one is not None]
-            texts += [_chain(record["broken_line"]), *_privacy_texts(record["messages"]), f"Seal: {record['seal']}"]
+            broken, behind = record["broken_line"], "the one before it."
+            chain = f"Every line follows {behind}" if broken is None else f"ALTERED: line {broken} does not follow {behind}"
+            texts += [chain, *_privacy_texts(record["messages"]), f"Seal: {record['seal']}"]
         sections.append(Section(f"record{number}", f"Record {number}", texts, tables))
     if not sections:
         sections.append(Section("record", "Record", ["There is no record of messages here: nothing left in this run."]))
@@ -124,8 +125,10 @@ def health_page(kit: Path) -> str:
         ]
         for one in sorted(findings, key=lambda one: (one.ok, not one.advice))
     ]
-    texts = [f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}."]
-    texts += [one.line() for one in findings if not one.ok]
+    texts = [
+        f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}.",
+        *(one.line() for one in findings if not one.ok),
+    ]
     sections = [Section("checks", "Checks", texts, [(_table("", "check", "result", "found", "what to do", rows=rows), ())])]
     return _page(f"{kit_name(kit)}: health", "The findings of consilium doctor", sections, "./")
 
@@ -160,14 +163,10 @@ def _table(title: str, *heads: str, rows: Sequence[Sequence[str]]) -> Table:
     return Table(title, [Column(head, right=False) for head in heads], rows)
 
 
-def _state(kit: Path) -> Path:
-    """Return the folder of our files: at a server in the kit, at a site where its site.yaml says."""
-    return kit / STATE if kit_role(kit) == "server" else find_site_records(kit).root
-
-
 def _run_folder(kit: Path, name: str) -> Path:
     """Return a run's folder. The name is compared with those of the folders that exist, and never becomes part of a path."""
-    for folder in subfolders(_state(kit) / RUNS):
+    state = kit / STATE if kit_role(kit) == "server" else find_site_records(kit).root
+    for folder in subfolders(state / RUNS):
         if folder.name == name:
             return folder
     raise UnknownRunError(name)
@@ -308,35 +307,19 @@ def _left_row(run: Run) -> list[str]:
     return [run.name, str(len(run.messages)), size(total), noise, epsilon, "unaltered" if run.whole else "ALTERED"]
 
 
-def _chain(broken: int | None) -> str:
-    return (
-        "Every line follows the one before it."
-        if broken is None
-        else f"ALTERED: line {broken} does not follow the one before it."
-    )
-
-
 def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what a record's messages have cost so far, and warnings on messages without a valid promise."""
-    try:
-        return _privacy_of(messages)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return [ALTERED]
-
-
-def _privacy_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return these texts of an unaltered record. For another one, errors of missing keys and other types may be raised."""
     private = [one["privacy"] for one in messages if one.get("privacy")]
     if not private:
         return ["No message has noise."]
-    last = private[-1]
-    named = f"{last.get('unit')} level, {last.get('adjacency')}, trust {last.get('trust')}"
-    found = [f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."]
-    if seeded := sum(bool(one.get("seeded")) for one in private):
-        found.append(f"NOT PRIVATE: the noise of {number_of(seeded, 'message')} came from a seed (noise_seed in site.yaml).")
-    if void := sum(map(audit.is_void, private)):
-        found.append(f"{number_of(void, 'message')}: {VOID}.")
-    return found
+    try:
+        last, seeded, void = private[-1], sum(bool(one.get("seeded")) for one in private), sum(map(audit.is_void, private))
+        named = f"{last.get('unit')} level, {last.get('adjacency')}, trust {last.get('trust')}"
+        spent = f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."
+    except (KeyError, TypeError, ValueError, AttributeError):  # an altered record
+        return [ALTERED]
+    seeds = f"NOT PRIVATE: the noise of {number_of(seeded, 'message')} came from a seed (noise_seed in site.yaml)."
+    return only_true({spent: True, seeds: seeded, f"{number_of(void, 'message')}: {VOID}.": void})
 
 
 def _budgets(records: SiteRecords) -> Section:
@@ -381,8 +364,10 @@ def _approvals(kit: Path, records: SiteRecords, waiting: Mapping[str, str]) -> S
         _table("Waiting", "run", "from", "sent", "digest", rows=rows),
         _table("Given", "job", "by", "when", "digest", rows=given),
     ]
-    texts = [] if rows else ["No job waits for approval."]
-    texts += [problem] if problem else [] if given else ["No job is approved."]
+    texts = [
+        *([] if rows else ["No job waits for approval."]),
+        *([problem] if problem else [] if given else ["No job is approved."]),
+    ]
     return Section("approvals", "Approvals", texts, [(one, ()) for one in tables if one.rows])
 
 
@@ -416,8 +401,10 @@ def _unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str,
 def _server_sections(kit: Path) -> Iterator[Section]:
     try:
         rows = site_rows(read_attendance(kit), now := time.time())
-        notes = [f"{row['site']}: {note}" for row in rows for note in row["notes"]]
-        notes += [f"{row['site']}: {describe_health(row['health'], now)}" for row in rows if row["health"]]
+        notes = [
+            *(f"{row['site']}: {note}" for row in rows for note in row["notes"]),
+            *(f"{row['site']}: {describe_health(row['health'], now)}" for row in rows if row["health"]),
+        ]
         yield Section("sites", "Sites", notes, [(site_table(rows), ())])
     except ConfigError:
         yield Section("sites", "Sites", ["There is no readable list of sites: no site has been seen by this server."])

@@ -104,9 +104,10 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "data": Group(
             "Import data sets, check, split and partition data lists, generate phantoms.",
             {
-                **{name: f"{CLI}.data_{name}:data_{name}" for name in ("check", "split", "stats", "import")},
-                "cache": f"{CLI}.cache:data_cache",
-                **{name: f"{CLI}.data_{name}:data_{name}" for name in ("phantoms", "partition")},
+                **{name: f"{CLI}.data_lists:data_{name}" for name in ("check", "split", "stats")},
+                "import": f"{CLI}.data_import:data_import",
+                "cache": f"{CLI}.data_lists:data_cache",
+                **{name: f"{CLI}.data_import:data_{name}" for name in ("phantoms", "partition")},
             },
         ),
         "privacy": Group(

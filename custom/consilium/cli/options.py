@@ -128,6 +128,10 @@ def load(job: Path, overrides: list[str], plugins: Plugins = None, author: bool 
     return load_job(job, chosen, plugins=plugins, author=author), job_file(job)
 
 
-def load_for_data(job: Path, overrides: list[str], kit: Path | None) -> JobConfig:
-    """Return the job for which data are checked. With a site's kit the job is another author's, so its paths are not opened."""
+def load_for_data(job: Path | None, overrides: list[str], kit: Path | None) -> JobConfig | None:
+    """Return the job for which data are read, if any. With a site's kit it is another author's, so its paths are not opened."""
+    if job is None:
+        if overrides:
+            raise ConfigError("--set: is of a job; give --job too")
+        return None
     return load(job, overrides, kit_plugins(kit / "local") if kit else NO_PLUGINS, author=kit is None)[0]

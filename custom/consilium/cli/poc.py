@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from consilium.cli.jobs import exit_code, watch_job
 from consilium.cli.options import CheckpointsOption, FormatOption, SetOption
 from consilium.cli.resume_hint import exit_interrupted, stoppable
-from consilium.cli.watch import exit_code, watch_job
 from consilium.config.deployment import SITE_NAME
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
@@ -71,11 +71,15 @@ def poc(
     config = load_job(job, overrides, plugins=None, author=True) if job else None
     name, names = config.name if config else "", site_names(sites, data)
     if config and config.federation.min_sites > len(names):  # FLARE would wait for more
-        what = f"federation.min_sites of the job is {config.federation.min_sites}"
-        raise ConfigError(f"--sites: {len(names)}: {what}; give --sites {config.federation.min_sites}")
+        raise ConfigError(
+            f"--sites: {len(names)}: federation.min_sites of the job is {config.federation.min_sites}; give --sites "
+            f"{config.federation.min_sites}"
+        )
     if wrong := [one for one in names if not re.fullmatch(SITE_NAME, one) or one == SERVER]:
-        remedy = f"letters, digits, '_' and '-', and not {SERVER}"
-        raise ConfigError(f"--sites: {shown(wrong[0])!r} cannot name a site of a federation; use {remedy}")
+        raise ConfigError(
+            f"--sites: {shown(wrong[0])!r} cannot name a site of a federation; use letters, digits, '_' and '-', and not "
+            f"{SERVER}"
+        )
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
     found = {one: find_site(one, given).model_dump(mode="json", exclude_unset=True) for one in names}
     console = Console(stderr=format == "json", soft_wrap=True, highlight=False)

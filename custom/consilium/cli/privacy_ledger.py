@@ -17,8 +17,7 @@ from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import line
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.ledger import Ledger, check, summary
-from consilium.privacy.ledger.ledger import accept as go_on
+from consilium.privacy.ledger.ledger import Ledger, accept as go_on, check, summary
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 

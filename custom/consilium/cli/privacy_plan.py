@@ -78,6 +78,7 @@ def plan(
         raise ConfigError(
             f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders"
         )
+    drawn = {"samples": samples, "batch_size": batch_size, "local_steps": local_steps, "tensors": tensors}
     about: dict[str, Any] = {
         "epsilon": epsilon,
         "delta": delta,
@@ -85,11 +86,13 @@ def plan(
         "phases": phases,
         "sites": sites,
         "clip": clip,
+        "parameters": parameters,
+        "paper": drawn if paper else None,
+        "shares": shares,
+        "sample_rate": sample_rate or None,
+        "unit": "record or patient" if sample_rate else "site",
+        "adjacency": "zero-out",
     }
-    about |= {"parameters": parameters, "paper": None, "shares": shares, "sample_rate": sample_rate or None}
-    if paper:
-        about["paper"] = {"samples": samples, "batch_size": batch_size, "local_steps": local_steps, "tensors": tensors}
-    about |= {"unit": "record or patient" if sample_rate else "site", "adjacency": "zero-out"}
     found = {one: _answer(one, about) for one in wanted}
     emit({"asked": about, "plans": found}, _lines(about, found), format)
 

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,9 @@ def print_results(
         "losses": losses,
         "statistics": surveyed,
         "ended": early,
+        "cross_sites": crossed and asdict(crossed),
+        "refused": refused,
     }
-    found |= {"cross_sites": crossed and crossed.to_dict(), "refused": refused}
 
     def lines() -> Iterator[Table | Text | str]:
         files = ["metrics.jsonl", "tb_events", "sites/*/adapters"]

@@ -25,16 +25,15 @@ from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name
-from consilium.flare.admin.evidence import ACCEPTED, LEDGER, check_chains, copy_ledger, pack
-from consilium.flare.admin.evidence import verify as verify_archive
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, check_chains, copy_ledger, pack, verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
 from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit import FILE, is_void
-from consilium.privacy.ledger.audit import read as read_record
+from consilium.privacy.ledger.audit import FILE, is_void, read as read_record
 from consilium.privacy.ledger.ledger import Ledger, accepted
 from consilium.report.run_files import versions
+from consilium.report.tables import only_true
 from consilium.strategies.strategy import Role
 
 # approve ---------------------------------------------------------------------------------------------------------------
@@ -81,16 +80,19 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
         yield call("consilium.flare.job.recipe:export", job, Path(place), plugins=plugins) / "app"
 
 
+REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
+"""Sections of a job that are shown for its approval."""
+
+
 def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     """Return the settings of a job for the review before its approval. Raises ConfigError if the job cannot run."""
     config = load_job(app / JOB, plugins=plugins)
     job = call("consilium.federation.job:assemble_job", config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
     shown = {
-        key: found.get(key)
-        for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
+        **{key: found.get(key) for key in REVIEWED},
+        **({"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}),
     }
-    shown |= {"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}
     return shown | {"leaves": _leaves(job), "other files": other_files(app)}
 
 
@@ -183,8 +185,10 @@ def _read_attack(experiment: str, path: Path) -> bytes:
         found = json.loads(content)
         model, attacks = Path(found["model"]), found["attacks"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        why = f"cannot be read ({type(error).__name__})"
-        raise ConfigError(f"--attack: {path}: {why}; give what `consilium privacy attack --format json` printed") from None
+        raise ConfigError(
+            f"--attack: {path}: cannot be read ({type(error).__name__}); give what `consilium privacy attack --format json` "
+            "printed"
+        ) from None
     if experiment not in model.parts or not attacks:
         raise ConfigError(f"--attack: {path}: is of {shown(str(model), 200)}, no model of run {experiment}; attack one of its")
     return content
@@ -236,15 +240,15 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
 
 def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
     """Return warnings about rows and messages without a valid privacy promise; "" for none."""
-    found = []
-    if seeded := sum(bool(one.get("seeded")) for one in left):
-        found.append(f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**")
-    if void := sum(map(is_void, left)):
-        found.append(f"**{void} messages of this run are {VOID}.**")
-    if rows := [entry for entry in entries if entry.is_void]:
-        jobs = ", ".join(sorted({shown(entry.job) for entry in rows}))
-        found.append(f"**{len(rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**")
-    return "".join(f"{one}\n\n" for one in found)
+    seeded, void = sum(bool(one.get("seeded")) for one in left), sum(map(is_void, left))
+    rows = [entry for entry in entries if entry.is_void]
+    jobs = ", ".join(sorted({shown(entry.job) for entry in rows}))
+    warnings = {
+        f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**": seeded,
+        f"**{void} messages of this run are {VOID}.**": void,
+        f"**{len(rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": rows,
+    }
+    return "".join(f"{one}\n\n" for one in only_true(warnings))
 
 
 def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:

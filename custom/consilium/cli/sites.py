@@ -17,7 +17,7 @@ from consilium.flare.admin.session import connect
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.certificates import WARN_DAYS
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.report.tables import Column, Table
+from consilium.report.tables import Column, Table, only_true
 
 GIB, DISK_GIB = 2**30, 5.0
 """GiB of free disk space below which there is a note; `consilium doctor` has the same limit."""
@@ -61,8 +61,14 @@ def site_table(rows: list[dict[str, Any]]) -> Table:
         days, ahead, seconds = row["certificate_days_left"], row["clock_ahead_seconds"], row["seen_seconds_ago"]
         ago = "never" if seconds is None else f"{_ago(seconds)} ago"
         seen = ago if row["state"] == "here" else f"{row['state']}, {ago}"
-        cell = [row["site"], seen, shown(row["version"] or "-", 20), "-" if row["protocol"] is None else str(row["protocol"])]
-        cell += ["-" if ahead is None else f"{ahead:+.0f} s", "-" if days is None else f"{days} days"]
+        cell = [
+            row["site"],
+            seen,
+            shown(row["version"] or "-", 20),
+            "-" if row["protocol"] is None else str(row["protocol"]),
+            "-" if ahead is None else f"{ahead:+.0f} s",
+            "-" if days is None else f"{days} days",
+        ]
         cells.append([*cell, ", ".join(job[:8] for job in row["jobs"]) or "-"])
     headings = ("site", "seen", "version", "protocol", "clock", "certificate", "jobs")
     return Table("", [Column(one, right=False) for one in headings], cells)
@@ -99,21 +105,22 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
         return ["tells no version: its kit or package is of 0.2.0 or before; run `consilium allow KIT` there"]
     has, wanted = ({OWN: facts["version"], **facts.get("libraries", {})} for facts in (one, server))
     protocol = one.get("protocol", "(none told)")
-    found = [f"speaks protocol {protocol}: jobs refuse it"] if protocol != server["protocol"] else []
-    for package, verdict in differences(has, wanted).items():
-        what = "jobs refuse it" if verdict is Verdict.REFUSE else "its numbers may differ in the last bits"
-        found.append(f"{package} {has[package]}, the server has {wanted[package]}: {what}")
-    if abs(one.get("skew", 0.0)) >= SKEW:
-        found.append(f"its clock is {one['skew']:+.0f} s from the server's; set it")
-    if days is not None and days < WARN_DAYS:
-        when = f"ends in {days} days" if days >= 0 else "has ended: it is out once its connection breaks"
-        found.append(f"its certificate {when}; `consilium renew`")
-    health = one.get("health", {})
-    if not health.get("data_readable", True):
-        found.append("its data list cannot be read; `consilium doctor KIT` there says why")
-    if health.get("disk_free", math.inf) < DISK_GIB * GIB:
-        found.append(f"under {DISK_GIB:g} GiB of its disk are free; a job may break off")
-    return found
+    what = {Verdict.REFUSE: "jobs refuse it", Verdict.WARN: "its numbers may differ in the last bits"}
+    others = {
+        f"{package} {has[package]}, the server has {wanted[package]}: {what[verdict]}": True
+        for package, verdict in differences(has, wanted).items()
+    }
+    skew, health, left = one.get("skew", 0.0), one.get("health", {}), math.inf if days is None else days
+    notes = {
+        f"speaks protocol {protocol}: jobs refuse it": protocol != server["protocol"],
+        **others,
+        f"its clock is {skew:+.0f} s from the server's; set it": abs(skew) >= SKEW,
+        f"its certificate ends in {days} days; `consilium renew`": 0 <= left < WARN_DAYS,
+        "its certificate has ended: it is out once its connection breaks; `consilium renew`": left < 0,
+        "its data list cannot be read; `consilium doctor KIT` there says why": not health.get("data_readable", True),
+        f"under {DISK_GIB:g} GiB of its disk are free; a job may break off": health.get("disk_free", math.inf) < DISK_GIB * GIB,
+    }
+    return only_true(notes)
 
 
 def describe_health(health: Mapping[str, Any], now: float) -> str:

@@ -18,8 +18,7 @@ from consilium.cli.options import (
     study_command,
     study_size,
 )
-from consilium.cli.resume_hint import exit_interrupted, stoppable
-from consilium.cli.resume_hint import same_command_hint as same_command
+from consilium.cli.resume_hint import exit_interrupted, same_command_hint as same_command, stoppable
 from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from consilium.cli.jobs import KitOption, lines_of
+from consilium.cli.jobs import KitOption, exit_code, lines_of, watch_job
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, emit, show
-from consilium.cli.watch import exit_code, watch_job
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import JobError

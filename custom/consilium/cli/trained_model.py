@@ -22,15 +22,12 @@ from consilium.report.tables import Table, columns, number
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
-from consilium.use.attack import AttackResult, epsilon_of_record
-from consilium.use.attack import attack as attack_model
-from consilium.use.evaluate import Split, cross_sites, read_site
-from consilium.use.evaluate import evaluate as evaluate_model
+from consilium.use.attack import AttackResult, attack as attack_model, epsilon_of_record
+from consilium.use.evaluate import Split, cross_sites, evaluate as evaluate_model, read_site
 from consilium.use.inputs import Prompts, find_inputs, read_prompts
 from consilium.use.invert import draw, inversion
 from consilium.use.model import TrainedModel, open_model
-from consilium.use.predict import OutputOptions
-from consilium.use.predict import predict as predict_inputs
+from consilium.use.predict import OutputOptions, predict as predict_inputs
 from consilium.use.predictor import Predictor
 
 # model options ---------------------------------------------------------------------------------------------------------
@@ -116,8 +113,9 @@ def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | N
     for one, path in given.items():
         many = PROMPTS[one].many
         if one == kind and path is None:
-            what = f"the model was trained with {many} as prompts (task.prompt: {kind})"
-            raise ConfigError(f"--{many}: {what}; give a CSV or JSON of them")
+            raise ConfigError(
+                f"--{many}: the model was trained with {many} as prompts (task.prompt: {kind}); give a CSV or JSON of them"
+            )
         if one != kind and path is not None:
             takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
             raise ConfigError(f"--{many}: the model takes {takes} (task.prompt: {kind}); leave the {many} out")
@@ -214,7 +212,7 @@ def _matrix(
     if out is not None:
         found.write(out)
     written = [f"written: {', '.join(map(str, files))}"] if files else []
-    emit(found.to_dict(), [found.table(), *written], format)
+    emit(asdict(found), [found.table(), *written], format)
 
 
 # attack ----------------------------------------------------------------------------------------------------------------
@@ -305,8 +303,15 @@ def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Form
     covered = UNCOVERED not in opened.card.notes
     claim = opened.card.privacy or "none: the model was trained without privacy"
     promised = epsilon_of_record(opened) if covered else None
-    told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
-    told |= {"of_one_record": promised, "attacks": [asdict(one) for one in found]}
+    told = {
+        "model": str(opened.folder),
+        "claim": claim,
+        "covered": covered,
+        "unit": unit,
+        "delta": delta,
+        "of_one_record": promised,
+        "attacks": [asdict(one) for one in found],
+    }
     rows = [
         [one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}"]
         for one in found

@@ -208,7 +208,7 @@ class Client:
         context.before_saving()
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         reply = replace(reply, metrics=metrics)
-        context.events.round(payload.round, metrics | {"update/norm": norm(reply.tensors)})
+        context.events.scalars(metrics | {"update/norm": norm(reply.tensors)}, payload.round)
         # before sending: a lost answer must not cost a second training
         self._save_state(run, SiteState(end, (payload.round, payload.phase), reply, trainer.memory, state.optimizer))
         return reply

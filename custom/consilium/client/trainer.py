@@ -139,7 +139,7 @@ class Trainer:
             place = {"event": "step", "site": context.name, "round": payload.round, "phase": payload.phase}
             context.observer(place | asdict(progress))
             step, group = before * progress.steps + progress.step, f"steps/{number + 1}" if number else "steps"
-            context.events.step(step, {f"{group}/loss": progress.loss, f"{group}/lr": progress.lr})
+            context.events.scalars({f"{group}/loss": progress.loss, f"{group}/lr": progress.lr}, step)
 
         config, seed = context.config.training, context.seed("train", payload, number)
         memory = self._optimizer if config.optimizer_state == "kept" else None

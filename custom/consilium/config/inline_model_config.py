@@ -8,8 +8,7 @@ import yaml
 
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_yaml
-from consilium.models.architecture import refuse_adapter
-from consilium.models.gguf_refusal import refuse_gguf
+from consilium.models.architecture import refuse_adapter, refuse_gguf
 
 LARGEST = 2**20
 """The largest config.json in bytes. Published ones have a few thousand."""

@@ -1,7 +1,8 @@
-"""Imports on first use: functions by name, and PyTorch. Most commands only read a job and need neither.
+"""Imports on first use: functions by name, PyTorch and matplotlib. Most commands only read a job and need none of them.
 
 Model and task kinds use `lazy` for code that needs torch, and the command line uses it for its commands. A module that is
-imported to read a job.yaml imports `Tensor`, `nn` and `torch` from here. It may use `nn` and `torch` only inside functions.
+imported to read a job.yaml imports `Tensor`, `nn` and `torch` from here. It may use `nn` and `torch` only inside functions. The
+same holds for `matplotlib`, `figure` and `ticker` in a module that draws only sometimes.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,9 @@ def lazy(place: str, *bound: Any) -> Callable[..., Any]:
 
 
 if TYPE_CHECKING:
+    import matplotlib
     import torch
+    from matplotlib import figure, ticker
     from torch import Tensor, nn
 else:
     Tensor = Any
@@ -40,3 +43,4 @@ else:
             return resolve(f"{self._name}:{name}")
 
     torch, nn = _Lazy("torch"), _Lazy("torch.nn")
+    matplotlib, figure, ticker = _Lazy("matplotlib"), _Lazy("matplotlib.figure"), _Lazy("matplotlib.ticker")

@@ -15,8 +15,15 @@ from consilium.data.file_kinds import SLIDES, is_there, is_volume, place_of
 from consilium.data.folders import read_folders
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
-from consilium.data.safe_open import MOST_BYTES as MOST_FILE
-from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, is_encodable, parse_json, read_text
+from consilium.data.safe_open import (
+    MOST_BYTES as MOST_FILE,
+    MOST_SLIDE,
+    MOST_VOLUME_FILE,
+    check_file,
+    is_encodable,
+    parse_json,
+    read_text,
+)
 from consilium.data.settings import Axis, NiftiAffine, Value
 
 _UNIT = 2**32

@@ -129,16 +129,10 @@ The C library keeps freed blocks below 32 MiB, and new ones do not fill them com
 `simulate` with SmolLM2-135M and four steps: 1.27 with LoRA on q and v and 2 x 128 tokens, 1.24 with 2 x 256, and 1.42 with
 LoRA on all linear layers and 4 x 192. The last is the largest sample of a run that was not watched to its end.
 """
-REMEDIES: Mapping[str, dict[str, Any]] = {
-    "model.dtype=bf16": {"model": {"dtype": "bf16"}, "training": {"precision": "bf16"}},
-    "training.gradient_checkpointing=true": {"training": {"gradient_checkpointing": True}},
-}
-"""Settings that need less memory with equal results, or nearly equal ones (bf16); the key is how a user sets them."""
-LAST = {"model.dtype=nf4": {"model": {"dtype": "nf4"}, "training": {"precision": "bf16"}}}
-"""The setting that needs least memory but changes the base. It is tried last, after batches of one sample."""
-FP32_REMEDIES = {"training.gradient_checkpointing=true": REMEDIES["training.gradient_checkpointing=true"]}
-FP32_LAST: Mapping[str, dict[str, Any]] = {"model.dtype=nf4": {"model": {"dtype": "nf4"}}}
-"""Instead of REMEDIES and LAST, for processors that emulate bf16: steps in bf16 take twice as long there, or more."""
+BF16: Mapping[str, dict[str, Any]] = {"model": {"dtype": "bf16"}, "training": {"precision": "bf16"}}
+"""Needs less memory with nearly equal results. Processors that emulate bf16 take twice as long with it, or more."""
+CHECKPOINTING: Mapping[str, dict[str, Any]] = {"training": {"gradient_checkpointing": True}}
+"""Needs less memory with equal results."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +209,15 @@ def lower(config: JobConfig, gpu: bool) -> bool:
 def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iterator[tuple[str, JobConfig]]:
     """Yield (settings, changed job) for jobs that need less memory; each adds one setting to the ones before.
 
-    The order is that of REMEDIES, then smaller batches, then nf4, the only setting that changes the base's output. A `sharded`
-    base cannot be nf4. Without a `gpu` the device is this machine's processor.
+    The order is bf16, checkpointing, smaller batches, and last nf4, the only setting that changes the base's output.
+    A `sharded` base cannot be nf4. Without a `gpu` the device is this machine's processor, which may emulate bf16; then bf16 is
+    left out.
     """
     raw, said = config.model_dump(mode="json"), dict[str, str]()
-    first, last = (REMEDIES, LAST) if gpu or multiplies_bf16() else (FP32_REMEDIES, FP32_LAST)
-    for change in (*first.values(), *_smaller_batches(raw["training"]), *({} if sharded else last).values()):
+    quick = gpu or multiplies_bf16()
+    nf4 = {"model": {"dtype": "nf4"}, **({"training": {"precision": "bf16"}} if quick else {})}
+    first, last = [*([BF16] if quick else []), CHECKPOINTING], [] if sharded else [nf4]
+    for change in (*first, *_smaller_batches(raw["training"]), *last):
         changed = raw | {section: raw[section] | fields for section, fields in change.items()}
         if changed == raw or (_width(changed) > _width(raw)):
             continue

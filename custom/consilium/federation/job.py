@@ -31,9 +31,9 @@ from consilium.federation.trainable_checks import (
     check_start,
     warnings_of,
 )
+from consilium.models.architecture import refuse_gguf
 from consilium.models.checkpoint_file import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
-from consilium.models.gguf_refusal import refuse_gguf
 from consilium.models.low_precision import require_stored, store
 from consilium.models.meta_device import layout
 from consilium.models.registry import MODELS, ModelConfig, ModelKind

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from consilium.core.errors import CheckpointError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.lazy import lazy
 from consilium.core.schema import LONGEST_TEXT
 from consilium.models.registry import ModelConfig, TargetSet
@@ -32,6 +32,32 @@ def refuse_adapter(path: Path, field: str = "model.checkpoint") -> None:
     places = [path / name for name in _FILES] if path.is_dir() else [path] if path.name in _FILES else []
     if found := next((place for place in places if os.path.lexists(place)), None):
         raise CheckpointError(f"{field}: {found}: belongs to an adapter of PEFT's, which is not a base; {MERGED}")
+
+
+GGUF = ".gguf"
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """Return the GGUF file at `path`, or those in a folder without a model of `transformers`. llama.cpp reads such files."""
+    if path.is_dir():
+        return [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF}"))
+    return [path] if path.suffix.lower() == GGUF and path.is_file() else []
+
+
+def refuse_gguf(path: Path, field: str = "model.checkpoint") -> None:
+    """Raise CheckpointError for a GGUF file, and for a folder of such files alone."""
+    if found := gguf_files(path):
+        raise CheckpointError(
+            f"{field}: {path}: GGUF, which no job reads; import it once: consilium models import {found[0]} -o FOLDER, and "
+            "name FOLDER here"
+        )
+
+
+def require_multiple(side: int, step: int, what: str) -> None:
+    """Raise ConfigError if a picture's side is not a multiple of `step` pixels. `what`: the step in words, for the message."""
+    if side % step:
+        near = max(1, round(side / step)) * step
+        raise ConfigError(f"model.image_size: {side} is not a multiple of {what}; use {near}")
 
 
 class FolderConfig(ModelConfig):
@@ -60,8 +86,10 @@ class FolderConfig(ModelConfig):
     @classmethod
     def _embedded(cls, value: Any) -> Any:
         if isinstance(value, str):
-            what = "the contents of config.json: paths are read only where a job is made"
-            raise ValueError(f"{what}; run `consilium export JOB --output FOLDER`, and give FOLDER/NAME instead")
+            raise ValueError(
+                "the contents of config.json: paths are read only where a job is made; run `consilium export JOB --output "
+                "FOLDER`, and give FOLDER/NAME instead"
+            )
         return value
 
     @field_validator("config")
@@ -89,8 +117,10 @@ class FolderConfig(ModelConfig):
         if self.config is None:
             return
         if (kind := self.config.get("model_type")) not in self.apart:
-            what = f"not known to keep records apart for privacy.unit record; use one of {', '.join(self.apart)}"
-            raise ValueError(f"model.config.model_type: {kind!r}: {what}")
+            raise ValueError(
+                f"model.config.model_type: {kind!r}: not known to keep records apart for privacy.unit record; use one of "
+                f"{', '.join(self.apart)}"
+            )
         for key, value in _config_values(_DRAWN.get(kind, {}) | self.config):
             if found := _why_records_mix(key, value, kind):
                 what, remedy = found
@@ -234,9 +264,9 @@ def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _check_words(value: Any, where: str) -> None:
     if isinstance(value, str) and not _WORD.fullmatch(value):
-        what = "is not a single word of letters, digits and _ . + -"
         raise ValueError(
-            f"{where}: {ascii(value)[:64]} {what}; leave it out: files, repositories and code are never named here"
+            f"{where}: {ascii(value)[:64]} is not a single word of letters, digits and _ . + -; leave it out: files, "
+            "repositories and code are never named here"
         )
     for item in value if isinstance(value, list | tuple) else ():
         if isinstance(item, dict):

@@ -21,8 +21,9 @@ _TENSOR = re.compile(r"base_model\.model\.|prompt_embeddings$|(.*\.)?(lora_(embe
 def refuse_adapter_tensors(path: Path, names: Iterable[str]) -> None:
     """Raise CheckpointError if any of the tensor `names` in a file belongs to an adapter, for any file name."""
     if found := next((name for name in names if _TENSOR.match(name)), None):
-        what = f"holds {shown(found, 120)!r}, a tensor of an adapter, which is not a base"
-        raise CheckpointError(f"model.checkpoint: {path}: {what}; {MERGED}")
+        raise CheckpointError(
+            f"model.checkpoint: {path}: holds {shown(found, 120)!r}, a tensor of an adapter, which is not a base; {MERGED}"
+        )
 
 
 def tensor_names(path: Path) -> list[str]:

@@ -70,7 +70,8 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
         elif key in kind.sub_configs_defaults or _nested(kind, key):
             found[key] = None if value is None else _part(value, kind, key, where)
         elif key == "per_layer_config" and isinstance(value, dict):
-            found[key] = {name: _layer(item, kind, f"{where}.{name}") for name, item in value.items()}
+            layers = {name: _map(item, f"{where}.{name}") for name, item in value.items()}  # they replace the model's settings
+            found[key] = {name: _section(item, kind, f"{where}.{name}.") for name, item in layers.items()}
         elif (
             key in _STAGES and isinstance(value, list) and all(isinstance(one, str) and _STAGE.fullmatch(one) for one in value)
         ):
@@ -92,8 +93,10 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
             unlisted.append(where)
     if unlisted:
         keys = ", ".join(unlisted[:8])
-        what = f"not declared by {kind.model_type or kind.__name__!r} of the installed transformers"
-        raise ConfigError(f"model.config: {keys}: {what}; leave them out")
+        raise ConfigError(
+            f"model.config: {keys}: not declared by {kind.model_type or kind.__name__!r} of the installed transformers; leave "
+            "them out"
+        )
     return found
 
 
@@ -107,8 +110,7 @@ def _owner(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | N
 
 def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dict[str, Any]:
     """Return the listed part of a nested configuration. If several classes are possible, its `model_type` chooses one."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
+    value = _map(value, where)
     if own := _nested(kind, key):
         return _section(value, own, f"{where}.")
     spec, named = kind.sub_configs_defaults[key], value.get("model_type")
@@ -123,11 +125,11 @@ def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dic
     return _section(value, chosen, f"{where}.")
 
 
-def _layer(value: Any, kind: type[PreTrainedConfig], where: str) -> dict[str, Any]:
-    """Return the listed settings of one layer, which replace those of the whole model."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
-    return _section(value, kind, f"{where}.")
+def _map(value: Any, where: str) -> dict[str, Any]:
+    """Return the value. Raises ConfigError if it is not a map."""
+    if isinstance(value, dict):
+        return value
+    raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
 
 
 def _nested(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
@@ -165,9 +167,7 @@ def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str)
 
 def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int = 0) -> None:
     """Raise ConfigError for anything but numbers in the settings of rotary positions, and the name of their type."""
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
-    for name, item in (value or {}).items():
+    for name, item in _map({} if value is None else value, where).items():
         if isinstance(item, dict) and depth == 0:
             _check_rope(item, kind, f"{where}.{name}", 1)  # by type of layer
         elif isinstance(item, str):

@@ -5,6 +5,7 @@ bytes per number. Stored as bfloat16 it takes 2, and results under `precision: b
 (adapters, heads, decoders), norms and embeddings stay float32.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, cast
@@ -61,10 +62,7 @@ def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: C
 def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:
     """Return the plain linear layers whose parameters are not `trained`, not shared, and not read by the model's own code."""
     kept = {id(tensor) for tensor in trained}
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     found, architecture = list[nn.Linear](), architectures(model)
     for name, module in model.named_modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
@@ -90,8 +88,10 @@ def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> N
     left = {name: size for name, (size, stored) in sizes.items() if not stored}
     if 2 * sum(left.values()) > (whole := sum(size for size, _ in sizes.values())):
         share, largest = 100 * sum(left.values()) // whole, max(left, key=left.__getitem__)
-        what = f"{share} % of what is frozen is in no linear layer ({largest} and the like)"
-        raise ConfigError(f"model.dtype: {dtype!r}: {what} and would stay float32; use fp32")
+        raise ConfigError(
+            f"model.dtype: {dtype!r}: {share} % of what is frozen is in no linear layer ({largest} and the like) and would "
+            "stay float32; use fp32"
+        )
 
 
 def require_library(dtype: str) -> None:
@@ -105,7 +105,9 @@ def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
         module = import_module("consilium.models.quantized")  # loads bitsandbytes
     except Exception as error:  # bitsandbytes may be missing, or fail at its own libraries while it loads
         why = " ".join(str(error).split())[:120]
-        what = f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why})"
-        raise ConfigError(f"{what}; pip install 'consilium-flare[quant]', or use bf16") from None
+        raise ConfigError(
+            f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why}); pip install 'consilium-flare[quant]', or use "
+            "bf16"
+        ) from None
     found: Callable[[nn.Linear, str], None] = module.quantize
     return found

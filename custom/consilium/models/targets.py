@@ -80,8 +80,9 @@ def _blocks(model: nn.Module, tower: str) -> tuple[str, nn.ModuleList]:
     """
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and tower in [*n.split("."), ""]]
     if not lists:
-        where = f"{type(model).__name__}{'.' if tower else ''}{tower}"
-        raise ConfigError(f"adapter.targets: {where} has no list of blocks; use a full regex")
+        raise ConfigError(
+            f"adapter.targets: {type(model).__name__}{'.' if tower else ''}{tower} has no list of blocks; use a full regex"
+        )
     attends = [one for one in lists if any(_ATTENTION.search(name) for name, _ in one[1].named_modules())]
     return max(attends or lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
 
@@ -94,13 +95,17 @@ def pattern(name: str, tower: str, model: nn.Module) -> str:
     found = layers_of(model, tower)
     if name == "all-linear":
         if found.others:
-            what = f"would miss {_list(found.others)}, which are not linear layers"
-            raise ConfigError(f"adapter.targets: 'all-linear' {what}; use attention, or a full regex of what is meant")
+            raise ConfigError(
+                f"adapter.targets: 'all-linear' would miss {_list(found.others)}, which are not linear layers; use attention, "
+                "or a full regex of what is meant"
+            )
         return _all_of(name, "linear", found.attention + found.mlp)
     if name == "qv":
         if fused := [one for one in found.inputs if one.rpartition(".")[2] not in _APART]:
-            what = f"query and value have no layers of their own ({_list(fused)})"
-            raise ConfigError(f"adapter.targets: 'qv': {what}; use qkv, attention or all-linear")
+            raise ConfigError(
+                f"adapter.targets: 'qv': query and value have no layers of their own ({_list(fused)}); use qkv, attention or "
+                "all-linear"
+            )
         return _all_of(name, "attention", [one for one in found.inputs if _APART[one.rpartition(".")[2]]])
     return _all_of(name, "attention", found.attention if name == "attention" else found.inputs)
 

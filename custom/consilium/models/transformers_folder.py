@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
-from consilium.models.gguf_refusal import refuse_gguf
+from consilium.models.architecture import refuse_gguf
 from consilium.models.listed_keys import listed
 from consilium.models.model_writer import no_progress_bar
 from consilium.models.untrusted_folder import TOKENS, WANTED, read_json, tokenizer_of, weights_of
@@ -73,8 +73,10 @@ def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) ->
     except (ImportError, ConfigError):
         raise
     except Exception as error:  # each architecture fails in its own way
-        what = f"{shape.model_type!r} cannot be made of these sizes ({short(error)})"
-        raise ConfigError(f"model.config: {what}; give the contents of the model's config.json") from None
+        raise ConfigError(
+            f"model.config: {shape.model_type!r} cannot be made of these sizes ({short(error)}); give the contents of the "
+            "model's config.json"
+        ) from None
 
 
 def load_tokenizer(
@@ -118,8 +120,10 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
         named |= {f"token {token!r}": at for token, at in tokenizer.get_vocab().items() if at not in special}
     found = next((f"{name} is number {at}" for name, at in named.items() if at is not None and at >= rows), "")
     if found:
-        what = f"its tokenizer's {found}, of the model's {rows} tokens"
-        raise CheckpointError(f"model.checkpoint: {folder}: {what}; copy the tokenizer that the model was trained with")
+        raise CheckpointError(
+            f"model.checkpoint: {folder}: its tokenizer's {found}, of the model's {rows} tokens; copy the tokenizer that the "
+            "model was trained with"
+        )
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
         tokenizer.pad_token = None
 
@@ -139,8 +143,10 @@ def room(model: nn.Module, written: int) -> int:
     """Return how many tokens a prompt may have if `written` tokens follow. Raises ConfigError if fewer than LEAST are left."""
     left = positions(model) - written
     if left < LEAST:
-        what = f"{written}: of the model's {positions(model)} positions {max(left, 0)} are left for a prompt"
-        raise ConfigError(f"task.max_new_tokens: {what}; use {max(positions(model) - LEAST, 1)} or less")
+        raise ConfigError(
+            f"task.max_new_tokens: {written}: of the model's {positions(model)} positions {max(left, 0)} are left for a "
+            f"prompt; use {max(positions(model) - LEAST, 1)} or less"
+        )
     return left
 
 
@@ -157,8 +163,10 @@ def require_positions(model: PreTrainedModel, longest: int, written: int) -> Non
     if not turned:
         raise ConfigError(f"model.max_length: {longest}: this folder's model has {most} positions; use {most} at most")
     if "dynamic" in str(turned):
-        what = f"over {most} tokens its dynamic rotary positions follow the texts that were read before"
-        raise ConfigError(f"model.max_length: {longest}: {what}; use {most} at most, or rope_type linear or yarn")
+        raise ConfigError(
+            f"model.max_length: {longest}: over {most} tokens its dynamic rotary positions follow the texts that were read "
+            f"before; use {most} at most, or rope_type linear or yarn"
+        )
 
 
 def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
@@ -170,17 +178,20 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
         for key, field, ours in (("image_mean", "pixel_mean", mean), ("image_std", "pixel_std", deviation)):
             theirs = found.get(key) if isinstance(found, dict) else None
             if isinstance(theirs, list) and [round(float(one), 3) for one in theirs] != [round(one, 3) for one in ours]:
-                what = f"model.{field}: {list(ours)}: {path} has {key} {theirs}"
-                raise CheckpointError(f"{what}; write that into the job")
+                raise CheckpointError(f"model.{field}: {list(ours)}: {path} has {key} {theirs}; write that into the job")
 
 
-def use_checkpointing(model: PreTrainedModel) -> None:
-    """Enable gradient checkpointing. Raises ConfigError if the model's code does not support it."""
+def finished(model: Any, use_checkpointing: bool) -> Any:
+    """Return the model in evaluation mode, with gradient checkpointing if asked. Raises ConfigError if its code has none."""
     try:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        if use_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model.eval()
     except ValueError:
-        what = f"the blocks of {model.config.model_type!r} cannot be computed again in the backward pass"
-        raise ConfigError(f"training.gradient_checkpointing: true: {what}; use false") from None
+        raise ConfigError(
+            f"training.gradient_checkpointing: true: the blocks of {model.config.model_type!r} cannot be computed again in the "
+            "backward pass; use false"
+        ) from None
 
 
 def answer_plainly(model: PreTrainedModel) -> None:
@@ -245,8 +256,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
     try:
         shape = AutoConfig.for_model(kind, **sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"model_type {kind!r}: {short(error)}; known are {known.examples}"
-        raise ConfigError(f"model.config: {what}") from None
+        raise ConfigError(f"model.config: model_type {kind!r}: {short(error)}; known are {known.examples}") from None
     except Exception as error:  # transformers' own validation errors share no base
         raise ConfigError(f"model.config: {short(error)}; give the contents of the model's config.json") from None
     if type(shape) not in auto._model_mapping:

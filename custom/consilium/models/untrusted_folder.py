@@ -20,7 +20,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.sanitize import shown
 from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
-from consilium.models.untrusted_tokenizer import check_program
+from consilium.models.untrusted_tokenizer import check_program, quoted
 
 WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 CODELESS = (
@@ -101,12 +101,14 @@ def _parts(folder: Path) -> dict[str, str]:
     found = read_json(folder, INDEX).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(
-            f"model.checkpoint: {path}: weight_map: {_value(found)} is not a map of tensors to files; {WANTED}"
+            f"model.checkpoint: {path}: weight_map: {quoted(found)} is not a map of tensors to files; {WANTED}"
         )
     for tensor, name in found.items():
         if not (isinstance(name, str) and _SHARD.fullmatch(name)):
-            what = f"weight_map.{shown(tensor, 64)}: {_value(name)} is not a name of a .safetensors file in the folder"
-            raise CheckpointError(f"model.checkpoint: {path}: {what}; fetch the index and its files again")
+            raise CheckpointError(
+                f"model.checkpoint: {path}: weight_map.{shown(tensor, 64)}: {quoted(name)} is not a name of a .safetensors "
+                "file in the folder; fetch the index and its files again"
+            )
     return dict(found)
 
 
@@ -131,9 +133,10 @@ def tokenizer_of(folder: Path) -> Iterator[Path]:
             added = read_json(folder, "added_tokens.json")
             for token, at in added.items():
                 if type(at) is not int or not _is_token(token):
-                    what = f"{shown(token, 64)}: {_value(at)} is not a token's number"
-                    remedy = "use the file that the model's publisher ships"
-                    raise CheckpointError(f"model.checkpoint: {folder / 'added_tokens.json'}: {what}; {remedy}")
+                    raise CheckpointError(
+                        f"model.checkpoint: {folder / 'added_tokens.json'}: {shown(token, 64)}: {quoted(at)} is not a token's "
+                        "number; use the file that the model's publisher ships"
+                    )
             (view / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
         if _present(folder / "chat_template.jinja"):
             _link(view, folder, "chat_template.jinja", LONGEST_TEMPLATE)
@@ -156,8 +159,10 @@ def _has_tokenizer(name: str) -> bool:
 def _of_model(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a config.json about the tokenizer: architecture, class and the version that wrote it."""
     kind, named, version = (config.get(key) for key in ("model_type", "tokenizer_class", "transformers_version"))
-    found = {"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
-    found |= {"tokenizer_class": named} if isinstance(named, str) and _CLASS.fullmatch(named) else {}
+    found = {
+        **({"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}),
+        **({"tokenizer_class": named} if isinstance(named, str) and _CLASS.fullmatch(named) else {}),
+    }
     return found | ({"transformers_version": version} if isinstance(version, str) and _VERSION.fullmatch(version) else {})
 
 
@@ -167,8 +172,10 @@ def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any
     for key, value in given.items():
         fits = _fits(key, value)
         if fits is False:
-            what = f"{shown(key, 64)}: {_value(value)} is not a value of this key"
-            raise CheckpointError(f"model.checkpoint: {folder / name}: {what}; use the file that the model's publisher ships")
+            raise CheckpointError(
+                f"model.checkpoint: {folder / name}: {shown(key, 64)}: {quoted(value)} is not a value of this key; use the "
+                "file that the model's publisher ships"
+            )
         kept |= {key: value} if fits else {}
     (view / name).write_text(json.dumps(kept), encoding="utf-8")
 
@@ -229,7 +236,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         why = " ".join(str(error).split())[:120]
         raise CheckpointError(f"model.checkpoint: {folder / name}: not valid JSON ({why}); fetch it again") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"model.checkpoint: {folder / name}: no JSON map, but {_value(found)}; fetch it again")
+        raise CheckpointError(f"model.checkpoint: {folder / name}: no JSON map, but {quoted(found)}; fetch it again")
     return found
 
 
@@ -281,7 +288,3 @@ def _present(path: Path) -> bool:
 def _view() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="consilium-model-") as folder:
         yield Path(folder)
-
-
-def _value(value: Any) -> str:
-    return ascii(value)[:80]

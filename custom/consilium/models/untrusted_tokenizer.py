@@ -14,6 +14,7 @@ import struct
 import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from consilium.core.errors import STOPS, CheckpointError, ConsiliumError
@@ -84,8 +85,7 @@ def plain_failure() -> Iterator[None]:
     except (*STOPS, ConsiliumError):
         raise
     except BaseException as error:
-        what = f"its tokenizer fails for a text ({type(error).__name__})"
-        raise CheckpointError(f"model.checkpoint: {what}; {_REMEDY}") from None
+        raise CheckpointError(f"model.checkpoint: its tokenizer fails for a text ({type(error).__name__}); {_REMEDY}") from None
 
 
 def check_program(program: Mapping[str, Any], where: str) -> None:
@@ -104,8 +104,10 @@ def check_backend(tokenizer: Any, where: str) -> None:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        what = f"{type(tokenizer).__name__} is not a tokenizer with a tokenizer.json"
-        raise CheckpointError(f"model.checkpoint: {where}: tokenizer_class: {what}; give a folder with tokenizer.json")
+        raise CheckpointError(
+            f"model.checkpoint: {where}: tokenizer_class: {type(tokenizer).__name__} is not a tokenizer with a tokenizer.json; "
+            "give a folder with tokenizer.json"
+        )
     steps = {name: getattr(backend, name) for name in _STEPS}
     try:
         _check_steps({name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()})
@@ -120,21 +122,21 @@ def check_backend(tokenizer: Any, where: str) -> None:
 def _check_model(model: Any) -> None:
     """Raise ValueError for a tokenizer's model (vocabulary and merging) of an unlisted kind or beyond the limits."""
     if not isinstance(model, dict):
-        raise ValueError(f"model: {_value(model)} is not a map")
+        raise ValueError(f"model: {quoted(model)} is not a map")
     if "type" in model and model["type"] not in _MODELS:  # versions before 2021 wrote no type
-        raise ValueError(f"model.type: {_value(model['type'])} is none of {', '.join(_MODELS)}")
+        raise ValueError(f"model.type: {quoted(model['type'])} is none of {', '.join(_MODELS)}")
     if model.get("dropout"):
-        raise ValueError(f"model.dropout: {_value(model['dropout'])} draws tokens anew for every text, only null is possible")
+        raise ValueError(f"model.dropout: {quoted(model['dropout'])} draws tokens anew for every text, only null is possible")
     most = model.get("max_input_chars_per_word", 100)
     if type(most) is not int or not 0 < most <= LONGEST_UNKNOWN:
-        raise ValueError(f"model.max_input_chars_per_word: {_value(most)}, at most {LONGEST_UNKNOWN} are possible")
+        raise ValueError(f"model.max_input_chars_per_word: {quoted(most)}, at most {LONGEST_UNKNOWN} are possible")
     for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if not (model.get(key) is None or (isinstance(model[key], str) and len(model[key]) <= LONGEST_WORD)):
-            raise ValueError(f"model.{key}: {_value(model[key])} is not a text of at most {LONGEST_WORD} characters")
+            raise ValueError(f"model.{key}: {quoted(model[key])} is not a text of at most {LONGEST_WORD} characters")
     pieces = model.get("vocab")
     for piece in pieces if isinstance(pieces, list) else ():
         if not (isinstance(piece, list) and piece and isinstance(piece[0], str) and len(piece[0]) <= LONGEST_PIECE):
-            raise ValueError(f"model.vocab: {_value(piece)} is not a token of at most {LONGEST_PIECE} characters")
+            raise ValueError(f"model.vocab: {quoted(piece)} is not a token of at most {LONGEST_PIECE} characters")
 
 
 def _check_steps(program: Mapping[str, Any]) -> None:
@@ -147,7 +149,7 @@ def _check_steps(program: Mapping[str, Any]) -> None:
         for where, step in steps:
             kind = step.get("type")
             if kind not in kinds:
-                raise ValueError(f"{where}.type: {_value(kind)} is none of {', '.join(kinds)}")
+                raise ValueError(f"{where}.type: {quoted(kind)} is none of {', '.join(kinds)}")
             if kind in _ONCE and place in ("normalizer", "pre_tokenizer"):
                 if kind in lengthening:
                     raise ValueError(f"{where}.type: {kind!r} is there twice, and lengthens texts each time")
@@ -164,14 +166,14 @@ def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[
     if step is None:
         return
     if not isinstance(step, dict) or depth > 4:
-        raise ValueError(f"{where}: {_value(step)} is not a step")
+        raise ValueError(f"{where}: {quoted(step)} is not a step")
     if step.get("type") != "Sequence":
         yield where, step
         return
     for key in _PARTS:
         parts = step.get(key, [])
         if not isinstance(parts, list):
-            raise ValueError(f"{where}.{key}: {_value(parts)} is not a list of steps")
+            raise ValueError(f"{where}.{key}: {quoted(parts)} is not a list of steps")
         for number, part in enumerate(parts):
             yield from _flat(part, f"{where}.{key}[{number}]", depth + 1)
 
@@ -187,21 +189,21 @@ def _checked(step: Mapping[str, Any], where: str) -> float:
             least = _check_pattern(value, f"{where}.pattern")
             content = step.get("content", "")
             if isinstance(content, str) and content != unicodedata.normalize("NFKD", content):
-                raise ValueError(f"{where}.content: {_value(content)} is lengthened again by Unicode's forms")
+                raise ValueError(f"{where}.content: {quoted(content)} is lengthened again by Unicode's forms")
             grown = max(1.0, len(content) / least) if isinstance(content, str) else 1.0
         else:
             _check_words(value, f"{where}.{key}")
     if kind == "Strip" and step.get("stop"):
-        raise ValueError(f"{where}.stop: {_value(step['stop'])}, only 0 is possible")  # the library fails for a shorter token
+        raise ValueError(f"{where}.stop: {quoted(step['stop'])}, only 0 is possible")  # the library fails for a shorter token
     if kind == "FixedLength" and not (type(step.get("length")) is int and step["length"] > 0):
-        raise ValueError(f"{where}.length: {_value(step.get('length'))} is not a number of characters")
+        raise ValueError(f"{where}.length: {quoted(step.get('length'))} is not a number of characters")
     return grown
 
 
 def _check_words(value: Any, where: str) -> None:
     """Raise ValueError for a long text or a long list anywhere in a step's settings."""
     if isinstance(value, str) and len(value) > LONGEST_WORD:
-        raise ValueError(f"{where}: {_value(value)} of over {LONGEST_WORD} characters")
+        raise ValueError(f"{where}: {quoted(value)} of over {LONGEST_WORD} characters")
     if isinstance(value, dict | list):
         if len(value) > STEPS:
             raise ValueError(f"{where}: {len(value)} entries, at most {STEPS} are possible")
@@ -221,7 +223,7 @@ def _longest_replacement(charsmap: Any, where: str) -> float:
         (size,) = struct.unpack_from("<I", raw)
         texts = raw[4 + size :].decode("utf-8").split("\0")
     except (ValueError, TypeError, struct.error, binascii.Error):
-        raise ValueError(f"{where}: {_value(charsmap)} is not a charsmap of SentencePiece") from None
+        raise ValueError(f"{where}: {quoted(charsmap)} is not a charsmap of SentencePiece") from None
     longest = max(len(unicodedata.normalize("NFKD", text)) for text in texts)
     if longest > GROWTH:
         raise ValueError(f"{where}: writes {longest} characters for one, at most {GROWTH} are possible")
@@ -234,9 +236,9 @@ def _check_pattern(value: Any, where: str) -> int:
     if isinstance(text := named.get("String"), str) and 0 < len(text) <= LONGEST_WORD:
         return len(text)
     if not (isinstance(pattern := named.get("Regex"), str) and 0 < len(pattern) <= LONGEST_PATTERN):
-        raise ValueError(f"{where}: {_value(value)} is not a text or pattern")
+        raise ValueError(f"{where}: {quoted(value)} is not a text or pattern")
     if why := unbounded(pattern):
-        raise ValueError(f"{where}.Regex: {_value(pattern)}: {why}")
+        raise ValueError(f"{where}.Regex: {quoted(pattern)}: {why}")
     return 1
 
 
@@ -259,35 +261,26 @@ def _branches(pattern: str) -> list[str]:
     """Return the alternatives of a pattern. A pattern that is a single group is opened; one in _KNOWN stays whole."""
     if pattern in _KNOWN:
         return [pattern]
-    found, start, at, depth = list[str](), 0, 0, 0
+    depths = list(_depths(pattern))
+    ends = [at for at, depth in depths if pattern[at] == "|" and depth == 0]
+    if ends:
+        return [pattern[start + 1 : end] for start, end in pairwise([-1, *ends, len(pattern)])]
+    closed = next((at for at, depth in depths if depth == 0), None)  # the end of a group that begins the pattern
+    if pattern.startswith("(") and not pattern.startswith("(?") and closed == len(pattern) - 1:
+        return _branches(pattern[1:-1])
+    return [pattern]
+
+
+def _depths(pattern: str) -> Iterator[tuple[int, int]]:
+    """Yield (position, number of groups that are open behind it) of each character outside of escapes and classes."""
+    at, depth = 0, 0
     while at < len(pattern):
-        if pattern[at] == "\\" or pattern[at] == "[":
+        if pattern[at] in "\\[":
             at = _atom(pattern, at)
             continue
         depth += {"(": 1, ")": -1}.get(pattern[at], 0)
-        if pattern[at] == "|" and depth == 0:
-            found.append(pattern[start:at])
-            start = at + 1
+        yield at, depth
         at += 1
-    found.append(pattern[start:])
-    whole = found[0]
-    if len(found) == 1 and whole.startswith("(") and whole.endswith(")") and not whole.startswith("(?") and _closes(whole):
-        return _branches(whole[1:-1])
-    return found
-
-
-def _closes(text: str) -> bool:
-    """Tell whether a text's first bracket is closed by its last character, and by none before."""
-    at, depth = 0, 0
-    while at < len(text):
-        if text[at] in "\\[":
-            at = _atom(text, at)
-            continue
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        at += 1
-        if depth == 0:
-            return at == len(text)
-    return False
 
 
 def _check_branch(branch: str) -> None:
@@ -342,13 +335,7 @@ def _class(text: str, at: int) -> int:
     if text[at : at + 1] == "]":
         raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
     while at < len(text) and text[at] != "]":
-        if text[at] == "\\":
-            found = _ESCAPE.match(text, at)
-            if found is None:
-                raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
-            at = found.end()
-        else:
-            at = _class(text, at) if text[at] == "[" else at + 1
+        at = _atom(text, at) if text[at] in "\\[" else at + 1
     if at >= len(text):
         raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
     return at + 1
@@ -365,5 +352,6 @@ def _group(branch: str, at: int) -> int:
     return at + 1
 
 
-def _value(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """Return a value for a message, in ASCII and shortened."""
     return ascii(value)[:80]

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
 from consilium.privacy.ledger.audit import FILE
-from consilium.report.tables import Table, columns, size, stamp
+from consilium.report.tables import Table, columns, only_true, size, stamp
 from consilium.report.untrusted_files import Number, finite
 
 MOST_ROWS = 500
@@ -79,15 +79,21 @@ def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
         ]
         more = f" and {len(said) - 6} more" if len(said) > 6 else ""
         asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
-        row = ["-" if one.time is None else stamp(one.time), shown(one.kind, 40)]
-        row.append(asked + (f", phase {one.phase + 1}" if asked and one.phase else ""))
-        row += [str(len(there)), size(sum(tensor.bytes for tensor in there))]
+        row = [
+            "-" if one.time is None else stamp(one.time),
+            shown(one.kind, 40),
+            asked + (f", phase {one.phase + 1}" if asked and one.phase else ""),
+            str(len(there)),
+            size(sum(tensor.bytes for tensor in there)),
+        ]
         told = shown(one.reason or one.what or one.step) or ", ".join(said[:6]) + more
         hidden = f"masked; read by nobody alone; threshold {one.masked.threshold} of {one.masked.asked}" if one.masked else ""
         row += [norm, "" if epsilon is None else f"{epsilon:.4g}", "; ".join(part for part in (hidden, told) if part)]
         rows.append(row)
     left = len(messages) - len(rows)
-    notes = [f"{left} more messages are in {FILE}."] if left > 0 else []
-    notes += [f"{unread} messages are not as we write them; see consilium audit."] if unread else []
+    notes = {
+        f"{left} more messages are in {FILE}.": left > 0,
+        f"{unread} messages are not as we write them; see consilium audit.": unread,
+    }
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
-    return Table(f"Messages that left this site{run}", heads, rows, notes)
+    return Table(f"Messages that left this site{run}", heads, rows, only_true(notes))

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
-from consilium.core.errors import DataError
+from consilium.core.lazy import figure, matplotlib
 from consilium.core.sanitize import shown
 from consilium.core.storage import open_private, private_folder, write_figure
-from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import read_image
+from consilium.data.datalist import SPLITS, DataList
 from consilium.data.settings import PictureSettings
-from consilium.data.volumes import header, is_volume
+from consilium.report.page.check_page import read_overview
 from consilium.report.tables import Table, columns
 
 EXAMPLES = 3
@@ -57,11 +54,11 @@ def write_stats(
     write_figure(folder / "stats.png", draw(stats, lists, settings), dpi=110)
 
 
-def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings) -> Figure:
+def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings) -> "figure.Figure":
     """Return a figure with a row per site: a few pictures, the histogram of their values, each class's share of all pixels."""
     names = list(stats)[:MOST_SITES]
-    figure = Figure(figsize=(11, 1.7 * len(names) + 0.8), layout="constrained")
-    axes = figure.subplots(len(names), EXAMPLES + 2, squeeze=False, width_ratios=[1] * EXAMPLES + [1.6, 1.6])
+    picture = figure.Figure(figsize=(11, 1.7 * len(names) + 0.8), layout="constrained")
+    axes = picture.subplots(len(names), EXAMPLES + 2, squeeze=False, width_ratios=[1] * EXAMPLES + [1.6, 1.6])
     highest = max(max(stats[name]["histogram"]) for name in names)
     classes = list(dict.fromkeys(c for name in names for c in stats[name]["classes"]))
     largest = max((v["share"] for name in names for v in stats[name]["classes"].values()), default=1.0)
@@ -69,18 +66,18 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
         items = [item for split in SPLITS for item in lists[name].splits[split]]
         wanted = sorted({round(i) for i in np.linspace(0, len(items) - 1, EXAMPLES)}) if items else []
         for axis, number in zip(row, [*wanted, *[None] * EXAMPLES][:EXAMPLES], strict=False):
-            axis.set_xticks([], [])
-            axis.set_yticks([], [])
+            axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
-            if number is not None and (picture := _picture(items[number], settings)) is not None:
-                axis.imshow(picture)
+            if number is not None and (shot := read_overview(items[number], settings)) is not None:
+                step = max(1, max(shot.shape) // 256)
+                axis.imshow(shot[::step, ::step])
         row[0].set_ylabel(shown(name, 24), fontsize=8, parse_math=False)
         histogram, bars = row[EXAMPLES:]
         shares, found = stats[name]["histogram"], stats[name]["classes"]
         histogram.bar(np.arange(len(shares)) * 256 / len(shares), shares, 256 / len(shares), align="edge", color="0.45")
         histogram.set_ylim(0, highest * 1.05 or 1)
         widths = [found.get(one, {}).get("share", 0.0) for one in classes]
-        bars.barh(range(len(classes)), widths, color=[colormaps["tab10"](i % 10) for i in range(len(classes))])
+        bars.barh(range(len(classes)), widths, color=[matplotlib.colormaps["tab10"](i % 10) for i in range(len(classes))])
         bars.set_yticks(range(len(classes)), [shown(c, 16) for c in classes], fontsize=6, parse_math=False)
         bars.set_xlim(0, largest * 1.05 or 1)
         bars.invert_yaxis()
@@ -89,17 +86,4 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
             axis.spines[["top", "right"]].set_visible(False)
     axes[0, EXAMPLES].set_title("8-bit values, share of pixels", fontsize=8)
     axes[0, EXAMPLES + 1].set_title("classes, share of pixels", fontsize=8)
-    return figure
-
-
-def _picture(item: Item, settings: PictureSettings) -> np.ndarray | None:
-    """Return an item's picture, or a volume's middle plane, of fewer rows and columns; None if it cannot be read."""
-    try:
-        if item.slice is None and is_volume(item.image):
-            axis = settings.slices.axis
-            item = Item(item.image, item.label, header(item.image).grid.planes(axis) // 2, axis)
-        picture = read_image(item, settings)
-    except DataError:
-        return None
-    step = max(1, max(picture.shape) // 256)
-    return picture[::step, ::step]
+    return picture

@@ -1,6 +1,6 @@
 """Pictures of a run: matrices of sites or of classes, and curves over the rounds.
 
-matplotlib is imported in the functions that draw, because the import takes long.
+matplotlib is imported when the first picture is drawn, because the import takes long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from consilium.core.lazy import figure, matplotlib, ticker
 from consilium.core.storage import write_figure
 
 ROUNDS = "rounds of training behind the model"
@@ -20,17 +21,18 @@ NUMBERED = 14
 
 
 def draw_matrix(
-    axis: Any, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], texts: Any = None, **looks: Any
+    axis: Any, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], texts: Any = None, size: float = 7, **looks: Any
 ) -> Any:
     """Draw a matrix as colours, with numbers in black or white if there is room; NaN is hatched. Return the image.
 
-    `texts` (rows, columns): texts to write in place of the numbers with two digits. `looks`: cmap, vmin, vmax.
+    `texts` (rows, columns): texts to write in place of the numbers with two digits. `size`: of the letters at the axes, in
+    points. `looks`: cmap, vmin, vmax.
     """
     image = axis.imshow(np.ma.masked_invalid(values), **{"cmap": "viridis", "aspect": "auto"} | looks)
-    small = 8 if max(values.shape, default=0) <= 4 else 6.5
+    small = size + 1 if max(values.shape, default=0) <= 4 else size - 0.5
     upright = len(columns) <= NUMBERED and max(map(len, columns), default=0) <= 8
-    axis.set_xticks(range(len(columns)), columns, fontsize=7, rotation=0 if upright else 90)
-    axis.set_yticks(range(len(rows)), rows, fontsize=7)
+    axis.set_xticks(range(len(columns)), columns, fontsize=size, rotation=0 if upright else 90)
+    axis.set_yticks(range(len(rows)), rows, fontsize=size)
     for label in [*axis.get_xticklabels(), *axis.get_yticklabels()]:
         label.set_parse_math(False)  # a site may be called $x$
     for (row, column), value in np.ndenumerate(values):
@@ -63,20 +65,18 @@ def plot_matrices(path: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
 
     `rounds`: events with round, sites and values.
     """
-    from matplotlib.figure import Figure
-
     picked = _pick_evenly(rounds)
     across = min(4, len(picked))
     down = -(-len(picked) // across)
-    figure = Figure(figsize=(3.2 * across, 3.0 * down), layout="constrained")
-    axes = np.ravel(figure.subplots(down, across, squeeze=False))
+    picture = figure.Figure(figsize=(3.2 * across, 3.0 * down), layout="constrained")
+    axes = np.ravel(picture.subplots(down, across, squeeze=False))
     for axis, event in zip(axes, picked, strict=False):
         draw_matrix(axis, np.asarray(event["values"]), event["sites"], event["sites"], vmin=0, vmax=1)
         axis.set_title(f"round {event['round'] + 1}", fontsize=9)
     for axis in axes[len(picked) :]:
         axis.axis("off")
-    figure.suptitle("rows receive, columns give", fontsize=9)
-    write_figure(path, figure, dpi=110)
+    picture.suptitle("rows receive, columns give", fontsize=9)
+    write_figure(path, picture, dpi=110)
 
 
 def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bool = False) -> None:
@@ -84,14 +84,11 @@ def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bo
 
     A group of more than four names, such as layers, is drawn as its mean and range. `from_zero`: let the y axis begin at 0.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for one in rounds for name in one):
         groups.setdefault(name.rpartition("/")[0], []).append(name)
-    figure = Figure(figsize=(4.2 * len(groups), 3.2), layout="constrained")
-    for axis, (group, names) in zip(np.ravel(figure.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):
+    picture = figure.Figure(figsize=(4.2 * len(groups), 3.2), layout="constrained")
+    for axis, (group, names) in zip(np.ravel(picture.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):
         values = np.array([[one.get(name, np.nan) for name in names] for one in rounds])
         there = ~np.isnan(values).all(1)
         steps, values = np.arange(1, len(values) + 1)[there], values[there]
@@ -107,42 +104,36 @@ def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bo
             axis.set_ylim(bottom=0)
         axis.set_title(group, fontsize=9)
         axis.set_xlabel("round", fontsize=8)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    write_figure(path, figure, dpi=110)
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    write_figure(path, picture, dpi=110)
 
 
 def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, float]]]) -> None:
     """Draw how far each adapter moved in local training, in the order from the model's input; a line per round and phase."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     phased, picked = any(phase for (_, phase), _ in rounds), _pick_evenly(rounds)
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axis = figure.subplots()
+    picture = figure.Figure(figsize=(7, 3.6), layout="constrained")
+    axis = picture.subplots()
     for place, ((number, phase), values) in enumerate(picked):
-        colour = colormaps["viridis"](place / max(len(picked) - 1, 1))
+        colour = matplotlib.colormaps["viridis"](place / max(len(picked) - 1, 1))
         label = f"round {number + 1}" + (f", phase {phase + 1}" if phased else "")
         axis.plot(range(1, len(values) + 1), list(values.values()), marker=".", color=colour, label=label)
     axis.set_xlabel("adapter, from the input on", fontsize=8)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axis.set_ylabel("change / its size before", fontsize=8)
     axis.legend(fontsize=7, ncols=2)
-    write_figure(path, figure, dpi=110)
+    write_figure(path, picture, dpi=110)
 
 
 def plot_cross_sites(path: Path, values: np.ndarray, models: Sequence[str], sites: Sequence[str], title: str) -> None:
     """Draw the score of each site's model (rows) on each site's data (columns)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2.6 + 0.55 * len(sites), 2.0 + 0.45 * len(models)), layout="constrained")
-    axis = figure.subplots()
+    picture = figure.Figure(figsize=(2.6 + 0.55 * len(sites), 2.0 + 0.45 * len(models)), layout="constrained")
+    axis = picture.subplots()
     image = draw_matrix(axis, values, models, sites)
     axis.set_title(title, fontsize=9)
     axis.set_xlabel("tested on", fontsize=8)
     axis.set_ylabel("model of", fontsize=8)
-    figure.colorbar(image, ax=axis, shrink=0.8)
-    write_figure(path, figure, dpi=150)
+    picture.colorbar(image, ax=axis, shrink=0.8)
+    write_figure(path, picture, dpi=150)
 
 
 def plot_confusions(path: Path, tables: Mapping[str, np.ndarray], classes: Sequence[str]) -> None:
@@ -150,15 +141,13 @@ def plot_confusions(path: Path, tables: Mapping[str, np.ndarray], classes: Seque
 
     Zhu et al., "DEeR" (IEEE TMI 2025), Figure 4, shows such pictures of several methods.
     """
-    from matplotlib.figure import Figure
-
     side = max(3.2, 0.45 * len(classes) + 1.5)
-    figure = Figure(figsize=(side * len(tables), side), layout="constrained")
-    for axis, (stage, counts) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
+    picture = figure.Figure(figsize=(side * len(tables), side), layout="constrained")
+    for axis, (stage, counts) in zip(picture.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
         shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
         texts = [[f"{count:.0f}" for count in row] for row in counts]
         draw_matrix(axis, shares, classes, classes, texts, cmap="Blues", vmin=0, vmax=1)
         axis.set_title(stage, fontsize=9)
         axis.set_xlabel("predicted", fontsize=7)
         axis.set_ylabel("true", fontsize=7)
-    write_figure(path, figure, dpi=150)
+    write_figure(path, picture, dpi=150)

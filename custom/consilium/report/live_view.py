@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, line, number_of, shown
-from consilium.report.tables import Column, Table, terminal
+from consilium.report.tables import Column, Table, only_true, terminal
 from consilium.report.untrusted_files import Line, finite, place_of, read_events, round_times
 from consilium.tasks.registry import Scores, task_scores
 
@@ -286,14 +286,17 @@ class LiveView(LiveScreen):
         room = max(self.console.height - AROUND, 1)
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
-        said = [self.scores.label(self.score)] if self.scores.grid_of(self.score) else []
-        said += [f"and {left.total()} more: {others}"] if left else []
-        rows = []
-        for name, row in ((name, self.sites[name]) for name in sorted(first[:room])):
-            rows.append([name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)])
-        heads = [Column("site", right=False), Column("now", right=False)]
-        heads += [Column(text, rank) for rank, text in enumerate(headings.values(), 1)]
-        return Table("", heads, rows, ["; ".join(said)] if said else [])
+        said = {self.scores.label(self.score): self.scores.grid_of(self.score), f"and {left.total()} more: {others}": left}
+        rows = [
+            [name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
+            for name, row in ((name, self.sites[name]) for name in sorted(first[:room]))
+        ]
+        heads = [
+            Column("site", right=False),
+            Column("now", right=False),
+            *(Column(text, rank) for rank, text in enumerate(headings.values(), 1)),
+        ]
+        return Table("", heads, rows, ["; ".join(only_true(said))] if any(said.values()) else [])
 
 
 def reported(metrics: Iterable[str]) -> set[str]:

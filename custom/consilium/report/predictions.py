@@ -257,9 +257,13 @@ def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
     parts = []
     for x, heading, tiles in zip(range(left, left + 100 * step, step), lines, columns.values(), strict=False):
         parts += [
-            (x, y, words(line, (PANEL, LINE), POINTS, bold=True)) for y, line in zip((0, LINE), heading, strict=True) if line
+            *(
+                (x, y, words(line, (PANEL, LINE), POINTS, bold=True))
+                for y, line in zip((0, LINE), heading, strict=True)
+                if line
+            ),
+            *((x, top + row * high, tile) for row, tile in enumerate(tiles)),
         ]
-        parts += [(x, top + row * high, tile) for row, tile in enumerate(tiles)]
     for row, name in enumerate(names):
         upright = words(name, (PANEL, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
         parts.append((0, top + row * high, upright))
@@ -312,7 +316,8 @@ def read_page(path: Path) -> Page | None:
             body = sheet.convert("RGB")
     except (OSError, KeyError, ValueError, SyntaxError, ValidationError, Image.DecompressionBombError):
         return None  # PIL raises SyntaxError for a truncated PNG
-    columns = {}
-    for x, title in zip(range(MARGIN, right, step), layout.titles, strict=True):
-        columns[title] = [body.crop((x, y, x + PANEL, y + PANEL + LINE)) for y in range(top, bottom, high)]
+    columns = {
+        title: [body.crop((x, y, x + PANEL, y + PANEL + LINE)) for y in range(top, bottom, high)]
+        for x, title in zip(range(MARGIN, right, step), layout.titles, strict=True)
+    }
     return columns, body.crop((MARGIN, bottom, body.width - MARGIN, body.height - MARGIN))

@@ -16,7 +16,7 @@ from consilium.core.sanitize import number_of
 from consilium.core.storage import write_atomic
 from consilium.report import figures
 from consilium.report.run_record import Results, RunRecord, known, split_of
-from consilium.report.tables import Column, Table, columns, few, number
+from consilium.report.tables import Column, Table, columns, few, number, only_true
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER, Scores
 
 MEAN, BY_N = "mean", "mean by n"
@@ -39,8 +39,8 @@ def results_table(
     `test_only` sites are below the means and in no mean. The title names the sites that were `refused` in the closing
     evaluation. If there is no score at all, the rows have the last training `losses`.
     """
-    missing = f"; {few(sorted(refused)) if len(refused) < 4 else f'{len(refused)} sites'} refused in the closing evaluation"
-    missing = missing if refused else ""
+    named = few(sorted(refused)) if len(refused) < 4 else f"{len(refused)} sites"
+    missing = f"; {named} refused in the closing evaluation" if refused else ""
     split = split_of(results) or ""
     names = {name for metrics in results.values() for name in metrics}
     leading = scores.lead(key.metric for name in names if (key := MetricKey.parse(name)))
@@ -58,18 +58,21 @@ def results_table(
         return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split, scores))
     inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
     means = [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]
-    rows = [[site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()]
-    rows += [[which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means]
-    rows += [[site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()]
-    notes = _notes(results, split, scores)
-    notes += dict.fromkeys(scores.meanings[key.metric] for key, *_ in there if key.metric in scores.meanings)
-    notes += ["n: how many a site scored, and its weight in the mean by n"] if BY_N in means else []
-    notes += [f"{INTERVAL}: bootstrap over a site's patients (volumes, images, records)"] if LOW in "".join(names) else []
-    notes += [f"test only, in no mean: {', '.join(below)}"] if below else []
+    rows = [
+        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()),
+        *([which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means),
+        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()),
+    ]
+    notes = dict.fromkeys(scores.meanings[key.metric] for key, *_ in there if key.metric in scores.meanings)
+    about = {
+        "n: how many a site scored, and its weight in the mean by n": BY_N in means,
+        f"{INTERVAL}: bootstrap over a site's patients (volumes, images, records)": LOW in "".join(names),
+        f"test only, in no mean: {', '.join(below)}": below,
+    }
     heads = [Column("site", right=False), *(Column(heading, rank) for _, heading, rank in there)]
-    place = len(inside)
-    sums = frozenset(range(place, place + len(means)))
-    return Table(f"{title}: {split} split{scores.remark}{missing}", heads, rows, notes, sums=sums)
+    sums = frozenset(range(len(inside), len(inside) + len(means)))
+    notes_below = [*_notes(results, split, scores), *notes, *only_true(about)]
+    return Table(f"{title}: {split} split{scores.remark}{missing}", heads, rows, notes_below, sums=sums)
 
 
 def _notes(results: Results, split: str, scores: Scores) -> list[str]:
@@ -169,10 +172,6 @@ class CrossSiteMatrix:
         grid = f" ({self.grid})" if self.grid else ""
         return f"{self.metric}{grid} of the {of} models on every site's {self.split} data"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
     def table(self) -> Table:
         """Return a row per model."""
         rows = [[name, *map(number, row)] for name, row in zip(self.models, self.values, strict=True)]
@@ -182,7 +181,7 @@ class CrossSiteMatrix:
     def write(self, folder: Path) -> None:
         """Write the matrix as a picture and as JSON."""
         figures.plot_cross_sites(folder / PICTURE, np.array(self.values, float), self.models, self.sites, self.title)
-        write_atomic(folder / VALUES, json.dumps(self.to_dict(), indent=1).encode())
+        write_atomic(folder / VALUES, json.dumps(asdict(self), indent=1).encode())
 
 
 def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, Results]], grid: str = "") -> CrossSiteMatrix:

@@ -9,7 +9,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +27,7 @@ from consilium.core.storage import file_lock, open_private, private_folder, writ
 from consilium.privacy.plan import Plan
 from consilium.report import figures
 from consilium.report.results_table import confusions
-from consilium.report.run_record import PACKAGES, roles_of
+from consilium.report.run_record import PACKAGES, installed_version, roles_of
 from consilium.report.tensorboard_file import FOLDER, EventFile
 from consilium.report.tracking import Tracker
 from consilium.report.untrusted_files import place_of, read_lines
@@ -60,7 +59,8 @@ class RunLog:
         """Sites whose noise comes from a seed."""
         self._events: dict[str, EventFile] = {}
         self._down: dict[str, int] = {}
-        self._results: dict[str, dict[str, float]] = {}
+        self.results: dict[str, dict[str, float]] = {}
+        """The closing metrics of each site that reported them."""
         self._figures: dict[str, list[dict[str, Any]]] = {}
         self._curves: list[dict[str, float]] = []
         self._phase: list[dict[str, float]] = []
@@ -178,8 +178,14 @@ class RunLog:
         """Record matrices whose rows and columns are sites. `finish` draws the matrices of all rounds."""
         for title, matrix in matrices.items():
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
-            line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
-            line |= {"staleness": stale, "values": matrix.tolist()}
+            line = {
+                "event": "figure",
+                "round": state.round - 1,
+                "title": title,
+                "sites": sorted(state.sites),
+                "staleness": stale,
+                "values": matrix.tolist(),
+            }
             self._line(line)
             self._figures.setdefault(title, []).append(line)
 
@@ -189,7 +195,7 @@ class RunLog:
 
     def final(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
-        self._results[site] = result.metrics
+        self.results[site] = result.metrics
         line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
         self._line(line | {"ledger": result.ledger})
         self._scalars(site, result.metrics, result.round)
@@ -199,26 +205,21 @@ class RunLog:
         self._rounds = ending["round"]
         self._line({"event": "ended", "phase": 0, **ending})
 
-    @property
-    def results(self) -> dict[str, dict[str, float]]:
-        """The closing metrics of each site that reported them."""
-        return self._results
-
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, the pictures and, for a private run, privacy.json. Called only at the end of a finished run."""
-        for site in self.seeded & self._results.keys():
-            self._results[site] = self._results[site] | {NOT_PRIVATE: 1.0}
+        for site in self.seeded & self.results.keys():
+            self.results[site] = self.results[site] | {NOT_PRIVATE: 1.0}
         if plan is not None:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self.seeded).summary(), indent=1).encode())
         for title, rounds in self._figures.items():
             figures.plot_matrices(self.folder / f"{title}.png", rounds)
         if self._curves:
             figures.plot_curves(self.folder / "diagnostics.png", self._curves)
-        if tables := confusions(self._results, self._classes):
+        if tables := confusions(self.results, self._classes):
             figures.plot_confusions(self.folder / "confusion.png", tables, self._classes)
-        trained = [one for site, one in self._results.items() if site not in self._test_only]
+        trained = [one for site, one in self.results.items() if site not in self._test_only]
         self._scalars(MEANS, mean_metrics(trained), self._rounds)
-        write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+        write_atomic(self.folder / "results.json", json.dumps(self.results, indent=1, sort_keys=True).encode())
         self._finished = True
 
     def close(self) -> None:
@@ -301,9 +302,5 @@ def other_version(folder: Path) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of Python, the platform and the packages on which a run's numbers depend."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "consilium": __version__}
-    for name in (one for one in PACKAGES if one not in found):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # the package may be in the job's app/custom instead
-            found[name] = "not installed"
-    return found
+    # a package may be in the job's app/custom instead
+    return found | {name: installed_version(name) or "not installed" for name in PACKAGES if name not in found}

@@ -4,6 +4,7 @@ Others may have written a run's files, and files may be damaged. `read_run` take
 `read_finished` refuses a run that has not ended or has a damaged file.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SIMULATION
 from consilium.core.errors import ConfigError
-from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, TRAIN_STEPS, MetricKey, Stage
 from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.core.schema import dotted
@@ -216,6 +217,17 @@ class RunRecord:
         return self.total(TRAIN_SECONDS)
 
     @cached_property
+    def steps(self) -> list[float]:
+        """A site's optimizer steps by the number of rounds done, mean over the sites; [] if not all of them are on record."""
+        trained = {place: one for place, one in self.rounds.items() if place[1] != HELD_OUT}
+        if not trained or self.total(TRAIN_STEPS) is None:
+            return []
+        made = [0.0] * (1 + max(round + 1 for round, *_ in trained))
+        for (round, *_), one in trained.items():
+            made[round + 1] += one[TRAIN_STEPS]
+        return [sum_ / len({site for *_, site in trained}) for sum_ in itertools.accumulate(made)]
+
+    @cached_property
     def epsilon(self) -> float | None:
         """The epsilon guaranteed at the job's delta; None if the run is not private or the epsilon is not on record."""
         private = self.config.privacy
@@ -251,7 +263,7 @@ def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
     except ConfigError:
         places = [folder.absolute(), *folder.absolute().parents][:5]  # RUN/sites/NAME/adapters/WHICH
         versions = next((found for place in places if (found := read_json(place / "versions.json"))), {})
-        own = [name for name in versions if name not in (*PACKAGES, *MACHINE, "code") and not distribution_there(name)]
+        own = [name for name in versions if name not in (*PACKAGES, *MACHINE, "code") and not installed_version(name)]
         if not own:
             raise
         named = ", ".join(f"{shown(name, 80)} {shown(versions[name], 40)}" for name in own)
@@ -260,12 +272,12 @@ def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
         ) from None
 
 
-def distribution_there(name: str) -> bool:
-    """Tell whether a package is installed."""
+def installed_version(name: str) -> str:
+    """Return the version of a package; "" if it is not installed."""
     try:
-        return bool(version(name))
+        return version(name)
     except (PackageNotFoundError, ValueError):
-        return False
+        return ""
 
 
 def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
@@ -325,6 +337,13 @@ def split_of(results: Results) -> str | None:
     """Return the split that was scored: test if any site has test scores, else validation; None without scores."""
     keys = {key.split for metrics in results.values() for name in metrics if (key := MetricKey.parse(name))}
     return next((split for split in reversed(SPLITS) if split in keys), None)
+
+
+def unit_of(task: Mapping[str, Any]) -> str:
+    """Return the word for a unit that gets a score: image, volume, patient or record. `task`: the section of the job."""
+    if (per := dict(task.get("scores") or {}).get("per")) in ("image", "volume", "patient"):
+        return str(per)
+    return "record" if task.get("name") in ("language", "report") else "image"
 
 
 def known(value: float | None) -> float | None:
@@ -391,9 +410,11 @@ def cell_folder(path: Path) -> Path:
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
     if wanted and (meant := [cell.folder for cell in done if cell.name == wanted]):
         if len(meant) > 1:
-            two = f"{CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms of a study or of two studies"
-            remedy = "run `consilium study run` again, which keeps what is the study's now, or move the older folder away"
-            raise ConfigError(f"{shown(study, 200)}: {wanted} is two runs, {two}; {remedy}")
+            raise ConfigError(
+                f"{shown(study, 200)}: {wanted} is two runs, {CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms "
+                "of a study or of two studies; run `consilium study run` again, which keeps what is the study's now, or move "
+                "the older folder away"
+            )
         return meant[0]
     known = sorted({cell.name for cell in done} - {""})
     raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {join_names(known)}")

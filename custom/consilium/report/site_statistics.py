@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from consilium.core.lazy import figure, matplotlib
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_figure
 from consilium.report.tables import Column, Table, folding
@@ -18,9 +19,9 @@ Answers = Mapping[str, Mapping[str, Any]]
 
 def text(job: str, sites: Answers) -> str:
     """Return a table as plain text of at most 80 columns: per site a row for each statistic, the numbers of samples first."""
-    rows = []
-    for name, told in sites.items():
-        rows += [[name if number == 0 else "", *pair] for number, pair in enumerate(_rows_of_site(told))]
+    rows = [
+        [name if number == 0 else "", *pair] for name, told in sites.items() for number, pair in enumerate(_rows_of_site(told))
+    ]
     grid = folding(Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows))
     console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
     console.print(grid)
@@ -68,12 +69,9 @@ def where(portions: list[Mapping[str, Any]], share: float) -> str:
 
 def plot(path: Path, sites: Answers) -> None:
     """Draw the classes, sizes and grey levels of each site. Sites that did not report a measure are marked as "not told"."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    told, colours = {shown(name, 30): one for name, one in sites.items()}, colormaps["tab20"]
-    figure = Figure(figsize=(12, max(3.0, 1.6 + 0.35 * len(told))), layout="constrained")
-    *bars, greys = figure.subplots(1, 3)
+    told, colours = {shown(name, 30): one for name, one in sites.items()}, matplotlib.colormaps["tab20"]
+    picture = figure.Figure(figsize=(12, max(3.0, 1.6 + 0.35 * len(told))), layout="constrained")
+    *bars, greys = picture.subplots(1, 3)
     classes = {
         name: None if "refused" in one else (one["splits"]["training"] or {}).get("classes") for name, one in told.items()
     }
@@ -103,4 +101,4 @@ def plot(path: Path, sites: Answers) -> None:
         greys.step([int(one.split()[0]) for one in names], shares, where="post", label=name)  # merged cells share equally
     if greys.lines:
         greys.legend(fontsize=6)
-    write_figure(path, figure, dpi=110)
+    write_figure(path, picture, dpi=110)

@@ -6,6 +6,7 @@ Every format escapes the texts, so no text acts as markup.
 import csv
 import io
 import itertools
+import re
 import textwrap
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ ROOMS = (48, 36, 28, 22, 16)
 """Widths in characters to which names in a table that is too wide are shortened. They are tried in turn."""
 TEX_COLUMN, TEX_PAGE = 229.0, 469.0
 """Widths in points of a column and of a page of LaTeX's two-column article. Journals' columns are not narrower."""
-TEX_LETTER, TEX_GAP, TEX_TEXT = 4.5, 6.0, 60.0
+TEX_LETTER, TEX_GAP, TEX_TEXT = 4.8, 6.0, 60.0
 """Points: the width of most letters in \\footnotesize, the gap between columns, the least width of a wrapped column."""
 MOST_ROWS = 50
 """Rows of a table on a printed page, at most."""
@@ -85,6 +86,11 @@ def difference(value: float) -> str:
 def few(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names as a text, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def only_true(texts: Mapping[str, object]) -> list[str]:
+    """Return the texts whose value is true, in order, such as the notes that apply to a table."""
+    return [text for text, holds in texts.items() if holds]
 
 
 def terminal(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
@@ -194,10 +200,16 @@ def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
 
     parts = [*(f"- {cell(note, 2000)}" for note in notes), ""]
     for table in tables:
-        parts += [f"### {cell(table.title)}", "", line_of(column.heading for column in table.columns)]
-        parts.append("|" + "|".join("--:" if column.right else "---" for column in table.columns) + "|")
-        parts += [line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)]
-        parts += ["", *(f"{cell(note, 2000)}.  " for note in table.notes), ""]
+        parts += [
+            f"### {cell(table.title)}",
+            "",
+            line_of(column.heading for column in table.columns),
+            "|" + "|".join("--:" if column.right else "---" for column in table.columns) + "|",
+            *(line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)),
+            "",
+            *(f"{cell(note, 2000)}.  " for note in table.notes),
+            "",
+        ]
     return "\n".join(parts).strip() + "\n"
 
 
@@ -221,8 +233,15 @@ _QUIET = frozenset("‘’“”„‚–—†‡•‰€™")
 
 
 def tex(text: str) -> str:
-    """Return a text escaped for LaTeX."""
-    return "".join(_TEX.get(c, c) for c in shown(text, 2000))
+    """Return a text escaped for LaTeX. The hyphen before a number that begins a word is a minus."""
+    return "".join(_TEX.get(c, c) for c in re.sub(r"(?<!\S)-(?=[0-9])", "−", shown(text, 2000)))
+
+
+def tex_label(kind: str, text: str, used: Counter[str]) -> str:
+    """Return a \\label of small ASCII letters, digits and hyphens. `used`: the file's labels; repeated ones are numbered."""
+    name = "-".join(re.findall("[a-z0-9]+", text.lower())) or "untitled"
+    used[name] += 1
+    return rf"\label{{{kind}:{name}{f'-{used[name]}' if used[name] > 1 else ''}}}"
 
 
 _Piece = Mapping[int, float]
@@ -236,20 +255,24 @@ def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
     columns without values are left out. If a table is too wide, its texts are wrapped; if that is not enough, it is split into
     several tables. The first lines name the packages and the LaTeX engine that are needed.
     """
-    main, more = list[str](), list[str]()
+    main, more, labels = list[str](), list[str](), Counter[str]()
     for table in tables:
         details = [i for i, column in enumerate(table.columns) if column.detail]
         empty = [i for i in range(1, len(table.columns)) if table.rows and all(row[i] in ("-", "") for row in table.rows)]
         rest = [i for i in range(1, len(table.columns)) if i not in (*details, *empty)]
         for page, places, about in ((main, rest, table.caption), (more, details, table.detail_caption)):
+            about = about or " ".join(map(sentence, [table.title, *table.notes]))
             for piece in _pieces(table, places) if places or page is main else ():
                 for start in range(0, max(len(table.rows), 1), MOST_ROWS):
-                    page += _environment(table, piece, range(start, min(start + MOST_ROWS, len(table.rows))), about)
+                    label = tex_label("tab", table.title + " by site" * (page is more), labels)
+                    page += _environment(table, piece, range(start, min(start + MOST_ROWS, len(table.rows))), about, label)
     parts = [*main, *([r"% Appendix: the columns of details, such as a column for each site.", *more] if more else [])]
     left = "".join(sorted({c for c in "".join(parts) if ord(c) > 0x17F and c not in _QUIET}))
-    needs = ["% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches"]
-    needs += [f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []
-    return "\n".join([*(f"% {shown(note, 2000)}" for note in notes), *needs, *parts])
+    needs = [
+        "% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches",
+        *([f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []),
+    ]
+    return "\n".join([*needs, *(f"% {shown(note, 2000)}" for note in notes), *parts])
 
 
 def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
@@ -280,7 +303,8 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
 
 def _points(text: str) -> float:
     """Return an upper bound of a text's width in points, in \\footnotesize, also in bold."""
-    return sum(8.8 if c in "MWmw@%" or c > "\u024f" else 6.8 if c.isupper() or c == "±" else TEX_LETTER for c in text)
+    wide = {c: 8.8 for c in "MWmw@%"} | {c: 3.6 for c in "filjt.,:;'()/| -"}
+    return sum(wide.get(c, 8.8 if c > "\u024f" else 6.8 if c.isupper() or c == "±" else TEX_LETTER) for c in text)
 
 
 def _cells(table: Table, place: int) -> list[str]:
@@ -294,8 +318,8 @@ def _head_lines(table: Table, place: int) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, 30)] or [""]
 
 
-def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list[str]:
-    """Return the lines of a LaTeX table environment with one piece's columns and the given rows."""
+def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: str) -> list[str]:
+    """Return the lines of a LaTeX table environment with one piece's columns and the given rows. `label`: its \\label."""
     wrapped = {
         place: room - TEX_GAP
         for place, room in piece.items()
@@ -327,12 +351,20 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
 
     star = "*" if sum(piece.values()) > TEX_COLUMN else ""
     body = [line_of(written(row, place) for place in piece) for row in rows]
-    under = [tex(" ".join(map(sentence, table.notes)))] if table.notes and not caption else []
-    lines = [rf"\begin{{table{star}}}[t]", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}"]
-    lines += [rf"\caption{{{tex(sentence(caption or table.title))}}}\smallskip"]
-    lines += [rf"\begin{{tabular}}{{{''.join(map(align, piece))}}}", r"\toprule", line_of(map(head, piece))]
-    lines += [r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
-    return [*lines, *(rf"\par\smallskip\raggedright {one}" for one in under), rf"\end{{table{star}}}", ""]
+    return [
+        rf"\begin{{table{star}}}[t]",
+        r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+        rf"\caption{{{tex(caption)}}}\smallskip{label}",
+        rf"\begin{{tabular}}{{{''.join(map(align, piece))}}}",
+        r"\toprule",
+        line_of(map(head, piece)),
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+        rf"\end{{table{star}}}",
+        "",
+    ]
 
 
 def sentence(text: str) -> str:

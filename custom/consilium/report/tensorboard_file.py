@@ -81,13 +81,9 @@ class SiteEvents:
         """Tell whether this round's pictures are drawn."""
         return not self._broken and (round % self._every == 0 or round == self._rounds - 1)
 
-    def step(self, number: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of one optimizer step."""
+    def scalars(self, values: Mapping[str, float], number: int) -> None:
+        """Write the numbers of one optimizer step, or of a round."""
         self._try(lambda: self._file.scalars(values, number))
-
-    def round(self, round: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of a round."""
-        self._try(lambda: self._file.scalars(values, round))
 
     def pictures(self, round: int, stage: Stage, make: Callable[[], Examples | None]) -> None:
         """Draw a model's predictions, which `make` returns, if this round has pictures. None: the task has no pictures."""

@@ -14,8 +14,7 @@ from consilium.core.storage import write_json
 from consilium.data.store import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.simulated_sites import kept
-from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
-from consilium.privacy.secagg.simulated import SERVER, make_simulated_identities, read_root
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
 from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
 from consilium.runtime.site_probe import SiteProbe

@@ -168,11 +168,7 @@ class StudyConfig(Section):
             self.check_choice(where, chosen)
         for row in self.published:
             self.check_choice("published", {k: [str(v)] for k, v in row.items() if k in self.axes})
-        self._check_names()
-        return self
-
-    def _check_names(self) -> None:
-        """Raise ValueError if a name in `published` is ambiguous, is an axis of seeds, or means nothing."""
+        # a name in `published` must not be ambiguous, an axis of seeds, or unknown
         if "site" in self.axes:
             raise ValueError("axes: 'site' says in `published` which hospital's score it is; give the axis another name")
         seeds = self.axes.keys() - self.named_axes
@@ -184,8 +180,11 @@ class StudyConfig(Section):
             raise ValueError(f"published: {empty}: has no number; give one, or take the row out")
         for name, value in (pair for row in self.published for pair in row.items()):
             if isinstance(value, str) and name not in {*self.axes, "site"}:
-                what = f"published: {name}: {value!r}: no axis is called so{nearest(name, self.axes)}, and a score is a number"
-                raise ValueError(f"{what}; write one such as 0.5, without quotes")
+                raise ValueError(
+                    f"published: {name}: {value!r}: no axis is called so{nearest(name, self.axes)}, and a score is a number; "
+                    "write one such as 0.5, without quotes"
+                )
+        return self
 
     def check_choice(self, where: str, chosen: Mapping[str, list[str]]) -> None:
         """Raise ValueError if the study lacks one of the axes or values in `chosen`. `where`: the beginning of the message."""
@@ -193,8 +192,10 @@ class StudyConfig(Section):
             if axis not in self.axes:
                 raise ValueError(f"{where}: no axis {axis!r}; there are {', '.join(self.axes)}{nearest(axis, self.axes)}")
             if wrong := [value for value in values if value not in self.axes[axis]]:
-                known = f"it has {', '.join(self.axes[axis])}{nearest(wrong[0], self.axes[axis])}"
-                raise ValueError(f"{where}: no value {wrong[0]!r} on axis {axis!r}; {known}")
+                raise ValueError(
+                    f"{where}: no value {wrong[0]!r} on axis {axis!r}; it has "
+                    f"{', '.join(self.axes[axis])}{nearest(wrong[0], self.axes[axis])}"
+                )
 
 
 # study -----------------------------------------------------------------------------------------------------------------
@@ -401,8 +402,10 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
 
     def check(where: str, names: Set[str], known: Set[str]) -> None:
         if wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known}):
-            what = f"{where}: {wrong[0]!r} is not a score of these cells"
-            raise ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(wrong[0], known)}")
+            raise ConfigError(
+                f"{where}: {wrong[0]!r} is not a score of these cells; they have "
+                f"{', '.join(sorted(known))}{nearest(wrong[0], known)}"
+            )
 
     check(f"{study.path}: floor", study.config.floor.keys() - {"about"}, set[str]().union(*(one.metrics for one in cells)))
     for row in study.config.published:

@@ -82,8 +82,13 @@ def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapp
 
     `sizes`: bytes by cell id, None if unknown.
     """
-    heads = [*(Column(axis, right=False) for axis in cells[0].labels), Column("state", right=False)]
-    heads += [Column("took"), Column("MB"), Column("folder", right=False)]
+    heads = [
+        *(Column(axis, right=False) for axis in cells[0].labels),
+        Column("state", right=False),
+        Column("took"),
+        Column("MB"),
+        Column("folder", right=False),
+    ]
     rows = []
     for cell in cells:
         record, size = records[cell.id], sizes.get(cell.id)

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+from consilium.data.datalist import DataList
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -121,6 +123,32 @@ class Task(Protocol):
         None if the split is empty, or if the task has no pictures.
         """
         ...
+
+
+class SampledTask:
+    """The methods that tasks on a data list share whose samples are decoded and cached."""
+
+    data: DataList
+    _samples: Any
+    """A SampleCache, or an object with its methods."""
+
+    @property
+    def skipped(self) -> int:
+        """The number of unreadable samples that were skipped so far."""
+        return self._samples.skipped
+
+    @property
+    def quiet(self) -> bool:
+        """See Task."""
+        return self.data.loading.ignore_unfit and not self._samples.all_lost
+
+    def read_again(self, split: str, index: int) -> None:
+        """Read a sample from its files, even if it is cached. Raises DataError."""
+        self._samples.read_again(split, index)
+
+    def has(self, split: str) -> bool:
+        """Return whether the split has any sample."""
+        return bool(self.data.splits[split])
 
 
 @contextmanager

@@ -126,8 +126,10 @@ def _keep_varied_samples(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
     known = set[Key]().union(*seen) - seen[0].intersection(*seen)
     splits = {split: tuple(item for item in whole.splits[split] if key_of(item) in known) for split in SPLITS}
     if (count := sum(map(len, splits.values()))) < FEWEST:
-        what = f"{count} samples were in the training of one shadow run and not of another; an attack needs {FEWEST}"
-        raise DataError(f"--shadow: {what}; give runs that drew parts of the list by data.most_training and other seeds")
+        raise DataError(
+            f"--shadow: {count} samples were in the training of one shadow run and not of another; an attack needs {FEWEST}; "
+            "give runs that drew parts of the list by data.most_training and other seeds"
+        )
     return replace(whole, splits=splits)
 
 
@@ -249,8 +251,10 @@ def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool, seed
     inside, outside = ([i for i in samples if (key_of(i) in trained) is wanted] for wanted in (True, False))
     groups = _group_units(inside, by_patient), _group_units(outside, by_patient)
     if by_patient and (twice := groups[0].keys() & groups[1].keys()):
-        what = f"{len(twice)} patients are in training and in another split"
-        raise DataError(f"{whole.path}: {what}, so no attack can be judged; split the list by patients")
+        raise DataError(
+            f"{whole.path}: {len(twice)} patients are in training and in another split, so no attack can be judged; split the "
+            "list by patients"
+        )
     count = min(map(len, groups))
     if 2 * count < FEWEST:
         raise DataError(f"{whole.path}: {count} units to compare on each side; an attack needs {FEWEST // 2}; give more data")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
@@ -36,30 +36,43 @@ _CODE = re.compile(r"^[$@%]|[@%][^\s@%]")
 def check(config: JobConfig, card: Card) -> None:
     """Raise ConfigError for a task that bundles do not support, and for names that MONAI would run as code."""
     if not config.model.image_side or config.task.name not in WRITERS:
-        what = f"bundles are of pictures, with masks or classes; task {config.task.name!r} has none"
-        raise ConfigError(f"--format bundle: {what}; use merged")
+        raise ConfigError(
+            f"--format bundle: bundles are of pictures, with masks or classes; task {config.task.name!r} has none; use merged"
+        )
     if crop := getattr(config.task, "crop", None):
-        what = f"the model was trained on parts of {crop} pixels (task.crop), which a bundle does not cut yet"
-        raise ConfigError(f"--format bundle: {what}; use onnx or merged, and give it such parts")
-    told = {"name": config.name, "model": card.model, "adapter": card.adapter, "site": card.site, "method": card.method}
-    told |= {"job of the card": card.job, "name of the card": card.name, "version of the card": card.version}
+        raise ConfigError(
+            f"--format bundle: the model was trained on parts of {crop} pixels (task.crop), which a bundle does not cut yet; "
+            "use onnx or merged, and give it such parts"
+        )
+    told = {
+        "name": config.name,
+        "model": card.model,
+        "adapter": card.adapter,
+        "site": card.site,
+        "method": card.method,
+        "job of the card": card.job,
+        "name of the card": card.name,
+        "version of the card": card.version,
+    }
     for what, text in [*told.items(), *(("task.classes", name) for name in _class_names(config))]:
         if _CODE.search(str(text)):
-            why = "MONAI would run a name with $, @ or % as code"
-            raise ConfigError(f"--format bundle: {what}: {shown(text, 80)!r}: {why}; use onnx, or train with another name")
+            raise ConfigError(
+                f"--format bundle: {what}: {shown(text, 80)!r}: MONAI would run a name with $, @ or % as code; use onnx, or "
+                "train with another name"
+            )
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
     """Write the bundle. Return (how to run it, in Markdown; the largest difference of its logits from the model's).
 
-    If the adapter can be merged, it is merged into `model` in place. Raises ConfigError as `check` does.
+    If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.
     """
-    check(config, card)
     inputs = inputs_of(config, None)
     wanted = logits_of(model, inputs)
     merge_if_possible(model, config)
     program = _export_program(model, inputs)
-    difference = require_equal("bundle", model, wanted, _program_logits(program, inputs))
+    module = program.module()  # whose inputs are positional
+    difference = require_equal("bundle", model, wanted, logits_of(lambda **named: module(*named.values()), inputs))
     (folder / "models").mkdir()
     torch.export.save(program, folder / "models/model.pt2")
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
@@ -70,12 +83,6 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     return _ABOUT.format(
         out=_OUT[config.task.name], prompts=_PROMPTS.get(getattr(config.task, "prompt", "none"), "")
     ), difference
-
-
-def _program_logits(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
-    """Return the logits of an exported program, whose inputs are positional."""
-    module = program.module()
-    return logits_of(lambda **named: module(*named.values()), inputs)
 
 
 def _export_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from consilium.client.evaluator import remember
-from consilium.client.evaluator import scores as all_scores
+from consilium.client.evaluator import remember, scores as all_scores
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder
@@ -52,8 +51,10 @@ def read_site(data: Path, config: JobConfig) -> SiteConfig:
         raise ConfigError(f"--data: {shown(data)}: no such folder or file; give a site's folder")
     site = SiteConfig(datalist=data) if data.is_file() else read_site_folder(data)
     if site is None:
-        what = f"neither site.yaml nor {TASKS[config.task.name].file}, nor a folder per class"
-        raise ConfigError(f"--data: {shown(data)}: {what}; give one site's folder")
+        raise ConfigError(
+            f"--data: {shown(data)}: neither site.yaml nor {TASKS[config.task.name].file}, nor a folder per class; give one "
+            "site's folder"
+        )
     return site
 
 

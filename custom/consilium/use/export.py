@@ -1,9 +1,14 @@
 """Export a model as a PEFT folder, merged weights, a MONAI bundle or ONNX, and compare its logits with the model's."""
 
+import json
+import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from safetensors.torch import load_file, save_file
 
 from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
@@ -13,13 +18,19 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
-from consilium.federation.model_card import FILES
+from consilium.federation.model_card import FILES, UNSTATED
 from consilium.federation.saved_model import CARD, TENSORS, export_adapter, read_kept, with_parameters
 from consilium.models.causal_lm.network import TINY_FOLDER
+from consilium.models.checkpoint_file import tensor_names
 from consilium.models.dtypes import QUANTIZED
+from consilium.models.meta_device import layout
+from consilium.models.model_writer import HEAD_FILE
+from consilium.models.registry import MODELS
+from consilium.models.text_encoder import TextEncoderConfig
 from consilium.report.run_record import job_of
-from consilium.use import bundle_export, merge, onnx_export, peft_folder
+from consilium.use import bundle_export, merge, onnx_export
 from consilium.use.model import TrainedModel
+from consilium.use.model_import import UNKNOWN, licence_of
 from consilium.use.output_folder import LICENCES, RECORD, apply_umask, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
@@ -38,19 +49,24 @@ def check_possible(format: Format, folder: Path) -> None:
     kept, card = read_kept(folder)
     config = job_of(folder)
     if kept.similar:
-        what = "is weighed anew for every sample, by the site's own records, which stay there"
-        raise ConfigError(f"--stage personalized: its local adapter {what}; export the global model")
+        raise ConfigError(
+            "--stage personalized: its local adapter is weighed anew for every sample, by the site's own records, which stay "
+            "there; export the global model"
+        )
     if format == "peft" and kept.share:
         raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
     if format == "peft" and kept.scaling != 1:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
-        what = f"the base is kept as {dtype}, which holds no weights that others read"
-        raise ConfigError(f"--format {format}: {what}; use peft, which goes on the unchanged base")
+        raise ConfigError(
+            f"--format {format}: the base is kept as {dtype}, which holds no weights that others read; use peft, which goes on "
+            "the unchanged base"
+        )
     if format == "peft":
-        if not (folder / "adapter_config.json").is_file():
-            what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
-            raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
+        if not (folder / SETTINGS).is_file():
+            raise ConfigError(
+                f"--format peft: adapter.kind {config.adapter.kind!r} is none that PEFT knows; use merged, bundle or onnx"
+            )
         if SHIFT in kept.values:
             raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
     elif format == "merged":
@@ -76,12 +92,12 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         name = f"docs/{CARD}" if format == "bundle" else CARD
         page = _model_page(found, format, about, difference)
         if library := _opening_library(found, format):
-            page = peft_folder.with_front_matter(
+            page = with_front_matter(
                 page,
                 library,
                 base or str(_base_folder(found, own)),
                 _base_folder(found, own),
-                peft_folder.TAGS[found.config.model.name],
+                TAGS[found.config.model.name],
             )
         write_atomic(made / name, page.encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
@@ -92,7 +108,7 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
 
 def _opening_library(found: TrainedModel, format: Format) -> str:
     """Return the library that opens an exported text model: peft, transformers, or "" for other models and formats."""
-    return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in peft_folder.TAGS else ""
+    return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in TAGS else ""
 
 
 def _base_folder(found: TrainedModel, own: SiteConfig) -> Path:
@@ -104,9 +120,7 @@ def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConf
     if format == "peft":
         about = _write_peft(found, made, own, base)
         if _opening_library(found, format):
-            peft_folder.complete_folder(
-                made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own))
-            )
+            complete_folder(made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own)))
         return about, None
     model, config = found.model.cpu().float(), found.config  # the base may be stored in bfloat16
     if format == "merged":
@@ -164,10 +178,10 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
     values = with_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
     kept_as = {"fp32": "float32", "bf16": "bfloat16"}.get(found.config.model.dtype)
-    text = _PEFT_CLASSES if peft_folder.is_classifier(found.config) else _PEFT_TEXT
+    text = _PEFT_CLASSES if is_classifier(found.config) else _PEFT_TEXT
     dtype = f', dtype="{kept_as}"' if kept_as else ""
     about = text.format(dtype=dtype, outputs=getattr(found.config.task, "outputs", 0))
-    is_encoder = found.config.model.name == "text_encoder" and not peft_folder.is_classifier(found.config)
+    is_encoder = found.config.model.name == "text_encoder" and not is_classifier(found.config)
     if is_encoder or not _opening_library(found, "peft"):
         place = base or checkpoint_of(found.config.model, own)
         beside = "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
@@ -237,3 +251,93 @@ def _describe_inputs(config: JobConfig) -> list[str]:
     mask = "; a mask is where its logit is over 0" if config.task.name == "segmentation" else ""
     order = [f"Logits are in the order of the classes: {names}{mask}."] if names else []
     return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip() + part, *order]
+
+
+# PEFT folder -----------------------------------------------------------------------------------------------------------
+# Completion of a text model's PEFT folder, so that PEFT, and for language models also vLLM, can open it without Consilium.
+
+SETTINGS = "adapter_config.json"
+TASKS = {"causal_lm": "CAUSAL_LM", "text_encoder": "FEATURE_EXTRACTION"}
+"""PEFT's task type for each kind of model."""
+TAGS = {"causal_lm": "text-generation", "text_encoder": "text-classification"}
+"""The pipeline tag of model hubs for each kind of model."""
+WITH_POOLER = ("bert",)
+"""Architectures whose classifier in `transformers` is a linear layer on the encoder's pooled output, as our classifier is."""
+
+
+def is_classifier(config: JobConfig) -> bool:
+    """Return whether AutoModelForSequenceClassification can build this model, including its head."""
+    model = config.model
+    return (
+        isinstance(model, TextEncoderConfig)
+        and model.features == "pooled"
+        and (model.config or {}).get("model_type") in WITH_POOLER
+    )
+
+
+def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
+    """Write the base, the task type and short target names into a PEFT folder's settings, and save the tokenizer there.
+
+    `base`: the base's name on the Hub, or its folder. A classifier's tensors are renamed to their names in `transformers`.
+    """
+    path = made / SETTINGS
+    told = {"base_model_name_or_path": base, "task_type": TASKS[config.model.name]}
+    settings = json.loads(path.read_text(encoding="utf-8")) | told
+    with layout():
+        modules = MODELS[config.model.name].build(config.model, config.task, None, False, False).named_modules()
+    tensors = tensor_names(made / "adapter_model.safetensors")
+    layers = {found[1] for name in tensors if (found := re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", name))}
+    if short := short_names(layers, (name for name, _ in modules)):
+        settings["target_modules"] = short
+    if is_classifier(config):
+        settings |= _rename_for_classifier(
+            made, settings["target_modules"], str((getattr(config.model, "config", None) or {})["model_type"])
+        )
+    write_atomic(path, json.dumps(settings, indent=2, sort_keys=True).encode(), PUBLIC)
+    tokenizer.save_pretrained(made)
+
+
+def _rename_for_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
+    """Put an encoder's adapter and its head into one file, with a classifier's tensor names. Return the settings for PEFT."""
+    path, head = made / "adapter_model.safetensors", made / HEAD_FILE
+    tensors = {
+        **{name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(path).items()},
+        **{f"base_model.model.classifier.{n.rpartition('.')[2]}": tensor for n, tensor in load_file(head).items()},
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    head.unlink()
+    named = targets if isinstance(targets, list) else rf"{prefix}\.({targets})"
+    return {"task_type": "SEQ_CLS", "modules_to_save": ["classifier"], "target_modules": named}
+
+
+def short_names(layers: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the last parts of the adapted layers' names, if PEFT would adapt exactly these layers by them; [] otherwise.
+
+    `layers`: the adapted layers. `names`: all modules of the model.
+    """
+    adapted = set(layers)
+    short = {name.rpartition(".")[2] for name in adapted}
+    found = {name for name in names if name.rpartition(".")[2] in short}
+    return sorted(short) if adapted and found == adapted and not any(part.isdecimal() for part in short) else []
+
+
+def with_front_matter(page: str, library: str, base: str, folder: Path, tag: str) -> str:
+    """Return a model card that begins with the fields that model hubs read. A licence that the card states is kept.
+
+    `library`: the library that opens the model. `tag`: the hub's pipeline tag. `base`: the base's name. `folder`: the base's
+    folder, which may state its licence.
+    """
+    head, _, rest = page.removeprefix("---\n").partition("\n---\n")
+    stated = re.search(r"^license: (.+)$", head, re.MULTILINE)
+    licence = stated[1] if stated and stated[1] != UNKNOWN else licence_of(folder)
+    lines = [
+        f"license: {licence}",
+        f"library_name: {library}",
+        f"pipeline_tag: {tag}",
+        f"base_model: {json.dumps(base)}",
+    ]
+    if licence != UNKNOWN:
+        rest = rest.replace(
+            UNSTATED, f"The licence is {licence}. Before you pass the adapter on, check that it applies to it too."
+        )
+    return "\n".join(["---", *lines, "---", rest])

@@ -48,8 +48,7 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
     if not given.is_dir():
         return [Input(given, given.name)]
     paths = _find_under(given, ends, {out.resolve(), given.resolve()}, beside)
-    found = [Input(path, path.relative_to(given).as_posix()) for path in paths]
-    found = [one if one.name != "." else Input(given, given.resolve().name) for one in found]
+    found = [Input(path, given.resolve().name if path == given else path.relative_to(given).as_posix()) for path in paths]
     if not found:
         wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM images"
         raise ConfigError(f"{shown(given)}: holds no {wanted}; give another folder")

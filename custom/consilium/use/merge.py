@@ -62,8 +62,10 @@ def require_equal(what: str, model: nn.Module, wanted: Tensor, found: Tensor) ->
     """Return the largest difference of the logits. Raises CheckpointError if it is more than rounding, see `tolerance`."""
     difference, most = float((found - wanted).abs().max()), tolerance(model, wanted)
     if found.shape != wanted.shape or not difference <= most:
-        why = f"its logits differ by {difference:.2g} from the model's, over {most:.2g}"
-        raise CheckpointError(f"--format {what}: {why}, so nothing was written; please report this with the job.yaml")
+        raise CheckpointError(
+            f"--format {what}: its logits differ by {difference:.2g} from the model's, over {most:.2g}, so nothing was "
+            "written; please report this with the job.yaml"
+        )
     return difference
 
 
@@ -73,19 +75,23 @@ def require_equal(what: str, model: nn.Module, wanted: Tensor, found: Tensor) ->
 def check(config: JobConfig) -> None:
     """Raise ConfigError for an adapter that cannot be merged into its base's weights."""
     if config.adapter_kind.merge is None:
-        what = f"adapter.kind {config.adapter.kind!r} adds layers that the base does not have"
-        raise ConfigError(f"--format merged: {what}, so there is nothing to merge into; use bundle or onnx")
+        raise ConfigError(
+            f"--format merged: adapter.kind {config.adapter.kind!r} adds layers that the base does not have, so there is "
+            "nothing to merge into; use bundle or onnx"
+        )
 
 
 def merge(model: nn.Module, config: JobConfig) -> None:
     """Merge the adapter into the base's layers and remove it, in place. Raises ConfigError if that is not possible."""
     check(config)
     if blocks := layers.left_out(model):
-        what = f"the model runs without {blocks[0]!r}, which the base's own code would run"
-        raise ConfigError(f"--format merged: {what}; use bundle or onnx")
+        raise ConfigError(
+            f"--format merged: the model runs without {blocks[0]!r}, which the base's own code would run; use bundle or onnx"
+        )
     if found := layers.shared_weight(model, (name.rpartition(".")[0] for name in layers.tensors(model))):
-        what = f"{found[0]!r} shares its weight with {found[1]!r}, which a merge would change too"
-        raise ConfigError(f"--format merged: {what}; use peft")
+        raise ConfigError(
+            f"--format merged: {found[0]!r} shares its weight with {found[1]!r}, which a merge would change too; use peft"
+        )
     merge_shift(model, MODELS[config.model.name])  # it may refuse, so it comes first
     assert config.adapter_kind.merge is not None  # as `check` has found
     config.adapter_kind.merge(model)

@@ -59,8 +59,10 @@ def open_model(
     found = checkpoint_hash(checkpoint) if checkpoint else ""
     if found != card.base_sha256:
         here = f"{checkpoint} has sha256 {found}" if checkpoint else "the package's weights are here"
-        remedy = "give the checkpoint that the model card names (--checkpoints)"
-        raise CheckpointError(f"{folder}: made on a base with sha256 {card.base_sha256 or '(the package)'}, {here}; {remedy}")
+        raise CheckpointError(
+            f"{folder}: made on a base with sha256 {card.base_sha256 or '(the package)'}, {here}; give the checkpoint that the "
+            "model card names (--checkpoints)"
+        )
     model = build_model(config, own)
     try:
         load_values(model, config.strategy, kept.values, str(folder))

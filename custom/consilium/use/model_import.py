@@ -28,12 +28,12 @@ from consilium import __version__
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, file_hash, write_atomic
-from consilium.models.architecture import refuse_adapter
+from consilium.models.architecture import gguf_files, refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, use_own_layers
-from consilium.models.gguf_refusal import gguf_files
 from consilium.models.model_writer import no_progress_bar, save_text_model
 from consilium.models.transformers_folder import short
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
+from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.output_folder import LICENCES, apply_umask, check_destination, new_folder
 
@@ -42,12 +42,35 @@ UNKNOWN = "unknown"
 """The licence that is recorded for a source that names none."""
 LONGEST_TEMPLATE = 2**20
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-_KEPT = {"r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
-_KEPT |= {"layers_to_transform", "layers_pattern"}
+_KEPT = {
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "layers_to_transform",
+    "layers_pattern",
+}
 """Settings of a LoRA adapter that decide the result of a merge."""
-_UNREAD = {"base_model_name_or_path", "peft_type", "task_type", "revision", "peft_version", "auto_mapping", "inference_mode"}
-_UNREAD |= {"lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "runtime_config", "qalora_group_size"}
-_UNREAD |= {"ensure_weight_tying"}
+_UNREAD = {
+    "base_model_name_or_path",
+    "peft_type",
+    "task_type",
+    "revision",
+    "peft_version",
+    "auto_mapping",
+    "inference_mode",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "megatron_core",
+    "loftq_config",
+    "runtime_config",
+    "qalora_group_size",
+    "ensure_weight_tying",
+}
 """Settings that do not influence a merge. `fan_in_fan_out` is for layers that are ordinary linear layers here."""
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that do not change the base's weights. PiSSA, OLoRA, LoftQ and others change them."""
@@ -140,9 +163,9 @@ def _load_gguf(source: Path) -> _Source:
         raise ConfigError(f"SOURCE: {source}: holds {len(files)} GGUF files ({names}); name one of them")
     (path,) = files
     if _SPLIT.search(path.stem):
-        what = "one part of several, which transformers does not join"
         raise CheckpointError(
-            f"SOURCE: {path}: {what}; join them by llama.cpp's `llama-gguf-split --merge`, and name the result"
+            f"SOURCE: {path}: one part of several, which transformers does not join; join them by llama.cpp's "
+            "`llama-gguf-split --merge`, and name the result"
         )
     if find_spec("gguf") is None:
         raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium-flare[gguf]'")
@@ -175,16 +198,17 @@ def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], s
     numbers as the file.
     """
     if missing:
-        what = f"lacks {shown(min(missing), 120)!r}, which would be random; fetch it again"
-        raise CheckpointError(f"SOURCE: {path}: {what}")
+        raise CheckpointError(f"SOURCE: {path}: lacks {shown(min(missing), 120)!r}, which would be random; fetch it again")
     if over := sum(sizes.values()) - sum(parameter.numel() for parameter in model.parameters()):
         blocks = model.config.get_text_config().num_hidden_layers
         beyond = [name for name in sizes if (found := re.match(r"blk\.(\d+)\.", name)) and int(found[1]) >= blocks]
         likely = [name for name in sizes if name.endswith(".bias") or name.startswith("rope_")]
         named = f", likely {shown(min(beyond or likely), 120)!r}" if beyond or likely else ""
         where = "of it are left out by transformers" if over > 0 else "of the model are not in it"
-        what = f"{abs(over):,} numbers {where}{named}"
-        raise CheckpointError(f"SOURCE: {path}: {what}, so that its answers would be others; use the model's original folder")
+        raise CheckpointError(
+            f"SOURCE: {path}: {abs(over):,} numbers {where}{named}, so that its answers would be others; use the model's "
+            "original folder"
+        )
 
 
 def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -220,8 +244,10 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 def _load_folder(source: Path) -> _Source:
     """Load the model of a `transformers` folder. Raises CheckpointError, ConfigError."""
     if any((source / name).exists() for name in _ADAPTER) and not (source / "config.json").exists():
-        remedy = f"name its base, and the adapter beside it: consilium models import BASE --adapter {source} -o FOLDER"
-        raise ConfigError(f"SOURCE: {source}: an adapter alone, without the base's weights; {remedy}")
+        raise ConfigError(
+            f"SOURCE: {source}: an adapter alone, without the base's weights; name its base, and the adapter beside it: "
+            f"consilium models import BASE --adapter {source} -o FOLDER"
+        )
     if not source.is_dir():
         raise CheckpointError(f"SOURCE: {source}: no such folder or GGUF file; give a GGUF file or a transformers folder")
     refuse_adapter(source)
@@ -232,8 +258,10 @@ def _load_folder(source: Path) -> _Source:
     files = _weight_files(source)
     kinds = Counter(kind for name in files for kind in _dtypes(source / name))
     if bad := sorted(kind for kind in kinds if not re.fullmatch(r"B?F\d+", kind)):
-        what = f"weights of type {bad[0]}, whole numbers or others without their scales"
-        raise CheckpointError(f"SOURCE: {source}: {what}; import the original folder, or a GGUF file")
+        raise CheckpointError(
+            f"SOURCE: {source}: weights of type {bad[0]}, whole numbers or others without their scales; import the original "
+            "folder, or a GGUF file"
+        )
     told = {
         "source": source.resolve().name,
         "format": "transformers",
@@ -345,20 +373,26 @@ def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     if (kind := settings.get("peft_type")) != "LORA":
         raise ConfigError(f"{where}: peft_type {kind!r}: only LORA is merged; merge it by PEFT, and import the merged folder")
     if (start := settings.get("init_lora_weights")) not in _STARTS:
-        what = f"init_lora_weights: {ascii(start)[:80]}: its base is not the original one"
-        raise ConfigError(f"{where}: {what}; merge it by PEFT's merge_and_unload, and import the merged folder")
+        raise ConfigError(
+            f"{where}: init_lora_weights: {ascii(start)[:80]}: its base is not the original one; merge it by PEFT's "
+            "merge_and_unload, and import the merged folder"
+        )
     for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
         words = [value] if isinstance(value := settings.get(key) or (), str) else value
         if bad := next((word for word in words if not (isinstance(word, str) and _NAMES.fullmatch(word))), None):
-            what = f"{key}: {ascii(bad)[:80]} is not a name of a layer"
-            raise ConfigError(f"{where}: {what}; list the names, such as q_proj, or merge it by PEFT's merge_and_unload")
+            raise ConfigError(
+                f"{where}: {key}: {ascii(bad)[:80]} is not a name of a layer; list the names, such as q_proj, or merge it by "
+                "PEFT's merge_and_unload"
+            )
     for key, value in settings.items():
         if key == "init_lora_weights":
             continue
         unset = value in (None, False, "none", [], {})
         if key not in _KEPT | _UNREAD and not unset:
-            what = f"{shown(key, 64)}: {ascii(value)[:80]} is not merged here"
-            raise ConfigError(f"{where}: {what}; merge it by PEFT's merge_and_unload, and import the merged folder")
+            raise ConfigError(
+                f"{where}: {shown(key, 64)}: {ascii(value)[:80]} is not merged here; merge it by PEFT's merge_and_unload, and "
+                "import the merged folder"
+            )
     return {key: value for key, value in settings.items() if key in _KEPT and value is not None}
 
 
@@ -368,8 +402,10 @@ def _check_rank(kept: Mapping[str, Any], tensors: Mapping[str, Tensor], where: s
     patterns = kept.get("rank_pattern") or {}
     ranks = [kept.get("r", 8), *(patterns.values() if isinstance(patterns, dict) else ())]
     if bad := next((rank for rank in ranks if type(rank) is not int or not 0 < rank <= largest), None):
-        what = f"a rank of {ascii(bad)[:40]} does not fit this base with the adapter's tensors, of at most {largest} rows"
-        raise ConfigError(f"{where}: {what}; fetch it again")
+        raise ConfigError(
+            f"{where}: a rank of {ascii(bad)[:40]} does not fit this base with the adapter's tensors, of at most {largest} "
+            "rows; fetch it again"
+        )
 
 
 def _tied_target(model: PreTrainedModel, adapted: Any) -> str:
@@ -414,15 +450,16 @@ def _read_template(path: Path) -> str:
 
 
 def _import_notes(told: Mapping[str, Any]) -> list[str]:
-    notes = list[str]()
-    if quantized := [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]:
-        notes.append(f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's")
-    if told["licence"] == UNKNOWN:
-        notes.append("the source names no licence; write it with --licence NAME once you know it")
-    base = told.get("adapter", {}).get("base", "")
-    if base and Path(base).name.lower() != Path(str(told["source"])).stem.lower():
-        notes.append(f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(told['source'], 120)!r}")
-    return notes
+    quantized = [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]
+    base, source = told.get("adapter", {}).get("base", ""), str(told["source"])
+    notes = {
+        f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's": quantized,
+        "the source names no licence; write it with --licence NAME once you know it": told["licence"] == UNKNOWN,
+        f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(source, 120)!r}": (
+            base and Path(base).name.lower() != Path(source).stem.lower()
+        ),
+    }
+    return only_true(notes)
 
 
 def _copy_licences(home: Path, made: Path) -> None:

@@ -26,16 +26,16 @@ def check(config: JobConfig) -> None:
         what = "a text encoder is not exported as a graph" if config.task.outputs else writes
         raise ConfigError(f"--format onnx: {what}; use merged, and your runtime's own converter")
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        remedy = "run: pip install 'consilium-flare[onnx]'"
-        raise ConfigError(f"--format onnx: needs {missing[0]}, which is not installed; {remedy}")
+        raise ConfigError(
+            f"--format onnx: needs {missing[0]}, which is not installed; run: pip install 'consilium-flare[onnx]'"
+        )
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
     """Write one graph per part of the model. Return (how to run them, in Markdown; the largest difference of the logits).
 
-    If the adapter can be merged, it is merged into `model` in place. Raises ConfigError as `check` does.
+    If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.
     """
-    check(config)
     inputs = inputs_of(config, None)
     wanted, base = logits_of(model, inputs), MODELS[config.model.name]
     merge_if_possible(model, config)

@@ -57,8 +57,10 @@ def _check_record(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name != RECORD and not _is_ours(path, name, listed):
-            what = f"{shown(name)!r} is not as the earlier export wrote it"
-            raise ConfigError(f"--output {shown(folder)}: {what}; move it away, or choose another folder")
+            raise ConfigError(
+                f"--output {shown(folder)}: {shown(name)!r} is not as the earlier export wrote it; move it away, or choose "
+                "another folder"
+            )
 
 
 def _is_ours(path: Path, name: str, listed: dict[str, str]) -> bool:
@@ -130,13 +132,16 @@ def _swap_in(made: Path, folder: Path, force: bool) -> None:
         for path in [*folders, aside]:
             path.rmdir()
     except (OSError, ConfigError):
-        what = f"the earlier export was changed meanwhile and now lies in {shown(aside)}"
-        raise ConfigError(f"--output {shown(aside.parent)}: {what}; look at it and remove it") from None
+        raise ConfigError(
+            f"--output {shown(aside.parent)}: the earlier export was changed meanwhile and now lies in {shown(aside)}; look at "
+            "it and remove it"
+        ) from None
 
 
 def _take_name(made: Path, folder: Path) -> None:
     try:
         made.rename(folder)  # fails if a folder that is not empty was created there meanwhile
     except OSError as error:
-        what = f"something came there meanwhile ({error.strerror})"
-        raise ConfigError(f"--output {shown(folder)}: {what}; choose another folder") from None
+        raise ConfigError(
+            f"--output {shown(folder)}: something came there meanwhile ({error.strerror}); choose another folder"
+        ) from None

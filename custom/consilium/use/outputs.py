@@ -1,6 +1,7 @@
 """The files of predictions: their names, checks that no file replaces another file or an input, and writers of mask files."""
 
 import io
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
 from consilium.data import nifti, volumes
 from consilium.data.file_kinds import RAW_VOLUMES, volume_format
+from consilium.report.tables import few
 from consilium.use.inputs import Input
 
 # write predictions -----------------------------------------------------------------------------------------------------
 # Masks have the format and the grid of their input. Only the user can read the files.
 
 TIFF = (".tif", ".tiff")
+_MASK_ENDING = re.compile(r"\.(nii|nii\.gz|dcm|dicom|png|tiff?)\Z", re.IGNORECASE | re.ASCII)
 LOSSY = (".jpg", ".jpeg", ".bmp")
 """Endings of pictures whose masks are written as PNG, because JPEG changes values."""
 
@@ -41,21 +44,13 @@ def mask_name(name: str) -> str:
 
 def with_ending(name: str, what: str, ending: str) -> str:
     """Return the name of a file that belongs to the mask `name`, such as a_overlay.png for a.png."""
-    stem = name
-    for known in (".nii.gz", ".nii", ".dcm", ".dicom", ".png", *TIFF):
-        if stem.lower().endswith(known):
-            stem = stem[: -len(known)]
-            break
-    return f"{stem}_{what}{ending}"
+    return f"{_MASK_ENDING.sub('', name)}_{what}{ending}"
 
 
 def write_picture(path: Path, values: np.ndarray) -> None:
     """Write label values (H, W) as TIFF if `path` ends in .tif or .tiff, else as PNG."""
-    file = io.BytesIO()
-    if path.name.lower().endswith(TIFF):
-        Image.fromarray(values).save(file, "TIFF", compression="tiff_deflate")
-    else:
-        Image.fromarray(values).save(file, "PNG")
+    file, tiff = io.BytesIO(), path.name.lower().endswith(TIFF)
+    Image.fromarray(values).save(file, "TIFF" if tiff else "PNG", **({"compression": "tiff_deflate"} if tiff else {}))
     write_atomic(path, file.getvalue())
 
 
@@ -74,8 +69,9 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     try:
         data = _encode_nifti(values, source)
     except Exception as error:
-        why = f"its header makes no NIfTI of a mask ({type(error).__name__})"
-        raise DataError(f"{source}: {why}; convert it to NIfTI-1") from None
+        raise DataError(
+            f"{source}: its header makes no NIfTI of a mask ({type(error).__name__}); convert it to NIfTI-1"
+        ) from None
     if path.name.lower().endswith(".gz"):
         import gzip
 
@@ -159,14 +155,8 @@ def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[s
                 omit_empty_frames=False,
             ).save_as(file, enforce_file_format=True)
     except Exception as error:
-        what = f"its elements make no DICOM-SEG ({type(error).__name__})"
-        raise DataError(f"{source}: {what}; convert it to NIfTI") from None
+        raise DataError(f"{source}: its elements make no DICOM-SEG ({type(error).__name__}); convert it to NIfTI") from None
     return file.getvalue()
-
-
-def is_dicom(path: Path) -> bool:
-    """Return whether an input's mask is written as a DICOM-SEG."""
-    return volume_format(path) == "dicom"
 
 
 # outputs ---------------------------------------------------------------------------------------------------------------
@@ -213,10 +203,9 @@ def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: Outp
         raise ConfigError(
             f"--out: {shown(wanted.out / away[0])}: is a link to another folder; remove it, or give another --out"
         )
-    there = [name for name in names if (wanted.out / name).exists()]
+    there = [str(wanted.out / name) for name in names if (wanted.out / name).exists()]
     if there and not wanted.force:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise ConfigError(f"{wanted.out / there[0]}{more}: is there already; give another folder, or --force to replace it")
+        raise ConfigError(f"{few(there, 1)}: is there already; give another folder, or --force to replace it")
 
 
 def _common_files(task: str) -> list[str]:

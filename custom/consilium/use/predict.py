@@ -21,6 +21,7 @@ from consilium.core.sanitize import harmless
 from consilium.core.storage import PRIVATE, private_folder, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import DataList
+from consilium.data.file_kinds import volume_format
 from consilium.data.text import Text, read_records
 from consilium.federation.job import build_task, reads_texts
 from consilium.report.predictions import overlay
@@ -32,7 +33,6 @@ from consilium.use.outputs import (
     LABELS,
     OutputOptions,
     check_files,
-    is_dicom,
     label_legend,
     label_map,
     mask_name,
@@ -224,7 +224,7 @@ class _Volume:
     """Collects the predicted planes of a volume in the volume's grid, and writes them."""
 
     def __init__(self, one: Input, predictor: Predictor, wanted: OutputOptions) -> None:
-        self.one, self.names, self.dicom = one, list(predictor.task.classes), is_dicom(one.path)
+        self.one, self.names, self.dicom = one, list(predictor.task.classes), volume_format(one.path) == "dicom"
         self.grid, self.card = volumes.header(one.path).grid, predictor.opened.card
         self.values = label_legend(predictor.task.classes)
         shape, count = self.grid.shape, len(self.names)
@@ -279,8 +279,9 @@ def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
     except OSError:
         raise
     except Exception as error:
-        what = f"its mask is written, its overlay cannot be drawn ({type(error).__name__})"
-        raise DataError(f"{one.path}: {what}; look at the picture") from None
+        raise DataError(
+            f"{one.path}: its mask is written, its overlay cannot be drawn ({type(error).__name__}); look at the picture"
+        ) from None
 
 
 # classification and language ------------------------------------------------------------------------------------------

@@ -80,8 +80,10 @@ class Predictor:
             # Raise DataError for a picture that training would have cropped: the model was trained at another scale.
             crop, (rows, columns) = getattr(self.task, "crop", None), image.shape[:2]
             if crop is not None and max(rows, columns) > crop:
-                what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
-                raise DataError(f"{one.path}: {what}; cut it into such parts first")
+                raise DataError(
+                    f"{one.path}: has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels "
+                    "(task.crop); cut it into such parts first"
+                )
             yield ModelInput(item, image, self._prompts_for(one, item, image.shape))
 
     @torch.no_grad()
@@ -99,8 +101,9 @@ class Predictor:
             with autocast(device, config.training.precision):
                 found = model(batch, torch.stack(prompts)) if prompts else model(batch)
         except torch.OutOfMemoryError:
-            remedy = "give a smaller number, or --device cpu"
-            raise ConfigError(f"--batch: {len(parts)}: do not fit into the memory of {device}; {remedy}") from None
+            raise ConfigError(
+                f"--batch: {len(parts)}: do not fit into the memory of {device}; give a smaller number, or --device cpu"
+            ) from None
         return [Prediction(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
 
     def segmented(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
@@ -128,8 +131,10 @@ class Predictor:
             met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
             if name == one.name and not any(met):
                 where = "lies outside of it" if plane is None else f"is on slice {plane}, which it has not"
-                remedy = "count slices from 0, leave slice out for a single picture, and pixels from the left and the top"
-                raise DataError(f"{one.path}: the {self.task.prompt} of {label!r} {where}; {remedy}")
+                raise DataError(
+                    f"{one.path}: the {self.task.prompt} of {label!r} {where}; count slices from 0, leave slice out for a "
+                    "single picture, and pixels from the left and the top"
+                )
 
     def _prompts_for(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
         """Return prompts (C, 4 or 2) in pixels of the model's input, NaN for classes without one. None without prompts."""
@@ -144,8 +149,10 @@ class Predictor:
                 # Raise DataError for a point or box outside the picture: the model itself would accept any numbers.
                 if prompt[0] >= shape[1] or prompt[1] >= shape[0] or min(prompt[-2:]) < 0:
                     told = ", ".join(f"{number:g}" for number in prompt)
-                    what = f"{told} lies outside its {shape[1]}x{shape[0]} pixels"
-                    raise DataError(f"{one.path}: {what}; write pixels from the left and the top")
+                    raise DataError(
+                        f"{one.path}: {told} lies outside its {shape[1]}x{shape[0]} pixels; write pixels from the left and the "
+                        "top"
+                    )
                 found[index] = torch.tensor(prompt) * ratio
         return found
 

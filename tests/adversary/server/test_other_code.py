@@ -57,11 +57,11 @@ def test_a_run_that_goes_on_by_an_edited_strategy_says_so_and_keeps_both(
 def test_a_run_that_goes_on_by_another_version_of_a_package_says_so(
     package: str, resume: Resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = run_files.version
+    installed = run_files.installed_version
     before = told(tmp_path)[package]
     if package == "consilium":  # its own number, whatever its distribution is called
         monkeypatch.setattr(run_files, "__version__", "9.9.9")
-    monkeypatch.setattr(run_files, "version", lambda name: "9.9.9" if name == package else installed(name))
+    monkeypatch.setattr(run_files, "installed_version", lambda name: "9.9.9" if name == package else installed(name))
     (warning,) = resume()
     assert package in warning
     assert told(tmp_path)[package] == f"{before}, then 9.9.9"

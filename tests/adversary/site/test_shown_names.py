@@ -13,10 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
-from consilium.cli import data_check
-from consilium.cli import jobs as cli_jobs
-from consilium.cli import main as cli
-from consilium.cli import site_evidence as cli_audit
+from consilium.cli import data_lists, jobs as cli_jobs, main as cli, site_evidence as cli_audit
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
 from consilium.core.sanitize import cell, line, shown, tag
@@ -142,7 +139,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     found.images_of_class[HOSTILE] = Counter({"training": 1})
     found.problem(HOSTILE, HOSTILE)
     found.warn(HOSTILE, HOSTILE)
-    cli_jobs.show(data_check._lines({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE)))
+    cli_jobs.show(data_lists._lines({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE)))
     check(capsys.readouterr().out)
 
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pydicom import DataElement, Dataset, dcmread
-from pydicom.datadict import DicomDictionary as _VR
-from pydicom.datadict import tag_for_keyword
+from pydicom.datadict import DicomDictionary as _VR, tag_for_keyword
 from pydicom.dataelem import RawDataElement
 from pydicom.dataset import FileMetaDataset
 from pydicom.filereader import _read_file_meta_info, data_element_generator, read_dataset, read_preamble

@@ -21,8 +21,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.datalist import SPLITS
 from consilium.data.synthetic.cells import CELLS, draw_cell
 from consilium.data.synthetic.drawing import read_spec, smooth_noise, soft_edge, write_list
-from consilium.data.synthetic.hospitals import LABELS as STUDY_LABELS
-from consilium.data.synthetic.hospitals import Files, make_studies
+from consilium.data.synthetic.hospitals import LABELS as STUDY_LABELS, Files, make_studies
 from consilium.data.synthetic.sentences import RECORDS, make_texts
 
 LABELS = {

@@ -33,8 +33,7 @@ from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import public_fields
-from consilium.server.coordinator import FILE as SEALS
-from consilium.server.coordinator import Seals
+from consilium.server.coordinator import FILE as SEALS, Seals
 from consilium.server.cross_site import former_run
 
 UPLOAD = 300.0

@@ -65,19 +65,17 @@ def build_causal_lm(
     """
     where = TINY_FOLDER if variant == "tiny" else checkpoint
     if config and config.get("is_encoder_decoder"):
-        what = f"{config.get('model_type')!r} is an encoder-decoder"
         raise ConfigError(
-            f"model.config.is_encoder_decoder: true: {what}; use a causal model, or the folder of its decoder alone"
+            f"model.config.is_encoder_decoder: true: {config.get('model_type')!r} is an encoder-decoder; use a causal model, "
+            "or the folder of its decoder alone"
         )
     model = transformers_folder.build(AutoModelForCausalLM, where, config, weights, KNOWN)
     require_causal(model)
     if why := _NO_STEPS.get(kind := model.config.model_type):
         raise ConfigError(f"model.config.model_type: {kind!r}: {why}; use another causal model")
-    if gradient_checkpointing:
-        transformers_folder.use_checkpointing(model)
     use_linear_layers(model)
     transformers_folder.answer_plainly(model)
-    return model.eval()
+    return transformers_folder.finished(model, gradient_checkpointing)
 
 
 def require_causal(model: PreTrainedModel) -> None:
@@ -94,8 +92,9 @@ def require_causal(model: PreTrainedModel) -> None:
     what = f"{shape.model_type!r} sees the words behind the one that it learns to say"
     if key is None:
         raise ConfigError(f"model.config: {what}; use a causal model")
-    remedy = f"set {key}: {_BOTH_WAYS[key][1]} for a folder that was trained so, or use a causal model"
-    raise ConfigError(f"model.config.{key}: {what}; {remedy}")
+    raise ConfigError(
+        f"model.config.{key}: {what}; set {key}: {_BOTH_WAYS[key][1]} for a folder that was trained so, or use a causal model"
+    )
 
 
 def use_linear_layers(model: nn.Module) -> None:

@@ -1,13 +1,21 @@
-"""Embeddings of texts by a causal language model: the mean of its last hidden states over a text's tokens."""
+"""Embeddings of texts by a causal language model: the mean of its last hidden states over a text's tokens.
+
+`consilium data partition --clusters` clusters texts by them.
+"""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from consilium.data.partition import cluster_points
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.transformers_folder import positions
+from consilium.models.untrusted_folder import named_as
 from consilium.models.untrusted_tokenizer import plain_failure
 
 LONGEST = 512
@@ -24,3 +32,12 @@ def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequ
         states = model(input_ids=read.input_ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
         found.append(states[0].float().mean(0))
     return torch.stack(found).numpy()
+
+
+def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:
+    """Return the name of each text's cluster, one of `count`. `folder`: the language model; None for the tiny one."""
+    variant: Literal["tiny", "folder"] = "folder" if folder else "tiny"
+    with named_as("--model"):
+        model, tokenizer = build_causal_lm(variant, folder), load_tokenizer(variant, folder)
+    points = embeddings(model, tokenizer, texts)
+    return cluster_points(points, count, seed)

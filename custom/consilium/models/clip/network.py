@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, ViTConfig, ViTModel
 
-from consilium.core.errors import ConfigError
+from consilium.models.architecture import require_multiple
 from consilium.models.clip import ClipConfig, published
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_clip.safetensors"
@@ -81,9 +81,7 @@ def build_clip(
     """
     shape = SHAPES[variant]
     size = image_size or shape.native
-    if size % shape.patch:
-        near = max(1, round(size / shape.patch)) * shape.patch
-        raise ConfigError(f"model.image_size: {size} is not a multiple of the patch size {shape.patch}; use {near}")
+    require_multiple(size, shape.patch, f"the patch size {shape.patch}")
     found = published.read(variant, checkpoint or (TINY_WEIGHTS if variant == "tiny" else None)) if weights else None
     activation = found.activation if found else "gelu"
     model = ClipClassifier(_tower(variant, shape, size, activation), shape.width, shape.projection, classes)

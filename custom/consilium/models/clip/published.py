@@ -65,11 +65,15 @@ def read(variant: str, checkpoint: Path | None) -> Weights:
 def require_equal_layout(path: Path, want: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError, naming the first tensor that differs, unless names and shapes agree."""
     if wrong := sorted(n for n in want.keys() | state.keys() if n not in want or n not in state):
-        what = f"{wrong[0]} is {'missing' if wrong[0] in want else 'one too many'}"
-        raise CheckpointError(f"model.checkpoint: {path}: another architecture than model.variant: {what}; change one")
+        raise CheckpointError(
+            f"model.checkpoint: {path}: another architecture than model.variant: {wrong[0]} is "
+            f"{'missing' if wrong[0] in want else 'one too many'}; change one"
+        )
     if wrong := sorted(n for n in want if want[n].shape != state[n].shape):
-        shapes = f"{wrong[0]} is {tuple(state[wrong[0]].shape)}, not {tuple(want[wrong[0]].shape)}"
-        raise CheckpointError(f"model.checkpoint: {path}: another architecture than model.variant: {shapes}; change one")
+        raise CheckpointError(
+            f"model.checkpoint: {path}: another architecture than model.variant: {wrong[0]} is {tuple(state[wrong[0]].shape)}, "
+            f"not {tuple(want[wrong[0]].shape)}; change one"
+        )
 
 
 def _load(path: Path) -> dict[str, Tensor]:

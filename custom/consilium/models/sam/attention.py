@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from segment_anything.modeling.image_encoder import Attention as ImageAttention
-from segment_anything.modeling.image_encoder import get_rel_pos
+from segment_anything.modeling.image_encoder import Attention as ImageAttention, get_rel_pos
 from segment_anything.modeling.transformer import Attention as DecoderAttention
 from torch import Tensor, nn
 

@@ -123,30 +123,20 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Prompt encoder and mask decoder, for pictures without a prompt."""
+    """Prompt encoder and mask decoder, for pictures without a prompt, or with a box or a point for every class."""
 
     def __init__(self, sam: PromptedSam) -> None:
         super().__init__()
         self.sam, self.size = sam, sam.prompt_encoder.input_image_size
 
-    def forward(self, embedding: Tensor) -> Tensor:
-        """Map embeddings (N, C, h, w) to mask logits (N, classes, S, S)."""
-        low = self.sam.decode(embedding, None, self.sam.mask_tokens)
-        return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
-
-
-class PromptedDecoder(Decoder):
-    """Prompt encoder and mask decoder, for pictures with a box or a point for every class."""
-
-    def forward(self, embedding: Tensor, prompts: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embedding: Tensor, prompts: Tensor | None = None) -> Tensor:
         """Map embeddings (N, C, h, w) and boxes (N, classes, 4) or points (N, classes, 2) to mask logits (N, classes, S, S)."""
-        low = self.sam.decode_each(embedding, prompts)
+        low = self.sam.decode_any(embedding, prompts)
         return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
 
 
 def graphs(model: PromptedSam) -> dict[str, Graph]:
     """Return the encoder, which is large and runs once per picture, and the decoder."""
-    encoder = Graph(Encoder(model), ("images",), "embedding")
-    if model.prompt != "none":
-        return {"image_encoder": encoder, "mask_decoder": Graph(PromptedDecoder(model), ("embedding", "prompts"), "logits")}
-    return {"image_encoder": encoder, "mask_decoder": Graph(Decoder(model), ("embedding",), "logits")}
+    given = ("embedding",) if model.prompt == "none" else ("embedding", "prompts")
+    encoder, decoder = Graph(Encoder(model), ("images",), "embedding"), Graph(Decoder(model), given, "logits")
+    return {"image_encoder": encoder, "mask_decoder": decoder}

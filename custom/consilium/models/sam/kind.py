@@ -8,8 +8,7 @@ from torch import nn
 from consilium.core.lazy import lazy
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, export
-from consilium.models.sam.missing_prompts import Prompt
-from consilium.models.sam.network import build_sam
+from consilium.models.sam.network import Prompt, build_sam
 
 _PROMPTABLE = "consilium.models.sam.promptable"
 """Loads `transformers`, which Meta's layout does without."""

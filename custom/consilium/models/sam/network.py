@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.models.checkpoint_file import load_tensors, refuse_adapter
-from consilium.models.sam import med2d, positions
+from consilium.models.architecture import refuse_adapter, require_multiple
+from consilium.models.checkpoint_file import load_tensors
+from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
-from consilium.models.sam.missing_prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
+Prompt = Literal["none", "box", "point"]
+"""What a SAM is given for every class, in pixels. A row of NaN is a missing prompt."""
 MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whole, part, sub-part
 
 
@@ -68,10 +70,7 @@ class PromptedSam(Sam):
         """
         if embedding is None:
             embedding = self.embed(images)
-        if self.prompt == "none":
-            low = self.decode(embedding, None, self.mask_tokens)
-        else:
-            low = self.decode_each(embedding, require(prompts, self.prompt))
+        low = self.decode_any(embedding, prompts)
         return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
 
     def embed(self, images: Tensor) -> Tensor:
@@ -86,6 +85,12 @@ class PromptedSam(Sam):
             saving = self.use_checkpointing and self.training
             hidden = checkpointed(block, hidden, use_reentrant=False) if saving else block(hidden)
         return encoder.neck(hidden.permute(0, 3, 1, 2))
+
+    def decode_any(self, embedding: Tensor, prompts: Tensor | None) -> Tensor:
+        """Map embeddings (N, C, h, w), and the model's kind of prompts, to low-resolution logits (N, K, 4h, 4w)."""
+        if self.prompt == "none":
+            return self.decode(embedding, None, self.mask_tokens)
+        return self.decode_each(embedding, require_prompts(prompts, self.prompt))
 
     def decode(self, embedding: Tensor, prompts: Tensor | None, tokens: list[int]) -> Tensor:
         """Map embeddings (N, C, h, w) and boxes (N, 4), points (N, 2) or None to low-resolution logits (N, tokens, 4h, 4w).
@@ -125,6 +130,24 @@ class PromptedSam(Sam):
         return torch.cat([point, nothing], 1), dense  # SAM's own padding of points without a box
 
 
+def require_prompts(prompts: Tensor | None, kind: Prompt) -> Tensor:
+    """Return the prompts. Raises ConfigError where there are none."""
+    if prompts is None:
+        raise ConfigError(f"task.prompt: {kind!r}: the model was given no {kind}; use prompt none, or give masks")
+    return prompts
+
+
+def fill_missing_boxes(boxes: Tensor, size: int) -> Tensor:
+    """Return boxes (..., 4), xyxy, with each missing box replaced by the whole picture of `size` pixels."""
+    return torch.where(boxes.isnan(), boxes.new_tensor([0, 0, size - 1, size - 1]).expand_as(boxes), boxes)
+
+
+def fill_missing_points(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Return points (..., 2), xy, with 0 for missing ones, and labels (...): 1 for a point, SAM's -1 for a missing one."""
+    known = ~points.isnan().any(-1, keepdim=True)
+    return torch.where(known, points, torch.zeros_like(points)), torch.where(known[..., 0], 1, -1)
+
+
 def build_sam(
     variant: Literal["tiny", "vit_b", "vit_l", "vit_h", "med2d"],
     checkpoint: Path | None,
@@ -145,10 +168,7 @@ def build_sam(
     shape = SHAPES[variant]
     size = image_size or shape.native
     step = shape.patch * (1 + shape.adapted)  # SAM-Med2D's adapters halve the grid of patches
-    if size % step:
-        near = max(1, round(size / step)) * step
-        what = f"twice the patch size, {step}" if shape.adapted else f"the patch size {step}"
-        raise ConfigError(f"model.image_size: {size} is not a multiple of {what}; use {near}")
+    require_multiple(size, step, f"{'twice the patch size,' if shape.adapted else 'the patch size'} {step}")
     state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
     model = _lay_out(shape, size, MASK_TOKENS - 1 if prompt == "box" else max(classes, MASK_TOKENS - 1))
     if state is not None:
@@ -227,10 +247,20 @@ def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:
     if want is None or tensor.shape == want.shape:
         return tensor
     if name == "image_encoder.pos_embed":
-        return positions.absolute(tensor, (want.shape[1], want.shape[2]))
+        return absolute_positions(tensor, (want.shape[1], want.shape[2]))
     if ".rel_pos_" in name:
-        return positions.relative(tensor, want.shape[0])
+        return relative_positions(tensor, want.shape[0])
     return tensor
+
+
+def absolute_positions(tensor: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Return absolute position embeddings (1, h, w, C), interpolated to a grid of patches (h, w), as SAM-Med2D does."""
+    return F.interpolate(tensor.float().permute(0, 3, 1, 2), grid, mode="bicubic", antialias=True).permute(0, 2, 3, 1)
+
+
+def relative_positions(tensor: Tensor, length: int) -> Tensor:
+    """Return relative position embeddings (2 h - 1, d), interpolated to another number of distances."""
+    return F.interpolate(tensor.float().T[None], length, mode="linear")[0].T
 
 
 def _widen(state: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,10 +14,18 @@ from transformers import AutoModelForMaskGeneration, PreTrainedModel
 
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
+from consilium.models.architecture import require_multiple
 from consilium.models.model_writer import page, save_pretrained
 from consilium.models.registry import pattern_of
-from consilium.models.sam import SamConfig, positions
-from consilium.models.sam.missing_prompts import Prompt, fill_missing_boxes, fill_missing_points, require
+from consilium.models.sam import SamConfig
+from consilium.models.sam.network import (
+    Prompt,
+    absolute_positions,
+    fill_missing_boxes,
+    fill_missing_points,
+    relative_positions,
+    require_prompts,
+)
 from consilium.models.targets import layers_of
 
 KNOWN = transformers_folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
@@ -70,9 +78,9 @@ class Promptable(PreTrainedModel):
         """
         given: dict[str, Any] = {"pixel_values": (images - self.pixel_mean) / self.pixel_std}
         if self.prompt == "box":
-            given["input_boxes"] = fill_missing_boxes(require(prompts, "box"), images.shape[-1])
+            given["input_boxes"] = fill_missing_boxes(require_prompts(prompts, "box"), images.shape[-1])
         if self.prompt == "point":
-            points, labels = fill_missing_points(require(prompts, "point"))
+            points, labels = fill_missing_points(require_prompts(prompts, "point"))
             given |= {"input_points": points[:, :, None], "input_labels": labels[:, :, None]}
         several = self.prompt != "box" and self.count > 1
         masks, own = super().forward(**given, multimask_output=several).pred_masks, torch.arange(self.count)
@@ -93,9 +101,13 @@ def build_promptable(
         AutoModelForMaskGeneration, checkpoint, config.config, weights, KNOWN, attn_implementation=attention
     )
     transformers_folder.require_no_running_means(model, model.config.model_type)
-    if weights:
-        transformers_folder.require_pixels(checkpoint, *config.pixels)
-    _check(model, classes, prompt)
+    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
+    most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
+    if classes > most and prompt != "box":
+        raise ConfigError(
+            f"task.classes: {classes} without boxes; model_type {model.config.model_type!r} has {most} at most; use "
+            "task.prompt: box, or one of Meta's variants"
+        )
     if config.image_size != model.prompt_encoder.input_image_size:
         _resize(model, config.image_size)
     if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
@@ -104,9 +116,7 @@ def build_promptable(
     transformers_folder.register_pixels(model, config.pixels)
     model.count, model.prompt = classes, prompt
     transformers_folder.extend_class(model, Promptable)
-    if use_checkpointing:
-        transformers_folder.use_checkpointing(model)
-    return model.eval()
+    return transformers_folder.finished(model, use_checkpointing)
 
 
 def _resize(model: Any, side: int) -> None:
@@ -116,33 +126,24 @@ def _resize(model: Any, side: int) -> None:
     """
     native, kind = model.prompt_encoder.input_image_size, model.config.model_type
     if kind not in RESIZED:
-        what = f"{side}: this folder's model ({kind}) takes pictures of {native} pixels"
-        raise ConfigError(f"model.image_size: {what}; use {native}")
+        raise ConfigError(
+            f"model.image_size: {side}: this folder's model ({kind}) takes pictures of {native} pixels; use {native}"
+        )
     vision, prompts = model.config.vision_config, model.config.prompt_encoder_config
     patch = vision.patch_size
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is not a multiple of the patch size {patch}; use {near}")
+    require_multiple(side, patch, f"the patch size {patch}")
     encoder, grid = model.vision_encoder, side // patch
     with torch.no_grad():
         if encoder.pos_embed is not None:
-            encoder.pos_embed = nn.Parameter(positions.absolute(encoder.pos_embed, (grid, grid)))
+            encoder.pos_embed = nn.Parameter(absolute_positions(encoder.pos_embed, (grid, grid)))
         for index in vision.global_attn_indexes if vision.use_rel_pos else ():
             attention = encoder.layers[index].attn
             for name in ("rel_pos_h", "rel_pos_w"):
-                setattr(attention, name, nn.Parameter(positions.relative(getattr(attention, name), 2 * grid - 1)))
+                setattr(attention, name, nn.Parameter(relative_positions(getattr(attention, name), 2 * grid - 1)))
     encoder.image_size = vision.image_size = prompts.image_size = side
     encoder.patch_embed.image_size, encoder.patch_embed.num_patches = (side, side), grid**2
     prompts.image_embedding_size = grid
     model.prompt_encoder.input_image_size, model.prompt_encoder.image_embedding_size = side, (grid, grid)
-
-
-def _check(model: Any, classes: int, prompt: Prompt) -> None:
-    """Raise ConfigError for a number of classes that the model does not have."""
-    most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
-    if classes > most and prompt != "box":
-        what = f"{classes} without boxes; model_type {model.config.model_type!r} has {most} at most"
-        raise ConfigError(f"task.classes: {what}; use task.prompt: box, or one of Meta's variants")
 
 
 def pattern(name: str, model: nn.Module) -> str:
@@ -153,8 +154,10 @@ def pattern(name: str, model: nn.Module) -> str:
     if name == "qv":
         apart = [n for n in encoder.inputs if n.endswith((".q_proj", ".v_proj"))]
         if not apart:
-            what = "'qv': query and value have no layers of their own in this folder's encoder"
-            raise ConfigError(f"adapter.targets: {what}; use paper, encoder-qkv or all-linear")
+            raise ConfigError(
+                "adapter.targets: 'qv': query and value have no layers of their own in this folder's encoder; use paper, "
+                "encoder-qkv or all-linear"
+            )
         return pattern_of(apart + [n for n in attention if n.endswith((".q_proj", ".v_proj"))])
     sets = {
         "paper": encoder.inputs + attention,

@@ -75,8 +75,9 @@ def build(
         if getattr(model.config, key, False):
             raise ConfigError(f"model.config.{key}: true: {kind!r} is not an encoder alone; known are {KNOWN.examples}")
     if taken := next((name for name in ("head", "pooled", "features") if hasattr(model, name)), None):
-        what = f"model_type {kind!r} has a {taken!r} of its own, where ours would stand"
-        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}")
+        raise ConfigError(
+            f"model.config: model_type {kind!r} has a {taken!r} of its own, where ours would stand; known are {KNOWN.examples}"
+        )
     if config.features != "pooled" and getattr(model, "pooler", None) is not None:
         model.pooler = None
     transformers_folder.require_positions(model, config.max_length, 0)
@@ -86,9 +87,7 @@ def build(
     transformers_folder.extend_class(model, TextClassifier)
     if not weights:
         _rehearse(copy.deepcopy(model).to("meta"), config)
-    if use_checkpointing:
-        transformers_folder.use_checkpointing(model)
-    return model.eval()
+    return transformers_folder.finished(model, use_checkpointing)
 
 
 def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
@@ -99,8 +98,9 @@ def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
     except Exception as error:  # whatever a model of another sort makes of tokens
         if config.features == "pooled":
             raise ConfigError(f"model.features: 'pooled': {kind} pools nothing itself; use mean or first") from None
-        what = f"{kind} does not take texts ({transformers_folder.short(error)})"
-        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}") from None
+        raise ConfigError(
+            f"model.config: {kind} does not take texts ({transformers_folder.short(error)}); known are {KNOWN.examples}"
+        ) from None
     if found.ndim != 2:
         raise ConfigError(f"model.config: {kind} has no features of each text; known are {KNOWN.examples}")
 

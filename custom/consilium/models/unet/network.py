@@ -76,8 +76,10 @@ def build_unet(
             model.load_state_dict(load_file(checkpoint))
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = str(error).splitlines()[0][:120]
-            what = "give the model.safetensors of a unet of the same variant, width and classes"
-            raise CheckpointError(f"model.checkpoint: {checkpoint}: cannot be used ({reason}); {what}") from None
+            raise CheckpointError(
+                f"model.checkpoint: {checkpoint}: cannot be used ({reason}); give the model.safetensors of a unet of the same "
+                "variant, width and classes"
+            ) from None
     return model.eval()
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import transformers_folder
+from consilium.models.architecture import require_multiple
 from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
 from consilium.models.vision import VisionConfig
 
@@ -114,10 +115,11 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     model: Any = transformers_folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
     transformers_folder.require_no_running_means(model, model.config.model_type)
     if taken := next((name for name in OURS if hasattr(model, name)), None):
-        what = f"model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand"
-        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}")
-    if weights:
-        transformers_folder.require_pixels(checkpoint, *config.pixels)
+        raise ConfigError(
+            f"model.config: model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand; known "
+            f"are {KNOWN.examples}"
+        )
+    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
     own = _sizes(model, config.image_size)
     texts = _texts(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
     for name in TEXT_PARTS:
@@ -133,9 +135,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     transformers_folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:
         _rehearse(copy.deepcopy(model).to("meta"), config, width)
-    if use_checkpointing:
-        transformers_folder.use_checkpointing(model)
-    return model.eval()
+    return transformers_folder.finished(model, use_checkpointing)
 
 
 def _sizes(model: Any, side: int) -> Any:
@@ -143,11 +143,10 @@ def _sizes(model: Any, side: int) -> Any:
     own = sees(model.config)
     patch = getattr(own, "patch_size", None)
     if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
-        what = f"model_type {model.config.model_type!r} is not a {KNOWN.what} of patches; known are {KNOWN.examples}"
-        raise ConfigError(f"model.config: {what}")
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is not a multiple of the patch size {patch}; use {near}")
+        raise ConfigError(
+            f"model.config: model_type {model.config.model_type!r} is not a {KNOWN.what} of patches; known are {KNOWN.examples}"
+        )
+    require_multiple(side, patch, f"the patch size {patch}")
     return own
 
 
@@ -163,8 +162,10 @@ def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
     try:
         output = model.encoded(torch.zeros(2, 3, side, side, device="meta"))
     except Exception as error:  # whatever a model of another sort makes of pictures
-        what = f"{kind} does not take pictures of {side} pixels ({transformers_folder.short(error)})"
-        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}") from None
+        raise ConfigError(
+            f"model.config: {kind} does not take pictures of {side} pixels ({transformers_folder.short(error)}); known are "
+            f"{KNOWN.examples}"
+        ) from None
     tokens, pooled = output.last_hidden_state, output.get("pooler_output")
     first = tokens.shape[1] - model.patches(side)
     found = {
@@ -190,8 +191,10 @@ def _texts(
     if config.zero_shot is None:
         return torch.zeros(0, 0), torch.zeros(())
     if not hasattr(model, "text_model") or not hasattr(model, "logit_scale"):
-        what = f"{config.zero_shot!r}: {model.config.model_type} has no text tower"
-        raise ConfigError(f"model.zero_shot: {what}; leave it out, and a head of its own is trained")
+        raise ConfigError(
+            f"model.zero_shot: {config.zero_shot!r}: {model.config.model_type} has no text tower; leave it out, and a head of "
+            "its own is trained"
+        )
     if not weights:
         return torch.zeros(len(classes), _pooled_width(model, model.config.vision_config)), torch.zeros(())
     tokenizer = cast(Any, transformers_folder.load_tokenizer(checkpoint))
@@ -214,9 +217,12 @@ def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: A
     head, texts, scale = model.head, model.texts, model.text_scale
     transformers_folder.restore_class(model, "head", "pooled", *TEXTS)
     projection = getattr(model, "visual_projection", None)
-    behind = {"head.weight": head.weight, "head.bias": head.bias}
-    behind |= {"projection": projection.weight} if projection is not None else {}
-    behind |= {"texts": scale * texts} if asks else {}
+    behind = {
+        "head.weight": head.weight,
+        "head.bias": head.bias,
+        **({"projection": projection.weight} if projection is not None else {}),
+        **({"texts": scale * texts} if asks else {}),
+    }
     save_pretrained(target, getattr(model, "vision_model", model))
     save_head(target, behind)
     more = ", interpolate_pos_encoding=True" if interpolates and own.image_size != config.image_size else ""

@@ -25,8 +25,9 @@ class VisionLanguageConfig(PictureFolderConfig):
 
     def keep_apart(self) -> None:
         """See ModelConfig. Raises ValueError."""
-        what = "is not known to keep records apart for privacy.unit record; use unit site"
-        raise ValueError(f"model.name: 'vision_language' {what}")
+        raise ValueError(
+            "model.name: 'vision_language' is not known to keep records apart for privacy.unit record; use unit site"
+        )
 
 
 def _cut(model: Any) -> Cut:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from consilium.core.errors import ConfigError
+from consilium.models.architecture import require_multiple
 
 Inputs = dict[str, Tensor]
 
@@ -34,9 +35,7 @@ class Picture:
 def _qwen(config: Any, side: int) -> Picture:
     sees = config.vision_config
     patch = sees.patch_size * sees.spatial_merge_size
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is not a multiple of {patch}, a patch of this model's tokens; use {near}")
+    require_multiple(side, patch, f"{patch}, a patch of this model's tokens")
     count = (side // sees.patch_size // sees.spatial_merge_size) ** 2
     inner = (config.image_token_id,) * count
     return Picture(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
@@ -68,8 +67,9 @@ def _token(config: Any) -> int:
 
 def _require_native(side: int, sees: Any) -> None:
     if side != sees.image_size:
-        what = f"{side}: this folder's model takes pictures of {sees.image_size} pixels"
-        raise ConfigError(f"model.image_size: {what}; use {sees.image_size}")
+        raise ConfigError(
+            f"model.image_size: {side}: this folder's model takes pictures of {sees.image_size} pixels; use {sees.image_size}"
+        )
 
 
 def _qwen_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
@@ -89,25 +89,21 @@ def qwen_patches(pixels: Tensor, sees: Any) -> Tensor:
     return still.reshape(-1, 3 * frames * patch * patch)
 
 
-def _paligemma_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
-    return {"pixel_values": pixels, "token_type_ids": answers.long()}  # picture and prompt see each other both ways
-
-
-def _gemma3_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
-    return {"pixel_values": pixels, "token_type_ids": (ids == _token(config)).long()}
-
-
-def _llava_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
-    return {"pixel_values": pixels}
+def _plain_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
+    if config.model_type == "llava":
+        return {"pixel_values": pixels}
+    # PaliGemma's picture and prompt see each other both ways
+    kinds = answers if config.model_type == "paligemma" else ids == _token(config)
+    return {"pixel_values": pixels, "token_type_ids": kinds.long()}
 
 
 LAYOUTS: dict[str, tuple[Callable[[Any, int], Picture], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
     "qwen2_vl": (_qwen, _qwen_inputs),
     "qwen2_5_vl": (_qwen, _qwen_inputs),
     "qwen3_vl": (_qwen, _qwen_inputs),
-    "paligemma": (_paligemma, _paligemma_inputs),
-    "gemma3": (_gemma3, _gemma3_inputs),
-    "llava": (_llava, _llava_inputs),
+    "paligemma": (_paligemma, _plain_inputs),
+    "gemma3": (_gemma3, _plain_inputs),
+    "llava": (_llava, _plain_inputs),
 }
 
 
@@ -115,6 +111,7 @@ def picture_of(config: Any, side: int) -> Picture:
     """Return the tokens of a picture of `side` pixels for a `transformers` configuration. Raises ConfigError if unknown."""
     if config.model_type not in LAYOUTS:
         known = ", ".join(LAYOUTS)
-        what = f"model_type {config.model_type!r} takes pictures in a way of its own"
-        raise ConfigError(f"model.config: {what}; known are {known}")
+        raise ConfigError(
+            f"model.config: model_type {config.model_type!r} takes pictures in a way of its own; known are {known}"
+        )
     return LAYOUTS[config.model_type][0](config, side)

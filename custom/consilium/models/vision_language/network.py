@@ -61,17 +61,14 @@ def build(
     """See registry.Build."""
     model: Any = transformers_folder.build(AutoModelForImageTextToText, checkpoint, config.config, weights, KNOWN)
     picture_of(model.config, config.image_size)
-    if weights:
-        transformers_folder.require_pixels(checkpoint, *config.pixels)
+    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
     transformers_folder.register_pixels(model, config.pixels)
     transformers_folder.answer_plainly(model)
-    if use_checkpointing:
-        transformers_folder.use_checkpointing(model)
     transformers_folder.extend_class(model, Seeing)
     transformers_folder.require_positions(
         model, config.max_length, getattr(task, "max_new_tokens", 0)
     )  # another task may write no answers
-    return model.eval()
+    return transformers_folder.finished(model, use_checkpointing)
 
 
 def tokenizer_of(config: VisionLanguageConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:

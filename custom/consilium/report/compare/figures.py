@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,31 @@ from matplotlib import rc_context, rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
+from PIL import ImageChops
 
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.report.compare import COLUMN, PAGE
-from consilium.report.compare.comparability import Group
+from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.score_statistics import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, ROUNDS, draw_matrix
-from consilium.report.predictions import PICTURE, PREDICTIONS, REFERENCE, read_page, write_page
+from consilium.report.predictions import (
+    GREY,
+    LINE,
+    PANEL,
+    PICTURE,
+    POINTS,
+    PREDICTIONS,
+    REFERENCE,
+    arrange,
+    read_page,
+    words,
+    write_page,
+)
 from consilium.report.run_record import Curve, RunRecord
-from consilium.report.tables import csv_text, few, tex
+from consilium.report.tables import csv_text, few, number, tex, tex_label
 from consilium.report.untrusted_files import subfolders
 
 # examples --------------------------------------------------------------------------------------------------------------
@@ -66,7 +79,10 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
         else:
             files.append(folder / f"examples{end}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png")
             first, key = next(iter(pages.values()))
-            both = {what: first[what] for what in (PICTURE, REFERENCE)}
+            both = {what: first[what] for what in (PICTURE, REFERENCE, Stage.PRETRAINED) if what in first}
+            told = words(f"Seed {seed}, {stage} models", (2 * PANEL, LINE), POINTS, GREY)
+            right = max(ImageChops.invert(key).getbbox() or (0, 0, 1, 1))  # the key is as wide as the page it is cut from
+            key = arrange([(0, 0, key.crop((0, 0, max(right, 1), key.height))), (0, key.height, told)])
             # the blank keeps a method called "picture" apart from the column of pictures
             write_page(files[-1], (both | {f"{method} ": tiles[stage] for method, (tiles, _) in pages.items()}, key))
     notes = [f"no examples of {few(sites, 3)}: {why}" for why, sites in undrawn.items()]
@@ -87,6 +103,7 @@ CURVES = 6
 """Curves in one panel, at most. The curves of other panels are drawn behind them in grey."""
 FEWEST = 2
 """Fewest values that are numbers, for an axis to be drawn along."""
+BARS = "Bars are the standard deviation over seeds, as ± in the tables."
 WRAP = 34
 """Characters per line of a legend."""
 DPI = 300
@@ -132,12 +149,13 @@ def draw(
     """
     files: list[Path] = []
     notes: list[str] = []
-    page = ["% needs: graphicx, textcomp, fontenc with T1"]
+    page, labels = ["% needs: graphicx, textcomp, fontenc with T1"], Counter[str]()
     for index, group in enumerate(groups):
         end = f"-{index + 1}" if len(groups) > 1 else ""
         for name, make in PLOTS.items():
             with rc_context(STYLE):
-                plot = make(scores_of(group, stage, metric or group.first.metric), width)
+                scores = scores_of(group, stage, metric or group.first.metric)
+                plot = make(scores, width)
                 if isinstance(plot, str):
                     notes.append(group.with_group_name(f"no {name}{end}: {plot}"))
                     continue
@@ -148,9 +166,22 @@ def draw(
             write_atomic(paths[-1], csv_text(plot.rows).encode(errors="backslashreplace"), PUBLIC)
             files += paths
             place, side = ("figure*", "text") if plot.figure.get_figwidth() > COLUMN else ("figure", "column")
-            page += [rf"\begin{{{place}}}[t]", r"\centering", rf"\includegraphics[width=\{side}width]{{{name}{end}.pdf}}"]
-            page += [rf"\caption{{{tex(caption)}}}", rf"\end{{{place}}}"]
+            page += [
+                rf"\begin{{{place}}}[t]",
+                r"\centering",
+                rf"\includegraphics[width=\{side}width]{{{name}{end}.pdf}}",
+                rf"\caption{{{tex(caption)}}}{tex_label('fig', f'{name}{end}', labels)}",
+                rf"\end{{{place}}}",
+            ]
         examples, undrawn = draw_examples(folder, group, stage, end)
+        for path in examples:
+            site = path.stem.removeprefix(f"examples{end}-")
+            caption = group.with_group_name(f"Test pictures of {site} with the predictions of the {stage} models.")
+            page += [
+                "% Shows patients. Remove the % of the next lines only if the pictures may be published.",
+                rf"% \begin{{figure*}}[t]\centering\includegraphics[width=\textwidth]{{{path.name}}}",
+                rf"% \caption{{{tex(caption)}}}{tex_label('fig', path.stem, labels)}\end{{figure*}}",
+            ]
         files += examples
         notes += map(group.with_group_name, undrawn)
     if len(page) > 1:
@@ -166,6 +197,10 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     if not drawn:
         return "no run validated this model at all sites in two rounds"
     rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
+    steps = {method: scores.group.of(method)[0].steps for method in drawn}
+    by_steps = all(steps.values()) and len({one[-1] / (len(one) - 1) for one in steps.values()}) > 1
+    label = "optimizer steps of a site behind the model" if by_steps else ROUNDS
+    at = {method: [steps[method][r] if by_steps else r for r in rounds[method]] for method in drawn}
     means = {method: [fmean(seeds[r] for seeds in found[method].values()) for r in rounds[method]] for method in drawn}
     panels = [drawn[i : i + CURVES] for i in range(0, len(drawn), CURVES)]
     columns = min(1 if width <= COLUMN else 3, len(panels))
@@ -174,24 +209,27 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     axes = figure.subplots(down, columns, squeeze=False, sharex=True, sharey=True).ravel()
     for axis, inside in zip(axes, panels, strict=False):
         for method in drawn if len(panels) > 1 else ():
-            axis.plot(rounds[method], means[method], color="0.88", linewidth=0.8, zorder=1)
+            axis.plot(at[method], means[method], color="0.88", linewidth=0.8, zorder=1)
         for place, method in enumerate(inside):
             look, every = style(place), max(1, len(rounds[method]) // 10)
-            axis.plot(rounds[method], means[method], label=wrap_name(method), linewidth=1.2, markevery=every, zorder=3, **look)
+            axis.plot(at[method], means[method], label=wrap_name(method), linewidth=1.2, markevery=every, zorder=3, **look)
             for one in found[method].values() if len(found[method]) > 1 else ():
-                axis.plot(list(one), list(one.values()), color=look["color"], linewidth=0.4, alpha=0.45, zorder=2)
+                axis.plot(at[method], list(one.values()), color=look["color"], linewidth=0.4, alpha=0.45, zorder=2)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _label_axes(axis, scores, ROUNDS, width / columns)
+        _label_axes(axis, scores, label, width / columns, f"validation {scores.group.heading(scores.metric)}, mean over sites")
     for axis in axes[len(panels) :]:
         axis.axis("off")
     rows = [
-        {"method": method, "seed": seed, "rounds": round, "value": value}
+        {"method": method, "seed": seed, "rounds": round, "steps": dict(enumerate(steps[method])).get(round), "value": value}
         for method in drawn
         for seed, one in found[method].items()
         for round, value in one.items()
     ]
-    what = "Learning curves: the mean over sites on validation data, by the rounds of training behind the model"
-    return Plot(figure, _caption(scores, what, "Thin lines are single seeds."), rows)
+    of_tables = f"not on the {scores.group.first.split} data of the tables"
+    what = f"Learning curves: the mean over sites on validation data, {of_tables}, by {label}"
+    alike = len({number(means[method][0]) if rounds[method][0] == 0 else method for method in drawn}) == 1 < len(drawn)
+    begins = "The curves begin with the model before training." if alike else ""
+    return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins), rows)
 
 
 def _curve(scores: GroupScores, method: str) -> dict[str, Curve]:
@@ -242,7 +280,7 @@ def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[floa
 
 
 def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw means over sites and seeds along the study's axis of numbers, with bars from the lowest to the highest seed."""
+    """Draw means over sites and seeds along the study's axis of numbers, with bars of the standard deviation over seeds."""
     axis, labels = first_numeric_axis(scores), scores.group.first.labels
     found = lines_along(scores, axis) if axis else {}
     if not found:
@@ -259,12 +297,12 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
         if scores.group.of(method)
         for seed, value in zip(scores.complete_seeds(method), scores.means(method), strict=True)
     ]
-    what = f"The mean over sites along {axis}, at equal steps"
-    return Plot(figure, _caption(scores, what, "Bars reach from the lowest to the highest seed."), rows)
+    what = f"The mean over sites along {axis}, its values at equal distances"
+    return Plot(figure, _caption(scores, what, BARS), rows)
 
 
 def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw each line of `lines_along` as means, with bars from the lowest to the highest seed. Values are at equal distances.
+    """Draw each line of `lines_along` as means, with bars of the standard deviation over seeds. Values are at equal distances.
 
     A method without any number on the axis, such as one without privacy on an axis of epsilon, is a dashed horizontal line.
     """
@@ -282,44 +320,61 @@ def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) ->
 
 
 def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[float]], **look: Any) -> None:
-    """Draw means with bars from the lowest to the highest seed."""
+    """Draw means with bars of the standard deviation over seeds, as ± in the tables."""
     means = list(map(fmean, values))
-    ends = [[mean - min(one), max(one) - mean] for mean, one in zip(means, values, strict=True)]
     plot.plot(places, means, **look)
-    plot.errorbar(places, means, yerr=np.transpose(ends), capsize=2, fmt="none", ecolor=look["color"], elinewidth=0.8)
+    ends = [stdev(one) if len(one) > 1 else 0.0 for one in values]
+    plot.errorbar(places, means, yerr=ends, capsize=2, fmt="none", ecolor=look["color"], elinewidth=0.8)
 
 
 def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw scores with a row per method and a column per site. Missing scores are hatched. MARK: seeds are missing.
 
-    The figure is as wide as a page if its numbers do not fit into a column.
+    Colours are differences to the pretrained model, or to the mean over methods if the pretrained model is not scored. The
+    figure is as wide as a column of a paper if its numbers fit there, else as a page, whatever `width` is.
     """
     if not scores.cells:
         return "nothing is scored"
-    methods, sites = scores.methods, scores.sites
-    at = {m: [scores.at(m, site) for site in sites] for m in methods}
-    values = np.array([[mean(one) for one in at[m]] for m in methods], dtype=np.float64)
-    marks = [[MARK if 0 < len(one) < len(scores.group.expected(m)) else "" for one in at[m]] for m in methods]
-    texts = [[f"{value:.3f}{mark}" for value, mark in zip(*row, strict=True)] for row in zip(values, marks, strict=True)]
+    sites, first = scores.sites, scores_of(scores.group, Stage.PRETRAINED, scores.metric)
+    models = {frozen_model(run) for run in scores.group.runs.values()}
+    frozen = next((m for m in first.scored if len(models) == 1 and all(first.at(m, site) for site in sites)), "")
+    found = [("pretrained", [first.at(frozen, site) for site in sites], 0)] if frozen else []
+    found += [(m, [scores.at(m, site) for site in sites], len(scores.group.expected(m))) for m in scores.methods]
+    methods, at = [name for name, *_ in found], [one for _, one, _ in found]
+    marks = [[MARK if 0 < len(one) < most else "" for one in row] for _, row, most in found]
+    values = np.array([[mean(one) for one in row] for row in at], dtype=np.float64)
+    texts = [[_cell_text(one, mark) for one, mark in zip(*row, strict=True)] for row in zip(at, marks, strict=True)]
+    gained = values - (values[0] if frozen else np.ma.masked_invalid(values).mean(axis=0).filled(np.nan))
+    reach = float(np.nanmax(np.abs(gained))) or 1.0
     rows = [wrap_name(m, 22) for m in methods]
     short = [shown(site if len(site) <= 24 else f"{site[:13]}…{site[-10:]}") for site in sites]
     left = max(len(part) for row in rows for part in row.split("\n")) * 0.062
     fits = left + 0.6 + len(sites) * (0.4 if len(sites) <= NUMBERED else 0.12) <= COLUMN
-    high = sum(0.12 + 0.14 * (1 + row.count("\n")) for row in rows)
-    figure = Figure(
-        figsize=(width if fits else PAGE, 0.5 + max(high, 0.7) + 0.062 * max(map(len, short))), layout="constrained"
-    )
+    high = sum(0.12 + 0.14 * max(1 + row.count("\n"), 2) for row in rows)
+    size = rcParams["font.size"] - 1  # 7 points on paper, more on a page
+    inches = np.array([COLUMN if fits else PAGE, 0.5 + max(high, 0.7) + 0.062 * max(map(len, short))]) * size / 7
+    figure = Figure(figsize=tuple(inches), layout="constrained")
     axis = figure.subplots()
-    image = draw_matrix(axis, values, rows, short, texts, cmap="cividis_r" if scores.lower else "cividis")
-    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30, label=wrap_name(scores.group.heading(scores.metric), 24))
+    look = {"cmap": "RdBu_r" if scores.lower else "RdBu", "vmin": -reach, "vmax": reach}
+    image = draw_matrix(axis, gained, rows, short, texts, size, **look)
+    zero = "the pretrained model" if frozen else "the mean over methods"
+    bar = figure.colorbar(image, ax=axis, fraction=0.05, aspect=30)
+    bar.set_label(wrap_name(f"difference to {zero}", 24))
     missing = f" {MARK}: seeds are missing." if any(map(any, marks)) else ""
     told = [
         {"method": m, "site": site, "seeds": len(one), "value": mean(one)}
-        for m in methods
-        for site, one in zip(sites, at[m], strict=True)
+        for m, row in zip(methods, at, strict=True)
+        for site, one in zip(sites, row, strict=True)
     ]
     what = f"Scores by method and site, on the {scores.group.first.split} split"
-    return Plot(figure, _caption(scores, what, f"Numbers are means over seeds.{missing}"), told)
+    colours = f"Blue is better and red is worse than {zero} at the site."
+    return Plot(figure, _caption(scores, what, f"Numbers are means ± standard deviations over seeds.{missing}", colours), told)
+
+
+def _cell_text(values: Sequence[float], mark: str) -> str:
+    """Return a mean and, in a second line, the standard deviation over seeds, without one that prints as zero."""
+    spread = f"{stdev(values):.3f}" if len(values) > 1 else "0.000"
+    return f"{mean(values):.3f}{mark}" + (f"\n±{spread}" if float(spread) else "") if values else ""
 
 
 def against_bytes(scores: GroupScores, width: float = COLUMN) -> Drawn:
@@ -370,20 +425,19 @@ def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], f
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    _label_axes(axis, scores, label, width)
+    _label_axes(axis, scores, f"{label} (logarithmic)", width)
     rows = [
         {"method": method, label: x, "seed": seed, "value": value}
         for method, (x, values) in points.items()
         for seed, value in zip(scores.complete_seeds(method), values, strict=True)
     ]
-    caption = _caption(scores, f"The mean over sites against {label}", "Bars reach from the lowest to the highest seed.")
+    caption = _caption(scores, f"The mean over sites against {label}", BARS)
     return Plot(figure, caption, rows)
 
 
-def _label_axes(axis: Any, scores: GroupScores, label: str, width: float) -> None:
-    """Label the axes, and put the legend below, in as many columns as fit into `width` inches."""
-    axis.set_xlabel(label)
-    axis.set_ylabel(wrap_name(scores.group.heading(scores.metric), 28))
+def _label_axes(axis: Any, scores: GroupScores, label: str, width: float, value: str = "") -> None:
+    """Label the axes, and put the legend below, in as many columns as fit into `width` inches. `value`: of the y axis."""
+    axis.set(xlabel=label, ylabel=wrap_name(value or f"{scores.group.heading(scores.metric)}, mean over sites", 28))
     axis.grid(color="0.92", linewidth=0.5)
     axis.set_axisbelow(True)
     below = axis.transAxes + ScaledTranslation(0, -0.052 * rcParams["font.size"], axis.figure.dpi_scale_trans)
@@ -406,12 +460,12 @@ def _legend_height(names: Iterable[str], width: float) -> float:
     return 0.14 * sum(name.count("\n") + 1 for name in written) / _legend_columns(written, width)
 
 
-def _caption(scores: GroupScores, text: str, of_seeds: str) -> str:
+def _caption(scores: GroupScores, text: str, of_seeds: str, more: str = "") -> str:
     """Return a picture's caption in whole sentences, with metric, grid, model and seeds."""
     count, planned = len({seed for _, seed in scores.group.runs}), len(scores.group.seeds)
     seeds = (f"{count} of {planned} seeds" if count < planned else f"{count} seeds") if planned > 1 else "one seed"
     score = f"The score is {scores.group.heading(scores.metric)}, of the {scores.stage} model, over {seeds}."
-    return f"{text}. {score} {of_seeds if count > 1 else ''}".strip()
+    return f"{text}. {score} {of_seeds if count > 1 else ''}".strip() + f" {more}" * bool(more)
 
 
 PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}

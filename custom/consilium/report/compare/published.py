@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.score_statistics import GroupScores, diagnostic_series, mean, scores_of
-from consilium.report.tables import Column, Table, difference, number
+from consilium.report.tables import Column, Table, difference, number, only_true
 
 SITE = "site"
 """Name in a row of `published` that says for which site its numbers were printed."""
@@ -72,14 +72,21 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
         ours = mean(values)
         gap = "-" if ours is None else difference(ours - one.value)
         rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
-    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
-    columns += [Column("measured here"), Column("published"), Column("difference")]
-    notes = ["published: the paper's own number, not measured here"]
-    told = [row[2] for row in rows]
-    notes += [f"{', '.join(last)}: ours is the last round's"] if (last := [n for n in DIAGNOSED if n in told]) else []
-    outside = any(one.startswith(HELD_OUT) for one in told)
-    notes += [f"{HELD_OUT}: sites not asked to train, before the last round"] if outside else []
-    grid = scores.group.first.scores.grid
-    notes += [f"measured here on the {grid}"] if grid else []
+    columns = [
+        Column("method", right=False),
+        Column("site", 1, False),
+        Column("metric", 1, False),
+        Column("measured here"),
+        Column("published"),
+        Column("difference"),
+    ]
+    told, grid = [row[2] for row in rows], scores.group.first.scores.grid
+    last = [name for name in DIAGNOSED if name in told]
+    notes = {
+        "published: the paper's own number, not measured here": True,
+        f"{', '.join(last)}: ours is the last round's": last,
+        f"{HELD_OUT}: sites not asked to train, before the last round": any(one.startswith(HELD_OUT) for one in told),
+        f"measured here on the {grid}": grid,
+    }
     title = scores.group.with_group_name(f"Other published numbers beside ours, {scores.stage} model")
-    return [Table(title, columns, rows, notes)] if rows else []
+    return [Table(title, columns, rows, only_true(notes))] if rows else []

@@ -25,8 +25,8 @@ from consilium.report.compare.score_statistics import (
     scores_of,
 )
 from consilium.report.live_view import ending
-from consilium.report.run_record import RunRecord, known
-from consilium.report.tables import Column, Table, csv_text, difference, few, number
+from consilium.report.run_record import RunRecord, known, unit_of
+from consilium.report.tables import Column, Table, csv_text, difference, few, number, only_true, sentence
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
@@ -46,13 +46,20 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
         runs = scores.group.of(method)
         for what in _diagnostic_names(runs):
             values = diagnostic_series(runs, what)
-            cells = [mean([one[place] for one in values]) for place in (0, -1)]
-            cells.append(mean([math.fsum(one) / len(one) for one in values]))
+            cells = [
+                *(mean([one[place] for one in values]) for place in (0, -1)),
+                mean([math.fsum(one) / len(one) for one in values]),
+            ]
             rows.append([method, what, *map(number, cells)])
-    columns = [Column("method", right=False), Column("diagnostic", right=False), Column("first", 1), Column("last", 1)]
-    columns.append(Column("mean"))
+    columns = [
+        Column("method", right=False),
+        Column("diagnostic", right=False),
+        Column("first", 1),
+        Column("last", 1),
+        Column("mean"),
+    ]
     title = scores.group.with_group_name("Measured by the runs themselves")
-    notes = ["means over seeds; rho: Spearman's", *correlations_over_runs(scores)]
+    notes = ["means over seeds", *correlations_over_runs(scores)]
     return [Table(title, columns, rows, notes)] if rows else []
 
 
@@ -73,9 +80,8 @@ def correlations_over_runs(scores: GroupScores) -> list[str]:
         if len(one) >= FEWEST_PAIRS and all(len(set(side)) > 1 for side in sides):
             from scipy.stats import spearmanr
 
-            lines.append(
-                f"over runs, {what} and the closing score: rho {float(spearmanr(*sides).statistic):+.2f}, n {len(one)}"
-            )
+            rho = float(spearmanr(*sides).statistic)
+            lines.append(f"over runs, {what} and the closing score: Spearman's rho {rho:+.2f}, n {len(one)}")
     return lines
 
 
@@ -90,6 +96,8 @@ def _diagnostic_names(runs: Sequence[RunRecord]) -> list[str]:
 
 MOST_TESTS, MOST_LISTED = 30, 20
 """Rows of a table of tests, and of a table of missing runs, at most. A note counts the others."""
+MOST_SIZES = 8
+"""Sites whose numbers of test samples are named one by one, at most."""
 MARK = "*"
 """Suffix of a mean from which seeds are missing."""
 MEANT = {
@@ -99,7 +107,7 @@ MEANT = {
 }
 """An explanation of each model."""
 ROW = ("group", "method", "seed", "site", "model", "split", "metric", "value", "low", "high", "n",
-       "bytes", "seconds", "epsilon", "run")  # fmt: skip
+       "bytes", "steps", "seconds", "epsilon", "run")  # fmt: skip
 METHOD = Column("method", right=False)
 
 
@@ -121,8 +129,8 @@ def comparison_tables(
         found += published_table(scores, published)
         found.append(cost_table(scores.group))
         found += diagnostics_table(scores)
-        if len(scores.group.methods) > 1:
-            found.append(_significance_table(scores, test, against))
+        if len(scores.scored) > 1:
+            found.append(_significance_table(scores, test, against, tables))
         found += _missing_table([tables[one] for one in shown])
     return found + (_rank_table(ranked) if len(groups) > 1 else [])
 
@@ -132,8 +140,14 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     group, (placed, blocks), sites = scores.group, ranks(scores), scores.columns
     against = {method: published_for(published, group, method, scores.metric) for method in group.methods}
     printed = any(value is not None for value in against.values())
-    rest = [Column("mean"), Column("95 % seeds", 2), Column("95 % patients", 2), Column("mean by n", 1), Column("rank", 1)]
-    rest += [Column("published"), Column("difference")] if printed else []
+    rest = [
+        Column("mean"),
+        Column("95 % seeds", 2),
+        Column("95 % test set", 2),
+        Column("mean by n", 1),
+        Column("rank", 1),
+        *([Column("published"), Column("difference")] if printed else []),
+    ]
     taken = {"seeds", *(one.heading for one in rest)}
     columns = [
         METHOD,
@@ -142,16 +156,23 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
         *rest,
     ]
 
+    def spread(of: GroupScores, values: Sequence[float]) -> str:
+        """Return the mean ± deviation over seeds. A frozen model on the same data has one score, not one per seed."""
+        return _plus_minus(values[:1] if of is pretrained and len(set(map(number, values))) == 1 else values)
+
     def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
         means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected(method)
         mark = MARK if means and not of.complete(method) else ""
         found = [name, f"{len(whole)}/{len(expected)}"]
         for values in (of.under(method, site) for site in sites):
-            found.append(_plus_minus(values) + (MARK if values and len(values) < len(expected) else ""))
-        found += [_plus_minus(means) + mark, _interval_text(interval(means))]
-        found.append(_interval_text(patients_interval(of, method) if means else None))
+            found.append(spread(of, values) + (MARK if values and len(values) < len(expected) else ""))
+        found += [
+            spread(of, means) + mark,
+            "-" if of is pretrained and "±" not in spread(of, means) else _interval_text(interval(means)),
+            _interval_text(patients_interval(of, method) if means else None),
+        ]
         by_n = of.means(method, weighted=True)
-        found += [_plus_minus(by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
+        found += [spread(of, by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
         ours = mean(means)
         gap = "-" if ours is None or beside is None else difference(ours - beside)
         return found + ([number(beside), gap] if printed else [])
@@ -170,19 +191,44 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     rows += [row(scores, method, method, placed.get(method), against[method]) for method in group.methods]
 
     best: set[tuple[int, int]] = set()
-    for index, site in [*enumerate(sites, 2), (2 + len(sites), None)]:
-        values = {m: scores.means(m) if site is None else scores.under(m, site) for m in group.methods}
-        whole = {m: mean(found) for m, found in values.items() if found and len(found) == len(group.expected(m))}
-        there = [value for value in whole.values() if value is not None]
-        if len(there) > 1:
-            top = number((min if scores.lower else max)(there))
-            best |= {(above + i, index) for i, m in enumerate(group.methods) if number(whole.get(m)) == top}
+    of_rows = dict(enumerate((pretrained, m) for m in frozen)) | {above + i: (scores, m) for i, m in enumerate(group.methods)}
+    for index, column in enumerate(columns):
+        if index < 2 or (column in rest and column.heading not in ("mean", "mean by n")):
+            continue
+        whole: dict[int, float] = {}
+        for i, (of, m) in of_rows.items():
+            values = of.under(m, sites[index - 2]) if column.detail else of.means(m, weighted=column.heading != "mean")
+            if values and len(values) == len(of.group.expected(m)):
+                whole[i] = math.fsum(values) / len(values)
+        if sum(i >= above for i in whole) > 1:
+            top = number((min if scores.lower else max)(whole.values()))
+            best |= {(i, index) for i, value in whole.items() if number(value) == top}
+    ranked = [i for i, m in enumerate(group.methods, above) if placed and placed.get(m) == min(placed.values())]
+    best |= {(i, columns.index(rest[4])) for i in ranked}
+    beaten = [one for c, one in enumerate(columns) if (rows_ := {r for r, at in best if at == c}) and max(rows_) < above]
     title = group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
     valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
-    captions = [_caption(scores, blocks, valued, of_sites) for of_sites in (False, True)]
-    return Table(
-        title, columns, rows, _score_notes(scores, blocks, printed), best, caption=captions[0], detail_caption=captions[1]
-    )
+    steps, shared = _unequal_steps(group)[:1], list[list[str]]()
+    for of_sites in (False, True):
+        names = [one.heading for one in beaten if one.detail is of_sites]
+        worse = [f"the pretrained model is the best in: {few(names)}"] * bool(names)
+        shared.append([*worse, *_sizes(scores, of_sites), *steps])
+    captions = [" ".join([_caption(scores, blocks, valued, i > 0), *map(sentence, one)]) for i, one in enumerate(shared)]
+    marked = any(MARK in cell for row in rows for cell in row[1:])
+    notes = [*_score_notes(scores, blocks, printed, marked), *dict.fromkeys([*shared[1], *shared[0]])]
+    return Table(title, columns, rows, notes, best, caption=captions[0], detail_caption=captions[1])
+
+
+def _sizes(scores: GroupScores, of_sites: bool) -> list[str]:
+    """Return a line with the images, volumes, patients or records scored, by site or in all; [] if they are not on record."""
+    found = dict[str, int]()
+    for run, site in ((run, site) for run in scores.group.runs.values() for site in scores.sites):
+        found[site] = max(found.get(site, 0), int(known(run.score(site, scores.stage, COUNT)) or 0))
+    if not any(found.values()):
+        return []
+    counts = few([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
+    text = counts if of_sites else f"{sum(found.values())} at {number_of(len(found), 'site')}"
+    return [f"{unit_of(scores.group.first.config.task.model_dump())}s scored: {text}"]
 
 
 def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) -> str:
@@ -198,10 +244,9 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
     of_means = {
         f"{title}.": True,
         f"Means are over {over}.": True,
-        "The 95 % intervals over seeds are percentile bootstraps of the mean.": "95 % seeds" in there,
-        "Those over patients join each site's bootstrap by MOVER.": {"95 % seeds", "95 % patients"} <= there,
-        "The 95 % intervals over patients join each site's bootstrap by MOVER.": there & {"95 % seeds", "95 % patients"}
-        == {"95 % patients"},
+        "The 95 % intervals over seeds are percentile bootstraps of the mean; few seeds make them too narrow.": "95 % seeds"
+        in there,
+        f"The 95 % intervals of the test set join {_drawn(scores)} by MOVER.": "95 % test set" in there,
         "The mean by n weighs sites by the samples that they scored.": "mean by n" in there,
         f"The rank, 1 for the best, is averaged over {number_of(blocks, 'site')}.": "rank" in there,
         "The published numbers are the paper's own; the difference is ours minus them.": "published" in there,
@@ -209,10 +254,16 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
     by_site = {f"{title}, {'by ' * (each == 'site')}{each}.": True, f"Each number is {spread}.": True}
     always = {
         f"Sites that only test are in no mean: {', '.join(sorted(scores.test_only))}.": scores.test_only,
-        "The best of a column is bold.": len(scores.scored) > 1,
+        "The best of a column is bold, the pretrained model included.": len(scores.scored) > 1,
         f"Of numbers marked {MARK} seeds are missing.": scores.missing,
     }
-    return " ".join(text for text, holds in ((by_site if of_sites else of_means) | always).items() if holds)
+    return " ".join(only_true((by_site if of_sites else of_means) | always))
+
+
+def _drawn(scores: GroupScores) -> str:
+    """Return in words what each site's bootstrap draws. No run records if a site's list names its patients."""
+    unit = unit_of(scores.group.first.config.task.model_dump()).replace("patient", "image")
+    return f"each site's bootstrap over its patients, or over its {unit}s if its list names none,"
 
 
 def _plus_minus(values: Sequence[float]) -> str:
@@ -228,8 +279,11 @@ def _interval_text(ends: Interval | None) -> str:
     return "-" if ends is None else f"{number(ends[0])}–{number(ends[1])}"
 
 
-def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
-    """Return the notes of a table of scores. `blocks`: sites in the mean rank; `printed`: the table has published numbers."""
+def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) -> list[str]:
+    """Return the notes of a table of scores.
+
+    `blocks`: sites in the mean rank; `printed`: the table has published numbers; `marked`: a cell has MARK.
+    """
     seeds, apart = len(scores.group.seeds), "sites on one test split as one, others independent"
     if len(scores.splits) == len(scores.inside):
         apart = "sites independent (too narrow where they share patients)"
@@ -246,14 +300,14 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
         f"no score of this metric at: {few(scores.unscored)}": scores.unscored,
         too_few if seeds < FEWEST_SEEDS else f"95 % seeds: {bootstrap}": True,
-        f"95 % patients: from each site's bootstrap over its patients, {apart}, by MOVER": True,
+        f"95 % test set: from {_drawn(scores)} {apart}, by MOVER": True,
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
         f"rank: 1 is best; averaged over {blocks} sites": blocks,
-        f"{MARK} seeds are missing, see below": scores.missing,
+        f"{MARK} seeds are missing, see below": marked,
         f"no such model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
     }
-    return [note for note, holds in found.items() if holds]
+    return only_true(found)
 
 
 def cost_table(group: Group) -> Table:
@@ -261,8 +315,17 @@ def cost_table(group: Group) -> Table:
 
     Bytes and seconds are means over seeds, the epsilon is the largest.
     """
-    columns = [METHOD, Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
-    columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
+    columns = [
+        METHOD,
+        Column("trained set", 1, False),
+        Column("parameters", 2),
+        Column("shared", 2),
+        Column("rounds", 3),
+        Column("steps"),
+        Column("MiB"),
+        Column("seconds", 1),
+        Column("epsilon"),
+    ]
     rows, sets = [], set()
     for method in (method for method in group.methods if group.of(method)):
         runs = group.of(method)
@@ -278,19 +341,54 @@ def cost_table(group: Group) -> Table:
             epsilon = f"{max(epsilons):.4g} ({first.settings['privacy.unit']})"
         adapted = trained_set(first)
         sets.add((adapted, every))
-        cells = [adapted + (", pooled data" if first.pooled else ""), every, shared, str(rounds)]
-        cells += ["the data" if first.pooled else sent, _mean_of_known([run.seconds for run in runs], 1), epsilon]
+        cells = [
+            adapted + (", pooled data" if first.pooled else ""),
+            every,
+            shared,
+            str(rounds),
+            _mean_of_known(_steps(runs), 0),
+            "the data" if first.pooled else sent,
+            _mean_of_known([run.seconds for run in runs], 1),
+            epsilon,
+        ]
         rows.append([method, *cells])
-    notes = ["parameters: how many train at a site; shared: how many of them are sent; MiB: tensors up and down in training, "
+    notes = ["parameters: how many train at a site; shared: how many of them are sent; steps: a site's optimizer steps, "
+             "mean over sites; MiB: tensors up and down in training, "
              "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
-    notes += ["the methods do not all train the same set of parameters"] if len(sets) > 1 else []
-    notes += _fewer_steps(group)
     marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
-    notes += [f"{MARK} without runs that have not all of it on record"] if marked else []
     early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
-    notes += early[:MOST_LISTED]
-    notes += [f"and {len(early) - MOST_LISTED} more that ended early"] if len(early) > MOST_LISTED else []
+    notes += only_true(
+        {"the methods do not all train the same set of parameters": len(sets) > 1}
+        | dict.fromkeys(_unequal_steps(group), True)
+        | dict.fromkeys(_fewer_steps(group), True)
+        | {f"{MARK} without runs that have not all of it on record": marked}
+        | dict.fromkeys(early[:MOST_LISTED], True)
+        | {f"and {len(early) - MOST_LISTED} more that ended early": len(early) > MOST_LISTED}
+    )
     return Table(group.with_group_name("Costs"), columns, rows, notes)
+
+
+def _steps(runs: Sequence[RunRecord]) -> list[float | None]:
+    """Return a site's optimizer steps over each run; None if they are not on record."""
+    return [run.steps[-1] if run.steps else None for run in runs]
+
+
+def _unequal_steps(group: Group) -> list[str]:
+    """Return [] if all methods make equally many steps at a site, else a line with their steps, and one with the remedy.
+
+    Runs on pooled data are left out, because `_fewer_steps` compares them. There is no remedy for runs that ended early.
+    """
+    runs = {m: group.of(m) for m in group.methods if group.of(m) and not group.of(m)[0].pooled}
+    made = {m: n for m, some in runs.items() if (n := mean([one for one in _steps(some) if one is not None]))}
+    if len(set(made.values())) < 2:
+        return []
+    most, early = max(made.values()), {m for m, some in runs.items() if any(run.ended for run in some)}
+    rounds = {m: runs[m][0].last_round * most / n for m, n in made.items() if n < most and m not in early}
+    remedy = few([f"{m}: {count:.0f}" for m, count in rounds.items() if count.is_integer()], 8)
+    said = few([f"{m} {n:,.0f}" for m, n in made.items()], 8)
+    return [f"the methods do not make the same number of steps at a site: {said}"] + (
+        [f"for equal steps set training.rounds: {remedy}"] if remedy else []
+    )
 
 
 def _fewer_steps(group: Group) -> list[str]:
@@ -318,37 +416,60 @@ def _mean_of_known(values: Sequence[float | None], digits: int) -> str:
 def trained_set(run: RunRecord) -> str:
     """Return the kind and settings of the adapter, and of the decoder if it trains."""
     found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
-    parts = [str(found["kind"])]
-    parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
+    parts = [
+        str(found["kind"]),
+        *(f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None),
+    ]
     decoder = found.get("decoder")
     if isinstance(decoder, str) and decoder != "freeze":
         parts.append(f"decoder {decoder}")
     return ", ".join([*parts, *["decoder"] * (decoder is True)])
 
 
-def _significance_table(scores: GroupScores, test: Test, against: str | None) -> Table:
-    """Return the table of paired tests. Pairs of methods with too few scores for a test have a row too."""
+def _significance_table(scores: GroupScores, test: Test, against: str | None, tables: Mapping[Stage, GroupScores]) -> Table:
+    """Return the table of paired tests. Pairs of methods with too few scores for a test have a row too.
+
+    `tables`: the scores of all models. A note says if another model has another best method.
+    """
     found = comparisons(scores, test, against)
-    columns = [METHOD, Column("against", 0, False), Column("pairs", 1), Column("difference")]
-    columns += [Column("better/worse", 2), Column("p", 1), Column("p Holm")]
+    columns = [
+        METHOD,
+        Column("against", 0, False),
+        Column("pairs", 1),
+        Column("difference"),
+        Column("better/worse", 2),
+        Column("p", 1),
+        Column("p Holm"),
+    ]
     rows = [
         [c.one, c.other, str(c.pairs), difference(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
         for c in found[:MOST_TESTS]
     ]
     name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
-    tested = sum(one.p is not None for one in found)
-    notes = [
-        f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests; "
-        "pairs of one site or seed are alike, so p is rather too small"
-    ]
-    notes = notes if tested else []
-    if len(scores.splits) < len(scores.inside):
-        notes.append("sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores")
-    if tested < len(found):
-        notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
-    notes += [f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else []
-    title = scores.group.with_group_name(f"Paired tests, {scores.group.heading(scores.metric)} ({scores.stage})")
-    return Table(title, columns, rows, notes)
+    tested, joined = sum(one.p is not None for one in found), len(scores.splits) < len(scores.inside)
+    notes = {
+        "pairs are seeds × sites; pairs of one site or seed are alike, so p is too small, and it says nothing of other "
+        "patients or sites": tested,
+        f"{name}, two-sided; p Holm: corrected for {number_of(tested, 'test')}": tested,
+        "sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores": joined,
+        f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given": tested < len(found),
+        f"{len(found) - MOST_TESTS} more with larger p are left out here": len(found) > MOST_TESTS,
+    } | {
+        f"the {one} models have another best method, {other}; choose before the runs which model you report (--model); "
+        f"only the {scores.stage} ones are tested here": other != _winner(scores)
+        for one, table in tables.items()
+        if one not in (Stage.PRETRAINED, scores.stage) and (other := _winner(table))
+    }
+    title = scores.group.with_group_name(
+        f"Paired tests over seeds and sites, {scores.group.heading(scores.metric)} ({scores.stage})"
+    )
+    return Table(title, columns, rows, only_true(notes))
+
+
+def _winner(scores: GroupScores) -> str:
+    """Return the method with the best mean over sites and seeds; "" without any."""
+    means = {method: value for method in scores.scored if (value := mean(scores.means(method))) is not None}
+    return (min if scores.lower else max)(means, key=lambda method: means[method], default="")
 
 
 def p_text(value: float | None) -> str:
@@ -365,10 +486,10 @@ def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
         lines.setdefault((method, seed, why), {})[site] = None
     rows = [[method, seed, few(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
     columns = [METHOD, Column("seed"), Column("sites", 1, False), Column("why", 0, False)]
-    rest = [f"{len(rows) - MOST_LISTED} more lines are left out here"] if len(rows) > MOST_LISTED else []
     if not rows:
         return []
-    return [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)]
+    notes = only_true({f"{len(rows) - MOST_LISTED} more lines are left out here": len(rows) > MOST_LISTED})
+    return [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], notes)]
 
 
 def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
@@ -385,8 +506,7 @@ def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
     )  # a rank among fewer methods cannot be averaged with one among all
     rows = []
     for method in methods:
-        cells = [one.get(method) for one in placed]
-        cells.append(mean([one[method] for one in placed]) if complete else None)
+        cells = [*(one.get(method) for one in placed), mean([one[method] for one in placed]) if complete else None]
         rows.append([method, *("-" if cell is None else f"{cell:.2f}" for cell in cells)])
     columns = [METHOD, *(Column(scores.group.name, 2) for scores in tables), Column("mean rank")]
     notes = ["rank over sites in each group of runs that compare; mean rank: only where all groups rank all methods"]
@@ -397,13 +517,25 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return a row per run, site, model and metric, with all numbers that tables and tests use. A missing value is None."""
     found = []
     for group, (method, seed), run in ((one, key, run) for one in groups for key, run in one.runs.items()):
-        whole = {"bytes": _int_if_whole(run.bytes), "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
+        whole: dict[str, Any] = {
+            "bytes": _int_if_whole(run.bytes),
+            "steps": _int_if_whole(_steps([run])[0]),
+        }
+        whole |= {"seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
         metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])
         for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
             if (value := run.score(site, stage, metric)) is not None:
                 ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
-                one: dict[str, Any] = {"group": group.name, "method": method, "seed": seed, "site": site, "model": str(stage)}
-                one |= {"split": run.split, "metric": metric, "value": known(value)}
+                one: dict[str, Any] = {
+                    "group": group.name,
+                    "method": method,
+                    "seed": seed,
+                    "site": site,
+                    "model": str(stage),
+                    "split": run.split,
+                    "metric": metric,
+                    "value": known(value),
+                }
                 found.append(one | {"n": _int_if_whole(run.score(site, stage, COUNT))} | ends | whole)
     return found
 

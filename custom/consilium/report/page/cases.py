@@ -3,7 +3,6 @@
 Both are read never through a link and checked, and pictures are decoded and encoded again.
 """
 
-import base64
 import io
 import math
 import warnings
@@ -22,9 +21,9 @@ from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
 from consilium.report.figures import ROUNDS
-from consilium.report.page.html import INK, PAPER, SERIES, SOFT, inline_svg, page_figure_style
+from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
 from consilium.report.predictions import colours
-from consilium.report.run_record import Curve, Results, known, split_of
+from consilium.report.run_record import Curve, Results, known, split_of, unit_of
 from consilium.report.tables import Table, columns, number, shortened
 from consilium.report.untrusted_files import Number, is_folder, read_plain
 from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
@@ -60,8 +59,15 @@ def curve_figure(name: str, found: Mapping[str, Curve], label: str, what: str) -
         named = shortened([shown(site) for site in lines], 24)
         for index, (site, curve) in enumerate(lines.items()):
             rounds = sorted(curve)
-            look: dict[str, Any] = {"color": SERIES[index % 8], "marker": MARKERS[index % 8], "linestyle": LINES[index % 4]}
-            look |= {"linewidth": 1.6, "markersize": 4, "markevery": max(1, len(rounds) // 10), "label": named[shown(site)]}
+            look: dict[str, Any] = {
+                "color": SERIES[index % 8],
+                "marker": MARKERS[index % 8],
+                "linestyle": LINES[index % 4],
+                "linewidth": 1.6,
+                "markersize": 4,
+                "markevery": max(1, len(rounds) // 10),
+                "label": named[shown(site)],
+            }
             if crowd:
                 look = {
                     "color": SOFT,
@@ -153,8 +159,11 @@ def distribution_figure(name: str, values: Mapping[Stage, Sequence[float]], labe
 MOST_PICTURE, MOST_SIDE = 4 * 1024**2, 2048
 """Bytes, and pixels per side, of a picture at most. A run's pictures are much smaller."""
 MOST_CLASSES = 24
-MEANT = {PICTURE: "the picture", REFERENCE: "the picture with the reference's masks"}
-MEANT |= {s: f"the picture with the {s} model's masks, the reference's outlines in white" for s in Stage}
+MEANT: dict[str, str] = {
+    PICTURE: "the picture",
+    REFERENCE: "the picture with the reference's masks",
+    **{s: f"the picture with the {s} model's masks, the reference's outlines in white" for s in Stage},
+}
 
 
 class Case(BaseModel):
@@ -193,9 +202,7 @@ class Cases(BaseModel):
     @property
     def unit(self) -> str:
         """The word for a unit: image, volume, patient or record."""
-        if (per := dict(self.task.get("scores") or {}).get("per")) in ("image", "volume", "patient"):
-            return str(per)
-        return "record" if self.task.get("name") in ("language", "report") else "image"
+        return unit_of(self.task)
 
     @property
     def scores(self) -> Scores | None:
@@ -269,8 +276,6 @@ def _picture(path: Path) -> str | None:
             with Image.open(io.BytesIO(data), formats=("JPEG",)) as opened:
                 if max(opened.size) > MOST_SIDE:
                     return None
-                file = io.BytesIO()
-                opened.convert("RGB").save(file, "JPEG", quality=QUALITY, subsampling=0)
+                return data_url(opened.convert("RGB"), "JPEG", quality=QUALITY, subsampling=0)
     except (OSError, ValueError, SyntaxError, Warning):
         return None
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -3,13 +3,12 @@
 They name files and show patients, so only this user can read them.
 """
 
-import base64
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 from consilium.core.errors import DataError
@@ -19,7 +18,7 @@ from consilium.data.datalist import Item
 from consilium.data.images import read_image, read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.volumes import header, is_volume
-from consilium.report.page.html import render
+from consilium.report.page.html import data_url, render
 from consilium.report.tables import Table, columns
 
 SIDE = 112
@@ -35,8 +34,10 @@ def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[st
     sites = []
     for name, one in found.items():
         counts: dict[str, Mapping[str, int]] = {"samples": one.samples, "cannot be used": one.bad, "planes": one.planes}
-        counts = {what: of for what, of in counts.items() if what == "samples" or any(of.values())}
-        counts |= {f"class {of}": images for of, images in sorted(one.images_of_class.items())}
+        counts = {
+            **{what: of for what, of in counts.items() if what == "samples" or any(of.values())},
+            **{f"class {of}": images for of, images in sorted(one.images_of_class.items())},
+        }
         rows = [[what, *(str(of.get(split, 0)) for split in one.samples)] for what, of in counts.items()]
         pictures = {line: picture for line, item in one.shown.items() if (picture := _thumbnail(item, settings))}
         kinds = [(level, kind, lines) for level in ("problem", "warning") for kind, lines in getattr(one, f"{level}s").items()]
@@ -55,23 +56,35 @@ def _thumbnail(item: Item, settings: PictureSettings) -> str:
 
     All labels of the mask are white. Without a readable mask there is a diagonal line in its place.
     """
-    try:
-        if item.slice is None and is_volume(item.image):
-            item = Item(item.image, item.label, header(item.image).grid.planes(settings.slices.axis) // 2, settings.slices.axis)
-        image = Image.fromarray(read_image(item, settings))
-    except DataError:
+    if (picture := read_overview(item, settings)) is None:
         return ""
+    image = Image.fromarray(picture)
     image.thumbnail((SIDE, SIDE))
     mask = Image.new("L", image.size, 40)
     ImageDraw.Draw(mask).line([(0, 0), image.size], fill=120)
     try:
         if isinstance(item.label, Path):
-            labels = read_labels(item, settings)
+            labels = read_labels(_middle(item, settings), settings)
             mask = Image.fromarray(labels.where(labels.present() - {0})).convert("L").resize(image.size)
     except DataError:
         pass
-    sheet, file = Image.new("RGB", (image.width * 2 + 4, image.height), (128, 128, 128)), io.BytesIO()
+    sheet = Image.new("RGB", (image.width * 2 + 4, image.height), (128, 128, 128))
     sheet.paste(image, (0, 0))
     sheet.paste(mask, (image.width + 4, 0))
-    sheet.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return data_url(sheet, "PNG")
+
+
+def read_overview(item: Item, settings: PictureSettings) -> np.ndarray | None:
+    """Return an item's picture (H, W, 3) uint8, or a volume's middle plane; None if it cannot be read."""
+    try:
+        return read_image(_middle(item, settings), settings)
+    except DataError:
+        return None
+
+
+def _middle(item: Item, settings: PictureSettings) -> Item:
+    """Return the middle plane of a volume; any other item unchanged."""
+    if item.slice is not None or not is_volume(item.image):
+        return item
+    axis = settings.slices.axis
+    return Item(item.image, item.label, header(item.image).grid.planes(axis) // 2, axis)

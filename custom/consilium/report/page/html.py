@@ -1,5 +1,6 @@
 """HTML of pages: templates with escaped texts, figures as SVG in the page's colours, and privacy statements in words."""
 
+import base64
 import io
 import re
 import time
@@ -10,9 +11,11 @@ from typing import Any, cast
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from PIL import Image
 
 from consilium import __version__
 from consilium.config.privacy import PrivacyConfig
+from consilium.core.lazy import matplotlib
 from consilium.core.sanitize import shown
 from consilium.privacy.plan import not_private
 from consilium.report.run_record import RunRecord
@@ -30,8 +33,13 @@ HEADINGS = {
 INK, SOFT, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
 SERIES = tuple(f"#0500{number:02d}" for number in range(1, 9))
 """Placeholder colours. In a figure's SVG they are replaced by variables of page.css."""
-VARIABLES = {INK: "--text", SOFT: "--soft", RULE: "--rule", PAPER: "--back"}
-VARIABLES |= {colour: f"--c{number}" for number, colour in enumerate(SERIES, start=1)}
+VARIABLES = {
+    INK: "--text",
+    SOFT: "--soft",
+    RULE: "--rule",
+    PAPER: "--back",
+    **{colour: f"--c{number}" for number, colour in enumerate(SERIES, start=1)},
+}
 STYLE = {
     "svg.fonttype": "none", "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
     "text.color": INK, "axes.edgecolor": SOFT, "axes.labelcolor": INK, "xtick.color": SOFT, "ytick.color": SOFT,
@@ -56,8 +64,18 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
     environment.filters["lines"] = lambda text: "\n".join(shown(line, 4 * LIMIT) for line in text[: 4 * LIMIT].splitlines())
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # a file of ours
     contents = [(one, heading) for one, heading in HEADINGS.items() if one in sections]
-    frame: dict[str, Any] = {"title": title, "lead": lead, "source": source, "css": css, "version": __version__, "warnings": []}
-    frame |= {"back": "", "today": time.strftime("%Y-%m-%d"), "contents": contents, "headings": HEADINGS}
+    frame: dict[str, Any] = {
+        "title": title,
+        "lead": lead,
+        "source": source,
+        "css": css,
+        "version": __version__,
+        "warnings": [],
+        "back": "",
+        "today": time.strftime("%Y-%m-%d"),
+        "contents": contents,
+        "headings": HEADINGS,
+    }
     return environment.get_template(template).render(frame | dict(values))
 
 
@@ -68,9 +86,7 @@ def _breakable(text: str) -> Markup:
 
 def page_figure_style(grid: bool = True) -> AbstractContextManager[None]:
     """Return a context manager in which figures get the style of pages. `grid`: whether they have grid lines."""
-    from matplotlib import rc_context
-
-    return rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
+    return matplotlib.rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
 
 
 def inline_svg(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
@@ -96,6 +112,13 @@ def inline_svg(figure: Any, name: str, alt: str, more: Mapping[str, str] | None 
     return Markup(f'<svg role="img" aria-label="{escape(alt)}" {frame}>{body}')
 
 
+def data_url(image: Image.Image, format: str, **options: Any) -> str:
+    """Return a picture as a data URL, encoded in `format` with Pillow's `options`."""
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return f"data:image/{format.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 # words -----------------------------------------------------------------------------------------------------------------
 # The privacy statement of a page, in words.
 
@@ -111,8 +134,12 @@ SCORES = (
     "Scores are not covered by it. In a simulation no noise protects them. In a federation a private job's scores stay at the "
     "site, unless its administrator shares them."
 )
-FACTS = {name: name for name in ("unit", "adjacency", "trust", "accountant", "calibration")}
-FACTS |= {"clip": "clip (C)", "noise_multiplier": "noise multiplier (sigma)", "releases": "releases"}
+FACTS = {
+    **{name: name for name in ("unit", "adjacency", "trust", "accountant", "calibration")},
+    "clip": "clip (C)",
+    "noise_multiplier": "noise multiplier (sigma)",
+    "releases": "releases",
+}
 """Headings of a privacy plan's fields, in the order of the page."""
 Statement = tuple[list[str], list[tuple[str, str]]]
 """Sentences, and facts as pairs (name, value)."""
@@ -141,11 +168,7 @@ def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statemen
 
 def plan_statement(found: Mapping[str, Any]) -> Statement:
     """Return the privacy statement of a plan, from a privacy.json or a site's cases.json."""
-    facts = []
-    for name, heading in FACTS.items():
-        if name in found:
-            value = finite(found[name])
-            facts.append((heading, shown(found[name], 80) if value is None else f"{value:.4g}"))
+    facts = [(heading, _number_or_text(found[name])) for name, heading in FACTS.items() if name in found]
     clip, multiplier = (finite(found.get(name)) for name in ("clip", "noise_multiplier"))
     if clip is not None and multiplier is not None and found.get("calibration") != "paper":
         noise = multiplier * clip * (2 if found.get("adjacency") == "replace" else 1)
@@ -158,8 +181,12 @@ def plan_statement(found: Mapping[str, Any]) -> Statement:
         if found.get("unit") in ("record", "patient") and found.get("trust") != "distributed":
             text = f"in every training step, of deviation {multiplier * clip:.4g} on the sum of the batch's clipped gradients"
         facts.append(("noise", text if multiplier else "none: the multiplier is 0, so nothing is protected"))
-    epsilons = found.get("epsilon")
-    for delta, value in epsilons.items() if isinstance(epsilons, dict) else ():
-        known = finite(value)
-        facts.append((f"epsilon at delta {shown(delta, 20)}", "no bound" if known is None else f"{known:.4g}"))
+    epsilons = found["epsilon"].items() if isinstance(found.get("epsilon"), dict) else ()
+    spent = [(f"epsilon at delta {shown(delta, 20)}", finite(value)) for delta, value in epsilons]
+    facts += [(what, "no bound" if value is None else f"{value:.4g}") for what, value in spent]
     return [shown(found.get("claim", "privacy.json has no claim."), 600)], facts
+
+
+def _number_or_text(raw: Any) -> str:
+    value = finite(raw)
+    return shown(raw, 80) if value is None else f"{value:.4g}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
-from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, Stage
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
 from consilium.core.sanitize import number_of, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
@@ -23,14 +23,12 @@ from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
 from consilium.report.live_view import ending, when
-from consilium.report.page.cases import curve_figure as draw_curves
-from consilium.report.page.cases import model_figure as draw_models
-from consilium.report.page.cases import read_cases, site_section
+from consilium.report.page.cases import curve_figure as draw_curves, model_figure as draw_models, read_cases, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
 from consilium.report.run_files import versions
 from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
-from consilium.report.tables import Table, columns, duration, few, size, stamp
+from consilium.report.tables import Table, columns, duration, few, only_true, size, stamp
 from consilium.report.untrusted_files import (
     MOST_BYTES,
     finite,
@@ -95,8 +93,14 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "hashes": [("the job's digest", config.digest), *plain_file_hashes(record.folder, HASHED)],
         "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
-    sections = ["result", "curves", "training", "privacy", "versions"]
-    sections += ["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)
+    sections = [
+        "result",
+        "curves",
+        "training",
+        "privacy",
+        "versions",
+        *(["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)),
+    ]
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
     counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
@@ -107,17 +111,17 @@ def run_page(record: RunRecord, back: str = "") -> str:
 
 def _warnings(record: RunRecord, pictures: bool) -> list[str]:
     """Return the warnings at the top of the page."""
-    found = []
-    if pictures:
-        found.append("This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.")
-    if record.results is None:
-        found.append("The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.")
-    found += [f"{told}."] if (told := frozen_level(record)) else []
-    if record.lost_lines:
-        found.append(f"Damaged lines of metrics.jsonl: {record.lost_lines}. They count nowhere on this page.")
-    if damaged := sorted(record.damaged - {"metrics.jsonl"}):
-        found.append(f"Damaged files, left out: {', '.join(damaged)}. Run the job anew, or take a copy that is whole.")
-    return found
+    level, damaged, lost = frozen_level(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
+    warnings = {
+        "This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.": pictures,
+        "The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.": (
+            record.results is None
+        ),
+        f"{level}.": level,
+        f"Damaged lines of metrics.jsonl: {lost}. They count nowhere on this page.": lost,
+        f"Damaged files, left out: {', '.join(damaged)}. Run the job anew, or take a copy that is whole.": damaged,
+    }
+    return only_true(warnings)
 
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
@@ -162,18 +166,40 @@ def _training_table(record: RunRecord) -> Table | None:
         numbers = (asked, len(found), max(asked - len(found), 0), counts["concluded"][site], refused[site])
         up, down = ([one.get(name, 0.0) for one in found] for name in (BYTES_UP, BYTES_DOWN))
         seconds = [one[TRAIN_SECONDS] for one in found if TRAIN_SECONDS in one]
-        row = [site, *map(str, numbers), *map(size, (sum(up), sum(down), max(up, default=0.0)))]
-        row += [duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]
+        row = [
+            site,
+            *map(str, numbers),
+            f"{sum(one.get(TRAIN_STEPS, 0.0) for one in found):,.0f}",
+            *map(size, (sum(up), sum(down), max(up, default=0.0))),
+            *([duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]),
+        ]
         rows.append([*row, size(max((one.get(TRAIN_MEMORY, 0.0) for one in found), default=0.0)) if found else "-"])
         sums.update({"answered": len(found), "sent": sum(up), "received": sum(down)})
-    heads = ["site", "asked", "answered", "absent", "in the mean", "refused", "sent", "received", "largest update"]
-    heads += ["time", "a round, median", "GPU memory, most"]
+    heads = [
+        "site",
+        "asked",
+        "answered",
+        "absent",
+        "in the mean",
+        "refused",
+        "steps",
+        "sent",
+        "received",
+        "largest update",
+        "time",
+        "a round, median",
+        "GPU memory, most",
+    ]
     total = [size(sums[head]) if head in ("sent", "received") else "" for head in heads]
     total[0], total[2] = "all sites", str(sums["answered"])
-    unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B") for row in rows)}
+    unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B", *["0"] * (head == "steps")) for row in rows)}
     places = [i for i, head in enumerate(heads) if head not in unknown]
     table = [[row[i] for i in places] for row in [*rows, total]]
-    return Table("Training at the sites", columns(*(heads[i] for i in places)), table, sums={len(rows)}) if rows else None
+    phases = max(record.config.strategy.traits.phases)
+    notes = [f"asked: once in each phase; a round of {record.config.strategy.name} has up to {phases} phases"] * (phases > 1)
+    return (
+        Table("Training at the sites", columns(*(heads[i] for i in places)), table, notes, sums={len(rows)}) if rows else None
+    )
 
 
 def _parameters_sentence(record: RunRecord) -> str:
@@ -259,11 +285,24 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
     rows = []
     for one in entries:
         spent = [one["epsilon"][unit]["1e-05"] for unit in ("record", "patient", "site")]
-        row = [one["dataset"], ", ".join(one["jobs"]), str(one["releases"])]
-        row += [f"{one['void']}: {VOID}" if one["void"] else "0", one["adjacency"], ", ".join(one["trust"])]
+        row = [
+            one["dataset"],
+            ", ".join(one["jobs"]),
+            str(one["releases"]),
+            f"{one['void']}: {VOID}" if one["void"] else "0",
+            one["adjacency"],
+            ", ".join(one["trust"]),
+        ]
         rows.append([*row, *(NO_BOUND if finite(value) is None else f"{value:.4g}" for value in spent)])
-    heads = ["data set", "jobs", "releases", "void rows", "adjacency", "trust"]
-    heads += [f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")]
+    heads = [
+        "data set",
+        "jobs",
+        "releases",
+        "void rows",
+        "adjacency",
+        "trust",
+        *(f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")),
+    ]
     return Table("Privacy spent by all jobs together, at delta 1e-05", columns(*heads), rows), ""
 
 
@@ -282,8 +321,9 @@ def site_folder(folder: Path, site: str) -> Path:
     Raises ConfigError if there is no such site, and for the run's folder at the server of a federation.
     """
     if (folder / "metrics.jsonl").exists() and not is_simulation(folder):
-        what = "is a server's, which has nothing of a site's own; give the run's folder at the site"
-        raise ConfigError(f"--site: {folder} {what}")
+        raise ConfigError(
+            f"--site: {folder} is a server's, which has nothing of a site's own; give the run's folder at the site"
+        )
     inside = {one.name: one for one in subfolders(folder / "sites")}
     if site in inside:
         return inside[site]
@@ -336,8 +376,11 @@ def site_page(folder: Path, site: str) -> str:
 # study page ------------------------------------------------------------------------------------------------------------
 # The page of a study: its comparison, with those pictures of `compare` that show no patient.
 
-INKED = {colour.lower(): f"--c{number}" for number, colour in enumerate(COLOURS, start=1)}
-INKED |= {"#e0e0e0": "--rule", "#ebebeb": "--rule"}
+INKED = {
+    **{colour.lower(): f"--c{number}" for number, colour in enumerate(COLOURS, start=1)},
+    "#e0e0e0": "--rule",
+    "#ebebeb": "--rule",
+}
 """The page's variable for each colour of a comparison, because its black would be invisible in dark mode."""
 SHOWS = {
     "curves": "Learning curves on validation data, mean over sites",

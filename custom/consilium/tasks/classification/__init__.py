@@ -66,8 +66,10 @@ class ClassificationConfig(PictureSettings, TaskConfig):
     def keep_apart(self) -> None:
         """See TaskConfig. With `balance` the site's class counts influence every record's gradient."""
         if self.balance != "none":
-            what = "counts a site's classes, so one record is in the gradients of all: no privacy.unit record"
-            raise ValueError(f"task.balance: {self.balance!r}: {what}; write none")
+            raise ValueError(
+                f"task.balance: {self.balance!r}: counts a site's classes, so one record is in the gradients of all: no "
+                "privacy.unit record; write none"
+            )
 
     @field_validator("classes")
     @classmethod

@@ -20,7 +20,7 @@ from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import CachedSample
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
-from consilium.tasks.base import Answered, Batch, Classified, Scored, evaluating
+from consilium.tasks.base import Answered, Batch, Classified, SampledTask, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.classification import ClassificationConfig, F1Classes
 from consilium.tasks.classification.texts import TextSamples, padded, require_kind, words_of
@@ -32,7 +32,7 @@ NONE = -1
 """The class index of an image that has none of the task's classes."""
 
 
-class ClassificationTask:
+class ClassificationTask(SampledTask):
     """One site's images, each with one class. All are checked at the start, so bad data stops the job before training.
 
     With `texts` the samples are texts: a batch has "text" (N, T) instead of "image". Metrics: see `score`, for each image, or
@@ -88,24 +88,6 @@ class ClassificationTask:
         found = {"image": read_picture(item, size, settings, padding)}
         class_index(item, self.classes)  # last: whether a file can be read must not depend on the job's settings
         return found
-
-    @property
-    def skipped(self) -> int:
-        """The number of unreadable samples that were skipped so far."""
-        return self._samples.skipped
-
-    @property
-    def quiet(self) -> bool:
-        """See Task."""
-        return self.data.loading.ignore_unfit and not self._samples.all_lost
-
-    def read_again(self, split: str, index: int) -> None:
-        """Read a sample from its files, even if it is cached. Raises DataError."""
-        self._samples.read_again(split, index)
-
-    def has(self, split: str) -> bool:
-        """Return whether the split has any sample."""
-        return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return "image" (N, 3, S, S), or "text" (N, T), and "label" (N,) of these training samples.

@@ -41,8 +41,10 @@ class TextSamples:
             kept = [ids if len(ids) <= max_length else ids[: max_length - 1] + ids[-1:] for ids in found]
             self._rows[split] = [{"text": torch.tensor(ids)} for ids in kept]
         if cut:
-            what = f"{cut} texts lost their end: they are longer than model.max_length {max_length} tokens"
-            logging.getLogger(__name__).warning(f"{data.path}: {what}; raise it to keep them whole")
+            logging.getLogger(__name__).warning(
+                f"{data.path}: {cut} texts lost their end: they are longer than model.max_length {max_length} tokens; raise it "
+                "to keep them whole"
+            )
 
     def _tokens(self, text: Text, quiet: bool) -> list[int]:
         """Return a text's token ids, with the tokens that the tokenizer adds around it.

@@ -118,8 +118,10 @@ class LanguageConfig(TaskConfig):
     def keep_apart(self) -> None:
         """See TaskConfig. Raises ValueError."""
         if self.packed:
-            what = "puts several records into a row, where no gradient is one record's; use false"
-            raise ValueError(f"task.packed: true {what} with privacy.unit record")
+            raise ValueError(
+                "task.packed: true puts several records into a row, where no gradient is one record's; use false with "
+                "privacy.unit record"
+            )
 
     @field_validator("labels")
     @classmethod

@@ -32,8 +32,10 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
         given = (text.final_answer,) if text.final_answer else text.outputs
         found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
         if config.evaluate == "options" and text.labels and (len(known) < 2 or len({*known}) < len(known)):
-            what = f"labels: {', '.join(known)[:80]!r}: expected at least two options, each once"
-            raise UnfitError(f"{text.name}: {what}; an answer is chosen among them")
+            raise UnfitError(
+                f"{text.name}: labels: {', '.join(known)[:80]!r}: expected at least two options, each once; an answer is "
+                "chosen among them"
+            )
         remedy = "give one there, or change the record's labels" if text.labels else "set task.labels"
         field = "final_answer" if text.final_answer else "output"
         what = f"{field} has none of the labels ({', '.join(known) or 'none given'}); {remedy}"

@@ -58,8 +58,10 @@ class Prompt:
         if self.form == "chat":
             return self._asked(question, context, self._earlier(text))
         if text.history:
-            what = f"a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question"
-            raise ConfigError(f"{text.name}: {what}; use task.prompt: chat")
+            raise ConfigError(
+                f"{text.name}: a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question; use "
+                "task.prompt: chat"
+            )
         found = filled(_form(self.form, bool(context)), question, context)
         return found._replace(before=f"{text.system}\n\n{found.before}") if text.system else found
 
@@ -122,8 +124,10 @@ class Prompt:
     def _earlier(self, text: Text) -> list[dict[str, str]]:
         """Return the turns before the last question. Raises ConfigError for a system prompt that the template ignores."""
         if text.system and not self.takes_system:
-            remedy = "move its words into the first question, or use task.prompt: alpaca"
-            raise ConfigError(f"{text.name}: system: the tokenizer's chat template takes no system prompt; {remedy}")
+            raise ConfigError(
+                f"{text.name}: system: the tokenizer's chat template takes no system prompt; move its words into the first "
+                "question, or use task.prompt: alpaca"
+            )
         found = [{"role": "system", "content": text.system}] if text.system else []
         for question, answer in text.history:
             found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.strip()}]
@@ -212,8 +216,7 @@ class Prompt:
             raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
 
     def _said(self, message: str, answer: str | None = None) -> str:
-        turns = [{"role": "user", "content": message}]
-        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        turns = [{"role": "user", "content": message}, *([] if answer is None else [{"role": "assistant", "content": answer}])]
         return self._render(turns, asks=answer is None)
 
     def _render(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:

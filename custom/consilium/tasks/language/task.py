@@ -105,8 +105,9 @@ class LanguageTask:
         if self._compares and not text.rejected:
             raise UnfitError(f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected")
         if text.rejected and not self._compares:
-            remedy = "use learn: preference, or write one answer per record"
-            raise UnfitError(f"{text.name}: a record with a rejected answer, {where}; {remedy}")
+            raise UnfitError(
+                f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per record"
+            )
 
     def _encoded(self, text: Text) -> list[Encoded]:
         """Return a record's tokens and, for preferences, those of its rejected answer."""
@@ -168,8 +169,10 @@ class LanguageTask:
             whole, each = self._answer_scores(model, split, batch_size, distances)
             each |= ranked
         cut = dict(zip(CUT, _count_shortened(self._pairs[split]), strict=True))
-        found |= {name: number / len(self._pairs[split]) for name, number in cut.items()} | whole
-        found |= {name: sum(values) / len(values) for name, values in each.items()}
+        found |= {
+            **({name: number / len(self._pairs[split]) for name, number in cut.items()} | whole),
+            **{name: sum(values) / len(values) for name, values in each.items()},
+        }
         return found | (self._summary(split, {"loss": losses} | each) if distances else {})
 
     def _summary(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -265,8 +268,10 @@ class LanguageTask:
         found = [self._encoder.prompt(text, most) for text in texts]
         self._cut_asked = sum(cut for _, cut in found)
         if most < self._encoder.max_length and self._cut_asked:
-            what = f"prompts lose their middle to be answered: the model has positions for {most} tokens"
-            self._warn_once(f"{what} beside task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole")
+            self._warn_once(
+                f"prompts lose their middle to be answered: the model has positions for {most} tokens beside "
+                f"task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole"
+            )
         return [tokens for tokens, _ in found]
 
     def _teacher_forced(
@@ -341,8 +346,10 @@ class LanguageTask:
             found = truth(text, self.config)
             for one in (text.labels or self.config.labels) if self.kind == "options" else ():
                 if not 0 < len(self._encoder.option(one)) <= self._encoder.max_length // 2:
-                    what = f"the option {one[:60]!r} has no token, or more than half of model.max_length"
-                    raise UnfitError(f"{text.name}: {what}; mend it, or raise model.max_length")
+                    raise UnfitError(
+                        f"{text.name}: the option {one[:60]!r} has no token, or more than half of model.max_length; mend it, "
+                        "or raise model.max_length"
+                    )
             return found
         except UnfitError as error:
             if self.quiet:

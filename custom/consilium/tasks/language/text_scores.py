@@ -17,9 +17,8 @@ import math
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from operator import or_
-from typing import Any
 
 from consilium.tasks.language.answers import MOST
 
@@ -56,12 +55,13 @@ def _first_characters(written: Sequence[str], references: Sequence[Sequence[str]
 
 def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
     """Return each answer's F-measure of the longest common subsequence of stems, with its best reference."""
+    from nltk.stem.porter import PorterStemmer
     from rouge_score.scoring import fmeasure
 
-    split, found = _Stems().tokenize, []
+    stem, found = PorterStemmer().stem, []
     for one, refs in zip(written, references, strict=True):
-        own, scores = split(one), [0.0]
-        for true in filter(None, map(split, refs if own else ())):
+        own, scores = _stems(one, stem), [0.0]
+        for true in filter(None, (_stems(ref, stem) for ref in (refs if own else ()))):
             common = _longest_common(own, true)
             scores.append(fmeasure(common / len(own), common / len(true)))
         found.append(max(scores))
@@ -84,22 +84,14 @@ def _longest_common(one: Sequence[str], other: Sequence[str]) -> int:
     return len(other) - left.bit_count()
 
 
-class _Stems:
-    """A replacement for rouge-score's tokenizer, which keeps only a to z and digits, so that Cyrillic answers would score 0.
+def _stems(text: str, stem: Callable[[str], str]) -> list[str]:
+    """Return a text's lower-case stems.
 
-    Words are letters, combining marks and digits of every script. ASCII words of more than three letters are stemmed, as there.
+    rouge-score's own tokenizer keeps only a to z and digits, so that Cyrillic answers would score 0. Here words are letters,
+    combining marks and digits of every script. ASCII words of more than three letters are stemmed, as there.
     """
-
-    @cached_property
-    def _porter(self) -> Any:
-        from nltk.stem.porter import PorterStemmer
-
-        return PorterStemmer()
-
-    def tokenize(self, text: str) -> list[str]:
-        """Return a text's lower-case stems."""
-        found = "".join(c if _spells(c) else " " for c in _composed(text.lower())).split()
-        return [self._porter.stem(one) if len(one) > 3 and one.isascii() else one for one in found]
+    found = "".join(c if _spells(c) else " " for c in _composed(text.lower())).split()
+    return [stem(one) if len(one) > 3 and one.isascii() else one for one in found]
 
 
 def _spells(character: str) -> bool:

@@ -108,8 +108,10 @@ class Encoder:
             if len(found.ids) <= self.max_length:
                 return found
             if text.history:
-                what = f"a conversation of {len(found.ids)} tokens, over model.max_length {self.max_length}"
-                raise UnfitError(f"{text.name}: {what}; raise it, or split the conversation")
+                raise UnfitError(
+                    f"{text.name}: a conversation of {len(found.ids)} tokens, over model.max_length {self.max_length}; raise "
+                    "it, or split the conversation"
+                )
         answer = self.answer(text)
         prompt, cut = self.prompt(text, max(self.max_length - len(answer), self._least))
         kept = answer[: self.max_length - len(prompt)]
@@ -154,8 +156,8 @@ class Encoder:
         return {"input_ids": _pad(prompts, self.pad, "left"), "attention_mask": _pad(mask, 0, "left")}
 
     def _begun(self, tokens: list[int]) -> list[int]:
-        """Return the tokens with the begin token before them, unless a chat template has already written it."""
-        return tokens if tokens[:1] == self._begin else [*self._begin, *tokens]
+        """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
+        return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 
     def _as_one(self, parts: Sequence[tuple[str, bool]]) -> list[tuple[int, bool]]:
         """Return (token, learned) for a whole text tokenized at once. A token that overlaps a learned part is learned.

@@ -45,8 +45,10 @@ class SeeingEncoder(Encoder):
         around = [super(SeeingEncoder, self)._plain(words) for words in (seen.before, seen.after)]
         self._seen, self._shown = seen, [*around[0], *seen.ids, *around[1]]
         if max_length < len(self._shown) + LEAST:
-            what = f"{max_length}: a picture alone takes {len(self._shown)} tokens"
-            raise ConfigError(f"model.max_length: {what}; use at least {len(self._shown) + LEAST}")
+            raise ConfigError(
+                f"model.max_length: {max_length}: a picture alone takes {len(self._shown)} tokens; use at least "
+                f"{len(self._shown) + LEAST}"
+            )
         self._in_turn = form == "chat"
         if not self._in_turn:
             self._begin = [*self._shown, *self._begin] if seen.leads else [*self._begin, *self._shown]
@@ -55,8 +57,10 @@ class SeeingEncoder(Encoder):
         """See Encoder. Raises UnfitError for a record that contains the picture's token, or is too long for its picture."""
         found, cut = super().prompt(self._marked(text), most)
         if found.count(self._seen.token) != self._seen.ids.count(self._seen.token):
-            why = "has words that stand for a picture, or is too long to keep its own"
-            raise UnfitError(f"{text.name}: {why}; remove them, shorten it, or raise model.max_length")
+            raise UnfitError(
+                f"{text.name}: has words that stand for a picture, or is too long to keep its own; remove them, shorten it, or "
+                "raise model.max_length"
+            )
         return found, cut
 
     def answer(self, text: Text) -> list[int]:
@@ -78,10 +82,6 @@ class SeeingEncoder(Encoder):
         return (
             replace(text, instruction=MARK + text.instruction) if text.instruction else replace(text, input=MARK + text.input)
         )
-
-    def _begun(self, tokens: list[int]) -> list[int]:
-        """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
-        return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 
     def _plain(self, text: str) -> list[int]:
         """Return a text's tokens, with the picture's tokens in the place of MARK."""

@@ -8,7 +8,7 @@ from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, each_once
 from consilium.data.settings import PictureSettings
 from consilium.tasks import picture_lists
-from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+from consilium.tasks.registry import TaskConfig, TaskKind
 from consilium.tasks.segmentation import scores
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
@@ -62,22 +62,13 @@ class SegmentationConfig(PictureSettings, TaskConfig):
         return {name: [i] for i, name in enumerate(each_once(value), start=1)}
 
 
-def metric_names(config: SegmentationConfig) -> frozenset[str]:
-    """Return the names of all metrics that a segmentation task can report."""
-    return scores.metric_names(config.classes)
-
-
-def _scores(config: SegmentationConfig) -> Scores:
-    return scores.scores(config.scores)
-
-
 SCORES = scores.scores(SegmentationScoresConfig())
 """How scores are shown by default."""
 _TASK = "consilium.tasks.segmentation.task"
 SEGMENTATION = TaskKind(
     SegmentationConfig,
-    _scores,
-    metric_names,
+    lambda config: scores.scores(config.scores),
+    lambda config: scores.metric_names(config.classes),
     picture_lists.strict_reader(classes=False),
     lazy(f"{_TASK}:build"),
     picture_lists.check,

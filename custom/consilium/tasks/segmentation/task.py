@@ -22,7 +22,7 @@ from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import CachedSample
 from consilium.models.registry import ModelConfig
-from consilium.tasks.base import Batch, Scored, Segmented, evaluating
+from consilium.tasks.base import Batch, SampledTask, Scored, Segmented, evaluating
 from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation import SegmentationConfig, prompts_of
 from consilium.tasks.segmentation.prompts import TAKEN
@@ -37,7 +37,7 @@ EXAMPLES = 3
 """The number of pictures of a split that are shown: its first ones."""
 
 
-class SegmentationTask:
+class SegmentationTask(SampledTask):
     """One site's images. All samples are checked at the start, so bad data stops the job before training.
 
     Metrics are computed for each image, volume or patient (`scores.per`) and averaged over the units where they are defined.
@@ -78,11 +78,6 @@ class SegmentationTask:
         )
 
     @property
-    def skipped(self) -> int:
-        """The number of unreadable samples that were skipped so far."""
-        return self._samples.skipped
-
-    @property
     def notes(self) -> list[str]:
         """Return a sentence for each split and class with structures too small for the model's size."""
         what = f"at the model's {self.size} pixels; single pixels are marked instead: raise model.image_size, or set task.tiles"
@@ -91,22 +86,9 @@ class SegmentationTask:
             for (split, name), count in sorted(self._samples.small.items())
         ]
 
-    @property
-    def quiet(self) -> bool:
-        """See Task."""
-        return self.data.loading.ignore_unfit and not self._samples.all_lost
-
-    def read_again(self, split: str, index: int) -> None:
-        """Read a sample from its files, even if it is cached. Raises DataError."""
-        self._samples.read_again(split, index)
-
     def remember(self, encoder: str) -> None:
         """Cache the embeddings of pictures from now on, under the name of the frozen encoder. Augmented pictures differ."""
         self._embeddings = Embeddings(self._samples.store, encoder)
-
-    def has(self, split: str) -> bool:
-        """Return whether the split has any sample."""
-        return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return these samples of the training split, augmented with `seed`; {} if none of them can be read."""
@@ -198,8 +180,10 @@ class SegmentationTask:
         for metric, values in scores.items():
             by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
             known = {c: v for c, v in by_class.items() if not np.isnan(v)}
-            result |= {f"{metric}/{c}": v for c, v in known.items()}
-            result |= {metric: sum(known.values()) / len(known)} if known else {}
+            result |= {
+                **{f"{metric}/{c}": v for c, v in known.items()},
+                **({metric: sum(known.values()) / len(known)} if known else {}),
+            }
         return result
 
     def _forward(self, model: nn.Module, batch: Batch, known: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,4 +1,7 @@
-"""The command `consilium data check`, for one data list, a site's folder, or a folder with a folder per site."""
+"""The commands `consilium data check`, `split`, `stats` and `cache`, for the data lists of sites.
+
+`check`, `split` and `stats` take one data list, a site's folder, or a folder with a folder per site.
+"""
 
 import shlex
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from consilium.cli.options import (
     FormatOption,
     KitPluginsOption,
     SetOption,
+    check_finite,
     emit,
     load_for_data,
 )
@@ -21,14 +25,21 @@ from consilium.config.site import SiteConfig, is_site_folder, load_site, read_si
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, line, shown
+from consilium.core.storage import nothing_left_on_failure
+from consilium.data import store as cache_folder
 from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
-from consilium.data.datalist import DataList, with_affine, with_challenge_splits
+from consilium.data.datalist import DataList, read_datalist, with_affine, with_challenge_splits
 from consilium.data.folders import has_classes, import_command, importable_content, subfolders
 from consilium.data.label_map import with_job_labels
-from consilium.data.settings import PictureSettings
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.site_names import renamed_notes, renamed_sites
+from consilium.data.split import Cut, split_list
+from consilium.data.stats import site_stats
 from consilium.data.text import has_texts
+from consilium.report.data_stats import tables, write_stats
 from consilium.report.page.check_page import write_report
+from consilium.report.tables import Column, Table
 from consilium.tasks.registry import TASKS
 
 JOB = "consilium.federation.job"
@@ -53,9 +64,7 @@ def data_check(
     format: FormatOption = "txt",
 ) -> None:
     """Read every image and label, or every record of JSONL files, and name the bad ones. Exit code 1 if there are problems."""
-    if override and not job:
-        raise ConfigError("--set: is of a job; give --job too")
-    config = load_for_data(job, override or [], kit) if job else None
+    config = load_for_data(job, override or [], kit)
     lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
@@ -195,3 +204,115 @@ def _lines_of_kind(what: str, found: dict[str, Any], style: str) -> Iterator[Tex
     yield from (line(f"    {name}", limit=LONGEST_LINE) for name in found["first"])
     if (more := found["count"] - len(found["first"])) > 0:
         yield line(f"    and {more} more; --report FOLDER names all")
+
+
+# split -----------------------------------------------------------------------------------------------------------------
+
+
+def data_split(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, a folder per class, or a folder of sites"),
+    ],
+    dest: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DEST",
+            help="folder for datalist.json, or fold-1 and so on, and split.json; a folder per site for several sites",
+        ),
+    ],
+    validation: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.9, help="share of all samples; with --folds or --keep-test, of the samples outside the test split"
+        ),
+    ] = 0.1,
+    test: Annotated[float, typer.Option(min=0, max=0.9, help="share of all samples")] = 0.2,
+    folds: Annotated[
+        int, typer.Option(min=0, max=100, help="make this many lists; each part of the data is once the test split")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
+    keep_test: Annotated[bool, typer.Option("--keep-test", help="keep the list's own test split")] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Split a data list anew, with similar labels in each split. Pictures stay where they are.
+
+    All samples of a patient, a study and a volume are in the same split.
+    """
+    check_finite(validation=validation, test=test)
+    if folds == 1 or (folds and keep_test):
+        raise ConfigError("--folds: take 2 or more, and without --keep-test")
+    cut, lists = Cut(validation, test, folds, seed, keep_test), lists_of(source)
+    names = renamed_sites(lists, source) if len(lists) > 1 else {}
+    with nothing_left_on_failure(dest):
+        found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
+
+    def lines() -> Iterator[Table | str]:
+        for name, summary in found.items():
+            rows, place = [], dest / names.get(name, "")
+            for split_name, parts in summary["lists"].items():
+                for split, counts in parts.items():
+                    labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
+                    rows.append([split_name, split, labels, str(counts["samples"]), str(counts["groups"])])
+            headings = ("list", "split", "samples by label", "samples", "groups")
+            heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
+            yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
+            yield from (f"note: {note}" for note in summary["notes"])
+            yield f"{place}: {', '.join(summary['lists'])} and split.json"
+        yield from (f"note: {shown(note)}" for note in renamed_notes(names))
+        for name, one in lists.items():
+            if one.site != SiteConfig(datalist=one.own.datalist):
+                yield f"note: {shown(name)}: its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
+
+    emit({names[name]: one for name, one in found.items()} if names else next(iter(found.values())), lines(), format)
+
+
+# stats -----------------------------------------------------------------------------------------------------------------
+
+
+def data_stats(
+    source: Annotated[
+        Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder with a folder per site")
+    ],
+    job: Annotated[Path | None, typer.Option(help="read samples as this job does, and count its classes")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FOLDER", help="folder for stats.json and stats.png")] = None,
+    override: SetOption = None,
+    kit: KitPluginsOption = None,
+    format: FormatOption = "txt",
+) -> None:
+    """Compare the pictures of sites: counts, sizes, spacing, intensities, classes."""
+    config = load_for_data(job, override or [], kit)
+    task, as_listed = (config.task, config.dpsgd is not None) if config else (None, False)
+    if task is not None and not isinstance(task, PictureSettings):
+        raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
+    classes = getattr(task, "classes", None)
+    masks = None if classes is None else not isinstance(classes, dict)
+    lists = {
+        name: with_affine(with_challenge_splits(read_datalist(one.own.datalist, masks), as_listed), one.own.nifti_affine)
+        for name, one in lists_of(source).items()
+    }
+    settings = task if isinstance(task, PictureSettings) else DEFAULTS
+    stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}
+    if report is not None:
+        write_stats(report, stats, lists, settings)
+    written = [f"{report}: stats.json and stats.png, which shows patients: keep them at the site"] if report is not None else []
+    emit(stats, [*tables(stats), *written], format)
+
+
+# cache -----------------------------------------------------------------------------------------------------------------
+
+
+def data_cache(
+    folder: Annotated[
+        Path, typer.Argument(help="the folder that `cache: {folder:}` in site.yaml names, or else the site's state folder")
+    ],
+    clear: Annotated[bool, typer.Option("--clear", help="delete the cache; the next job makes it again")] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Show the number and size of the decoded samples in a site's cache on disk."""
+    found = cache_folder.find_cache(folder)
+    samples, size = cache_folder.cache_contents(found)
+    if clear:
+        cache_folder.clear_cache(found)
+    text = f"{found}: {samples:,} samples, {size:,} bytes{', removed' if clear else ''}"
+    emit({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}, text, format)
