@@ -230,3 +230,15 @@ def _named(module: str, name: str) -> object | None:
         return getattr(parent, name) if hasattr(parent, name) else importlib.import_module(f"{module}.{name}")
     except ModuleNotFoundError as error:
         return None if (error.name or "").startswith(("consilium", "tests")) else "?"
+
+
+def test_a_library_draws_no_progress_bar_in_a_pipe() -> None:
+    """tqdm's bar is also transformers' while it reads a GGUF file."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import consilium; from tqdm.auto import tqdm; print(sum(tqdm(range(3))))"],
+        env={name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("3\n", "")

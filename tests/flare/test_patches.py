@@ -100,11 +100,11 @@ def test_timers_share_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         called.put(number)
         assert number != 0
 
-    before, timers = threading.active_count(), [SharedTimer(0.05, partial(put, n)) for n in range(500)]
-    SharedTimer(0.1, partial(put, 500)).start()
-    for timer in timers:
+    before, timers = threading.active_count(), [SharedTimer(0.05, partial(put, n)) for n in range(500) if n != 7]
+    for timer in (*timers, cancelled := SharedTimer(1, partial(put, 7))):
         timer.start()
-    timers[7].cancel()
+    cancelled.cancel()
+    SharedTimer(1.1, partial(put, 500)).start()  # due after the cancelled one
     assert threading.active_count() <= before + 1
     assert sorted(called.get(timeout=10) for _ in range(500)) == [n for n in range(501) if n != 7]
     SharedTimer(1000, partial(put, 501)).start()
