@@ -55,7 +55,9 @@ def test_a_name_that_is_taken_is_refused_unless_the_new_site_is_named_otherwise(
     dest = tmp_path / "out"
     run_import("tnbc", tnbc, dest)
     before = tree(dest)
-    with pytest.raises(DataError, match=r"holds sites already; give another folder, or --add to have both"):
+    with pytest.raises(
+        DataError, match=r"holds sites already; give another folder, or --add to have both; .*consilium data split .* NEW"
+    ):
         import_set("tnbc", tnbc, dest)
     with pytest.raises(DataError, match=r"has a site tnbc already; name the new one otherwise: --rename tnbc=NAME"):
         import_set("tnbc", tnbc, dest, add=True)

@@ -85,6 +85,38 @@ def test_a_workspace_that_does_not_say_names_both_runs_of_one_name(study_file: M
     assert cell_folder(tmp_path / "w/method=A") == new.folder
 
 
+def test_runs_of_two_studies_in_a_workspace_are_named_by_their_study(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = tmp_path / "runs/studies/tiny"
+    one = begun(load(study_file(axes={"method": {"A": RATES["A"]}}), workspace=w))
+    file = shutil.copy(study_file(axes={"method": {"A": RATES["B"]}}), tmp_path / "fair.yaml")
+    other = begun(load(file, workspace=w))
+    for study in (one, other):
+        done(study.cells()[0], 0.5)
+    with pytest.raises(
+        ConfigError, match=f"method=A is a run of several studies; give {w}/tiny/method=A or {w}/fair/method=A$"
+    ):
+        cell_folder(w / "method=A")
+    assert cell_folder(w / "tiny/method=A") == one.cells()[0].folder
+    assert cell_folder(w / "fair/method=A") == other.cells()[0].folder
+    monkeypatch.chdir(tmp_path)
+    (w / KEPT).write_text(json.dumps({"tiny": json.loads((w / KEPT).read_text())["tiny"]}))
+    assert cell_folder(Path("tiny.yaml/method=A")).resolve() == one.cells()[0].folder
+
+
+def test_show_and_compare_name_the_cell_and_the_folder(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = study_file(axes={"method": {"A": RATES["A"], "FedSCA": {"strategy": "fedsca"}}})
+    assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w") == 2
+    assert "method=FedSCA: " in capsys.readouterr().err
+    path = study_file(axes={"method": RATES})
+    assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "w") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"in {tmp_path / 'w' / 'cells'} (of --workspace) no cell is done" in said
+
+
 def test_cells_are_called_as_the_study_calls_them_now_and_in_its_order(study_file: MakeStudy, tmp_path: Path) -> None:
     first = begun(load(study_file(axes={"method": RATES}), workspace=tmp_path / "w"))
     for cell in first.cells():

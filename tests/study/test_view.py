@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -12,7 +13,7 @@ from consilium.report.tables import terminal
 from consilium.study.definition import load
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord
-from consilium.study.view import StudyView, cells_table
+from consilium.study.view import OFTEN, StudyView, cells_table
 from tests.study.conftest import MakeStudy
 
 METHODS = {"a method with quite a long name " + c: {"training.lr": 1 / n} for n, c in enumerate("abcdefgh", 2)}
@@ -60,10 +61,22 @@ def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_fi
     ]
 
 
+def test_in_a_pipe_running_cells_are_a_line_now_and_then(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, console = planned(study_file, tmp_path, seeds=1)[:2], Console(file=io.StringIO(), width=80)
+    view = StudyView(console, "tiny", cells, workers=2)
+    view(cells[0], (0.01, "round 1/4"))
+    monkeypatch.setattr(view, "said_at", view.said_at - OFTEN)
+    view(cells[0], (0.02, "round 2/4"))
+    view(cells[0], (0.03, "round 2/4"))
+    assert console.file.getvalue() == f"0/2 {cells[0].cell.name}: round 2/4\n"  # type: ignore[attr-defined]
+
+
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
     records = {cell.id: CellRecord("done", seconds=3600.0) for cell in cells}
-    text = printed(80, False, terminal(cells_table("t", cells, records, {cell.id: 2_500_000 for cell in cells}), 80))
+    text = printed(80, False, terminal(cells_table("t", cells, records, {cell.id: 5 * 2**19 for cell in cells}), 80))
     assert max(map(cell_len, text.splitlines())) <= 80
-    assert text.count("2.5") == len(cells)
+    assert text.count("2.50") == len(cells)
     assert all(cell.id in text for cell in cells)

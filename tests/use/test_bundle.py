@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
     metadata = json.loads((folder / "configs/metadata.json").read_text())
     assert all(isinstance(metadata[key], str) and metadata[key] for key in TEXTS)
     assert {"optional_packages_version", "network_data_format"} <= metadata.keys()
+    assert metadata["required_packages_version"]["fire"] == version("fire")
     monai(folder, "-c", STEPS, str(images))
     assert {path.name for path in (folder / "out").iterdir()} == set(wanted)
     for name, plane in wanted.items():

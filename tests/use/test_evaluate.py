@@ -1,6 +1,7 @@
 """`consilium evaluate`: the closing table's scores again, and every site's model at every site."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ def test_a_model_on_its_own_sites_data_has_the_tables_scores_and_intervals(
         name: value for name, value in results.items() if name.startswith("test/personalized/")
     }
     assert {"dice_low", "dice_high", "n"} <= found.keys()
+
+
+def test_a_matrix_of_a_run_on_the_sites_own_data_asks_for_them(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(finished, tmp_path / "run")
+    (copy / "simulation.json").write_text(json.dumps({"sites": {"site-1": ["DATA/site-1/datalist.json"]}}))
+    for command in (("evaluate", copy, "--matrix"), ("privacy", "attack", copy, "--site", "site-1")):
+        assert run(monkeypatch, *command) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "--data: the run read the sites' own data, such as DATA/site-1/datalist.json; give the" in said
 
 
 def test_the_matrix_has_the_tables_scores_on_its_diagonal(

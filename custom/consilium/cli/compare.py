@@ -150,7 +150,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
     if not found:
         data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
         command = study_command("study run", path, study.size, workspace, *data)
-        raise ConfigError(f"{path}: no cell is done; run it: {command}")
+        place = study.workspace.absolute() / CELLS
+        raise ConfigError(f"{path}: in {place} (of --workspace) no cell is done; run it: {command}")
     groups, why = group_comparable(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]

@@ -25,7 +25,7 @@ from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, save_cells
 from consilium.report.tables import Table, duration, few
 from consilium.study.cost import bytes_of
-from consilium.study.definition import Study, labels_text, load, pick
+from consilium.study.definition import GridErrors, Study, labels_text, load, pick
 from consilium.study.preflight import Planner
 from consilium.study.records import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
@@ -44,11 +44,15 @@ def study_show(
     workspace: WorkspaceOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Show a study's cells: each cell's state, run time and communicated MB; and the excluded cells with reasons."""
+    """Show a study's cells: each cell's state, run time and communicated MiB; and the excluded cells with reasons."""
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records = {cell.id: record_of(cell.folder) for cell in cells}
-    sizes = {cell.id: bytes_of(cell) for cell in cells}
+    errors, sizes = GridErrors([cell.labels for cell in cells]), dict[str, int | None]()
+    for cell in cells:
+        with errors.of(cell.labels):
+            sizes[cell.id] = bytes_of(cell)
+    errors.raise_if_any()
     rows = []
     for cell in cells:
         one = records[cell.id]
@@ -66,7 +70,7 @@ def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | 
         yield _line(f"{cell.name}: failed: {records[cell.id].reason}")
     yield from (_line(f"{labels_text(labels)}: left out: {reason}") for labels, reason in study.excluded())
     if None in sizes.values():
-        yield _line("MB: `counts` in the study's file tells how many sites there are")
+        yield _line("MiB: `counts` in the study's file tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
         yield _line(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     yield from _outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})

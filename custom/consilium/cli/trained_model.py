@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 
 from consilium.cli.options import CheckpointsOption, Format, FormatOption, emit, progress_bar, show
 from consilium.client.model_store import UNCOVERED
-from consilium.config.site import SiteConfig
+from consilium.config.site import SIMULATION, SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Stage
 from consilium.core.sanitize import LONGEST_LINE, line, shown
@@ -26,7 +26,7 @@ from consilium.use.attack import AttackResult, attack as attack_model, epsilon_o
 from consilium.use.evaluate import Split, cross_sites, evaluate as evaluate_model, read_site
 from consilium.use.inputs import Prompts, find_inputs, read_prompts
 from consilium.use.invert import draw, inversion
-from consilium.use.model import TrainedModel, open_model
+from consilium.use.model import TrainedModel, check_generated, open_model
 from consilium.use.predict import OutputOptions, predict as predict_inputs
 from consilium.use.predictor import Predictor
 
@@ -290,8 +290,8 @@ def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[Si
     """Return the settings of the site whose samples are attacked, and the site's name in the run. Raises ConfigError."""
     if data is not None:
         return read_site(data, opened.config), site or data.resolve().name
-    if opened.config.data.phantoms is None:
-        raise ConfigError("--data: give the site's folder or data list that the run was given")
+    run = next((one for one in opened.folder.resolve().parents if (one / SIMULATION).is_file()), opened.folder)
+    check_generated(run, opened, "the site's folder or data list")
     if site is None and opened.card.site == "":
         raise ConfigError("--site: whose phantoms? Give a site's name, such as site-1")
     return SiteConfig(), site or opened.card.site

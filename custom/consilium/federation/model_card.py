@@ -155,9 +155,9 @@ def _scores(card: Card) -> list[str]:
     if not card.scores:
         return ["No scores: none were shared, or this model was not tested.", ""]
     head = [
-        f"Scores on the {card.split} split{f', {card.grid}' if card.grid else ''} (interval: {card.interval}):",
+        f"Scores on the {card.split} split{f', {card.grid}' if card.grid else ''}:",
         "",
-        "| score | value | interval |",
+        f"| score | value | {card.interval} |",
         "|---|---|---|",
     ]
     rows = [

@@ -365,6 +365,8 @@ def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
 # The list of the cells that each study in a workspace has now. `study run` writes it; reports, comparisons and `use` read it.
 
 CELLS, KEPT = "cells", "studies.json"
+RUNS = Path("runs/studies")
+"""The folder of the studies' workspaces, unless --workspace gives another."""
 
 
 _CELLS = TypeAdapter(dict[str, dict[str, dict[str, str]]])
@@ -389,11 +391,12 @@ def save_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str
         write_atomic(workspace / KEPT, json.dumps(_read_study_cells(workspace) | {study: dict(cells)}, indent=1).encode())
 
 
-def study_cells(workspace: Path) -> list[StudyCell]:
-    """Return the cells of the workspace's studies, as last run, that have begun. Without a saved list, return all cells."""
+def study_cells(workspace: Path, study: str = "") -> list[StudyCell]:
+    """Return the cells of one or all studies of a workspace that have begun. Without a saved list, return all cells."""
     there = {one.name: one for one in subfolders(workspace / CELLS)}
     if kept := _read_study_cells(workspace):
-        labels = {name: one for cells in kept.values() for name, one in cells.items() if name in there}
+        cells = [own for title, own in kept.items() if study in ("", title)]
+        labels = {name: one for own in cells for name, one in own.items() if name in there}
         return [StudyCell(there[name], one) for name, one in labels.items()]
     return [StudyCell(folder, _read_labels(folder)) for folder in there.values()]
 
@@ -401,15 +404,26 @@ def study_cells(workspace: Path) -> list[StudyCell]:
 def cell_folder(path: Path) -> Path:
     """Return the folder of the cell that a path STUDY/AXIS=VALUE,AXIS=VALUE names; any other path is returned unchanged.
 
+    STUDY is a workspace, a study's file, or WORKSPACE/NAME if several studies share a workspace.
+
     Raises ConfigError, with a list of the finished cells, if the path names a study only, or no cell or two cells fit.
     """
+    if path.parent.is_file():
+        path = RUNS / path.parent.stem / path.name
     study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
+    title = study.name if not study.exists() and study.name in _read_study_cells(study.parent) else ""
+    study = study.parent if title else study
     if (path.exists() and study != path) or not (study / CELLS).is_dir():
         return path
-    done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
+    done = [cell for cell in study_cells(study, title) if (cell.folder / "results.json").is_file()]
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
     if wanted and (meant := [cell.folder for cell in done if cell.name == wanted]):
         if len(meant) > 1:
+            titles = [title for title, cells in _read_study_cells(study).items() if meant[0].name in cells]
+            titles += [title for title, cells in _read_study_cells(study).items() if meant[1].name in cells]
+            if titles:
+                paths = " or ".join(shown(study / one / wanted, 200) for one in dict.fromkeys(titles))
+                raise ConfigError(f"{shown(study, 200)}: {wanted} is a run of several studies; give {paths}")
             raise ConfigError(
                 f"{shown(study, 200)}: {wanted} is two runs, {CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms "
                 "of a study or of two studies; run `consilium study run` again, which keeps what is the study's now, or move "

@@ -31,6 +31,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.core.schema import Section, nearest, read_yaml, validate
 from consilium.report.compare import DIAGNOSED, HELD_OUT
+from consilium.report.run_record import RUNS
 from consilium.tasks.registry import TASKS
 
 # config ----------------------------------------------------------------------------------------------------------------
@@ -454,7 +455,7 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
     study = Study(file, config, workspace or Path(), size)
     if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # checked before so many cells are made
         raise ConfigError(f"{file}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
-    return study if workspace else replace(study, workspace=Path("runs/studies") / study.title)
+    return study if workspace else replace(study, workspace=RUNS / study.title)
 
 
 def pick(study: Study, only: list[str]) -> list[Cell]:

@@ -16,6 +16,8 @@ from consilium.study.records import CellRecord, record_of
 from consilium.study.run_cell import is_finished
 from consilium.study.runner import Progress as Part
 
+OFTEN = 30.0
+"""Seconds between two lines about running cells where there is no terminal, at least."""
 Records = Mapping[str, CellRecord]
 """Records by cell id."""
 
@@ -27,6 +29,7 @@ class StudyView(LiveScreen):
         self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
         self.records = {one.cell.id: record_of(one.cell.folder) if is_finished(one) else CellRecord() for one in cells}
         self.parts: dict[str, tuple[float, str, float]] = {}  # fraction done, round as a text, time of the first report
+        self.said_at = time.monotonic()
         super().__init__(console, title, len(cells))  # calls render, so it comes last
 
     def __enter__(self) -> Self:
@@ -40,6 +43,9 @@ class StudyView(LiveScreen):
         if not isinstance(said, CellRecord):
             began = self.parts.get(cell.id, (0.0, "", time.monotonic()))[2]
             self.parts[cell.id] = (*said, began)
+            if not self._live and time.monotonic() - self.said_at >= OFTEN:
+                running = ", ".join(f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts)
+                self.say(f"{self._place()} {running}{self._eta_text()}")
             return
         before = self.records[cell.id].state
         self.records[cell.id] = said
@@ -47,8 +53,7 @@ class StudyView(LiveScreen):
         if said.state == "failed":
             self.say(f"{self._place()} {cell.name}: failed: {said.reason}", "red")
         elif said.state == "done" and not self._live:
-            eta = f", ETA {self.eta()}" if self.eta() else ""
-            self.say(f"{self._place()} {cell.name}: done in {duration(said.seconds)}{eta}")
+            self.say(f"{self._place()} {cell.name}: done in {duration(said.seconds)}{self._eta_text()}")
         elif said.state == "locked" != before:
             self.say(f"{cell.name}: another process is at it; waiting", "yellow")
 
@@ -57,6 +62,14 @@ class StudyView(LiveScreen):
 
     def _place(self) -> str:
         return f"{self._count('done', 'failed')}/{len(self.cells)}"
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a whole line, and note the time."""
+        self.said_at = time.monotonic()
+        super().say(text, style)
+
+    def _eta_text(self) -> str:
+        return f", ETA {eta}" if (eta := self.eta()) else ""
 
     def eta(self) -> str:
         """Return the estimated time until all cells are done, by the mean time of finished cells; "" if unknown."""
@@ -78,7 +91,7 @@ class StudyView(LiveScreen):
 
 
 def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None]) -> Table:
-    """Return a row per cell: its values on the axes, its state, its run time, the MB that it communicates, its folder.
+    """Return a row per cell: its values on the axes, its state, its run time, the MiB that it communicates, its folder.
 
     `sizes`: bytes by cell id, None if unknown.
     """
@@ -86,13 +99,13 @@ def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapp
         *(Column(axis, right=False) for axis in cells[0].labels),
         Column("state", right=False),
         Column("took"),
-        Column("MB"),
+        Column("MiB"),
         Column("folder", right=False),
     ]
     rows = []
     for cell in cells:
         record, size = records[cell.id], sizes.get(cell.id)
         took = duration(record.seconds) if record.seconds else ""
-        sent = "" if size is None else f"{size / 1e6:,.1f}"
+        sent = "" if size is None else f"{size / 2**20:,.2f}"
         rows.append([*cell.labels.values(), record.state, took, sent, cell.id])
     return Table(title, heads, rows)

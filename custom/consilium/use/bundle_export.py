@@ -23,6 +23,8 @@ from consilium.tasks.segmentation import prompts_of
 from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+FIRE = "0.7.1"
+"""Version of fire, which `python -m monai.bundle` needs. The extra `bundle` installs it."""
 CODE = Path(__file__).with_name("bundle_template.py")
 """The source file that is copied to the bundle's scripts/pictures.py."""
 WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
@@ -103,7 +105,7 @@ def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
     MONAI's schema requires two lists of packages, required and optional. MONAI's reader replaces the first by the second, so
     both lists are equal.
     """
-    packages = {"pillow": version("pillow")}
+    packages = {"pillow": version("pillow"), "fire": FIRE}
     return {
         "schema": SCHEMA,
         "version": "0.1.0",

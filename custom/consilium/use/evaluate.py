@@ -18,7 +18,7 @@ from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
 from consilium.report.run_record import cell_folder
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
-from consilium.use.model import TrainedModel, open_model, run_sites
+from consilium.use.model import TrainedModel, check_generated, open_model, run_sites
 
 Split = Literal["training", "validation", "test"]
 
@@ -73,8 +73,8 @@ def cross_sites(
     sites = (
         site_names("", data) if data is not None else sorted(path.name for path in (run / "sites").iterdir() if path.is_dir())
     )
-    if data is None and first.config.data.phantoms is None:
-        raise ConfigError("--data: give the folder with a folder per site that the run was given")
+    if data is None:
+        check_generated(run, first, "the folder with a folder per site")
     given = Given(data)
     with tempfile.TemporaryDirectory() as place:
         tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}

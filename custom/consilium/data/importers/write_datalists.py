@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -77,7 +78,8 @@ def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
     if not any(next(dest.glob(pattern), None) for pattern in HOLDS):
         return []
     if not add:
-        raise DataError(f"{dest}: holds sites already; give another folder, or --add to have both")
+        other = f"other shares of the same samples: consilium data split {shlex.quote(str(dest))} NEW"
+        raise DataError(f"{dest}: holds sites already; give another folder, or --add to have both; {other}")
     try:
         return list(json.loads((dest / "import.json").read_text())["imports"])
     except (OSError, ValueError, KeyError, TypeError):
