@@ -6,6 +6,7 @@ import hashlib
 import html
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +27,10 @@ from urllib.parse import urljoin, urlsplit
 import psutil
 import pytest
 import yaml
-from aiohttp import web
 
 from consilium.cli import kit_pages
 from consilium.cli.find_site_records import find_site_records
-from consilium.cli.serve import COOKIE, HOST, KitSite
+from consilium.cli.serve import COOKIE, HEADERS, HOST, MOST_CONNECTIONS, KitSite
 from consilium.client import approval
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
@@ -42,6 +43,7 @@ from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger import audit, ledger
 from consilium.privacy.ledger.audit import FILE, AuditLog
 from consilium.report.tables import size
 from consilium.runtime.engine import simulate
@@ -93,11 +95,11 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Browser:
     """A user at the address of a KitSite: requests as they are written, with the host, and with the cookie after `enter`."""
 
-    def __init__(self, port: int) -> None:
-        self.port, self.cookie, self.root = port, "", ""
+    def __init__(self, port: int, timeout: float = 120) -> None:
+        self.port, self.timeout, self.cookie, self.root = port, timeout, "", ""
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-        link = http.client.HTTPConnection(HOST, self.port, timeout=120)
+        link = http.client.HTTPConnection(HOST, self.port, timeout=self.timeout)
         link.putrequest(method, path, skip_host=True)
         found = {"Host": f"{HOST}:{self.port}"} | ({"Cookie": self.cookie} if self.cookie else {}) | headers
         for name, value in found.items():
@@ -139,23 +141,23 @@ def served(kit: Path) -> Iterator[Browser]:
     listener, loop, ready = socket.create_server((HOST, 0)), asyncio.new_event_loop(), threading.Event()
     port = listener.getsockname()[1]
 
-    async def start() -> web.AppRunner:
-        runner = web.AppRunner(KitSite(kit, TOKEN, port).app(), access_log=None, shutdown_timeout=1)
-        await runner.setup()
-        await web.SockSite(runner, listener).start()
-        ready.set()
-        return runner
+    async def serve() -> None:
+        async with KitSite(kit, TOKEN, port).serving(listener):
+            ready.set()
+            await end.wait()
 
-    runner = loop.create_task(start())
+    end = asyncio.Event()
+    task = loop.create_task(serve())
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
         assert ready.wait(30)
         yield Browser(port)
     finally:
-        asyncio.run_coroutine_threadsafe(runner.result().cleanup(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
+        task.add_done_callback(lambda _: loop.stop())
+        loop.call_soon_threadsafe(end.set)
         thread.join(30)
+        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -480,6 +482,70 @@ def test_run_that_is_a_link_is_not_shown(kit: Path, tmp_path: Path) -> None:
     assert "There is no record" in kit_pages.run_page(kit, "refused")
 
 
+def plant(kind: str, path: Path) -> None:
+    """Put something that is no plain file in the place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(path.parent):  # a socket's path is short
+            one.bind(path.name)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+def makes_pages(kit: Path) -> bool:
+    """Tell whether the overview and the page of a run are made, or refused with a cause, within 10 seconds."""
+
+    def make() -> None:
+        kit_pages.overview(kit)
+        kit_pages.run_page(kit, "secret")
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["clinic", "localhost"])
+def test_pipes_hold_up_no_page(name: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file after the other becomes a pipe."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    kit = Path(shutil.copytree(kits / name, tmp_path / name, symlinks=True))
+    for one in ("open", EVIL):
+        shutil.rmtree(kit / STATE / "runs" / one)
+    files = [one for one in sorted((kit / STATE).rglob("*.[jsy]*")) if not {"adapters", "phantoms", "cases"} & {*one.parts}]
+    assert len(files) > 3
+    for path in files:
+        old = path.read_bytes()
+        plant("pipe", path)
+        assert makes_pages(kit), path
+        path.unlink()
+        path.write_bytes(old)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+@pytest.mark.parametrize("place", [".", "runs/open", "runs/secret/sites"])
+def test_planted_record_hides_no_run(place: str, kind: str, kit: Path) -> None:
+    plant(kind, kit / STATE / place / FILE)
+    assert makes_pages(kit)
+    assert row(kit_pages.overview(kit), "secret", "4")[5] == "unaltered"
+
+
+def test_each_record_is_read_once(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Counter[Path]()
+
+    def counted(function: Any) -> Any:
+        return lambda path: (read.update([path]), function(path))[1]
+
+    monkeypatch.setattr(audit, "verified", counted(audit.verified))
+    monkeypatch.setattr(ledger, "lines", counted(ledger.lines))
+    page = kit_pages.overview(kit)
+    assert row(page, "secret", "4")[5] == "unaltered"
+    assert set(read) >= {*(kit / STATE).rglob(FILE)}
+    assert set(read.values()) == {1}
+
+
 @pytest.mark.parametrize("text", [b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\x00 HTTP/1.1\r\n\r\n",
                                   b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 99999 + b"\r\n\r\n"])  # fmt: skip
 def test_broken_requests_get_no_details(site: Browser, text: bytes) -> None:
@@ -489,6 +555,121 @@ def test_broken_requests_get_no_details(site: Browser, text: bytes) -> None:
     assert re.match(r"HTTP/1\.[01] 4\d\d ", reply)
     assert [word for word in ("Traceback", "File ", "clinic", "site-packages") if word in reply] == []
     assert site.ask(site.root)[0] == 200
+
+
+HALF = b"GET / HTTP/1.1\r\nHost: x\r\nX: "
+HEAVY = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20_000
+
+
+def strangers(stack: contextlib.ExitStack, port: int, sent: bytes, count: int) -> list[socket.socket]:
+    """Open connections that send what is given as far as the server takes it, and read nothing."""
+    links = [stack.enter_context(socket.create_connection((HOST, port), timeout=5)) for _ in range(count)]
+    for link in links:
+        link.setblocking(False)
+        with contextlib.suppress(OSError):
+            link.send(sent)
+    return links
+
+
+def is_closed(link: socket.socket) -> bool:
+    """Tell whether the server closes a connection within 10 seconds."""
+    link.settimeout(10)
+    try:
+        while link.recv(2**20):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("sent", [HALF, HEAVY, b""])
+def test_connections_of_strangers_do_not_lock_the_person_out(kits: Path, sent: bytes) -> None:
+    """The process may have 256 files open."""
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen([*COMMAND, "serve", "--kit", str(kits / "clinic")], stdout=subprocess.PIPE)
+        )
+        stack.callback(process.kill)
+        assert process.stdout
+        address = urlsplit(process.stdout.readline().decode().strip())
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE, (256, 256))
+        browser = Browser(int(address.port or 0), timeout=20)
+        links = strangers(stack, browser.port, sent, 400)
+        status, headers, _ = browser.ask(f"/?{address.query}")
+        assert status == 303
+        browser.root, browser.cookie = headers["location"], headers["set-cookie"].partition(";")[0]
+        assert "What left" in browser.text()
+        assert is_closed(links[0])
+        assert len(psutil.Process(process.pid).net_connections()) <= MOST_CONNECTIONS + 100  # a burst may exceed the limit
+
+
+def test_request_that_drips_is_closed(kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consilium.cli.serve.WAIT", 1.0)
+    with served(kits / "clinic") as browser, socket.create_connection((HOST, browser.port)) as link:
+        start = time.monotonic()
+        link.settimeout(0.1)
+        for byte in HALF + b"y" * 200:
+            with contextlib.suppress(TimeoutError):
+                link.sendall(bytes([byte]))
+                if not link.recv(1):
+                    break
+        assert 0.5 < time.monotonic() - start < 5
+
+
+def test_page_of_the_person_survives_a_flood(site: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, replies = threading.Event(), list[tuple[int, dict[str, str], bytes]]()
+    monkeypatch.setattr(kit_pages, "health_page", lambda kit: str(ends.wait(60)))
+    thread = threading.Thread(target=lambda: replies.append(site.ask(f"{site.root}health")))
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        time.sleep(0.5)
+        for _ in range(3):
+            strangers(stack, site.port, HALF, MOST_CONNECTIONS)
+            time.sleep(0.2)
+        ends.set()
+        thread.join(30)
+    assert [reply[::2] for reply in replies] == [(200, b"True")]
+
+
+@pytest.mark.parametrize(
+    "cookies", [f"{{mine}}; {COOKIE}=planted", f"{COOKIE}=planted; {{mine}}", 'a="; {mine}; b="', f"{COOKIE}; {{mine}};;=",
+                f"{COOKIE}=x; " * 9 + "{mine}", "{mine}" + "".join(f"; {n}={'x' * 4000}" for n in range(180)),
+                "a=é; {mine}", f'{COOKIE}="planted; {{mine}}'],
+)  # fmt: skip
+def test_planted_cookies_lock_nobody_out(site: Browser, cookies: str) -> None:
+    """Another port of this machine may set cookies, which the browser sends here too."""
+    assert site.ask(site.root, Cookie=cookies.format(mine=site.cookie))[0] == 200
+    refused(site.ask(site.root, Cookie=cookies.format(mine="a=b")), 401)
+
+
+def test_all_replies_have_the_headers(site: Browser) -> None:
+    """Among them replies that aiohttp makes without the application."""
+    host, cookie = f"Host: {HOST}:{site.port}", f"Cookie: {site.cookie}"
+    requests = {
+        f"GET {site.root} HTTP/1.1\r\n{host}\r\n{cookie}": 200,
+        f"GET /?token={TOKEN} HTTP/1.1\r\n{host}": 303,
+        "GARBAGE": 400,
+        "GET / HTTP/9.9": 400,
+        f"GET / HTTP/1.1\r\n{host}\r\nX y: z": 400,
+        f"GET /{'x' * 99999} HTTP/1.1\r\n{host}": 400,
+        f"GET / HTTP/1.1\r\n{host}\r\nX: {'y' * (2**20 + 9)}": 400,
+        f"GET / HTTP/1.1\r\n{host}\r\n" + "X: y\r\n" * 999: 400,
+        f"GET / HTTP/1.1\r\n{host}\r\nTransfer-Encoding: chunked\r\nContent-Length: 3": 400,
+        f"GET / HTTP/1.1\r\n{host}\r\n{host}": 400,
+        f"GET {site.root} HTTP/1.1\r\n{host}": 401,
+        f"GET {site.root} HTTP/1.1\r\nHost: x": 403,
+        f"GET {site.root}none HTTP/1.1\r\n{host}\r\n{cookie}": 404,
+        f"POST {site.root} HTTP/1.1\r\n{host}\r\n{cookie}\r\nContent-Length: 9999999": 405,
+        f"GET {site.root} HTTP/1.1\r\n{host}\r\n{cookie}\r\nExpect: x": 417,
+    }
+    for text, status in requests.items():
+        with socket.create_connection((HOST, site.port), timeout=30) as link:
+            link.sendall(f"{text}\r\n\r\n".encode())
+            lines = link.recv(65536).decode(errors="replace").partition("\r\n\r\n")[0].split("\r\n")
+        assert (text[:200], lines[0].split()[1]) == (text[:200], str(status))
+        assert {f"{name}: {value}" for name, value in HEADERS.items()} <= set(lines), text[:200]
 
 
 def test_failure_shows_no_path(site: Browser, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,16 @@ import yaml
 
 from consilium.cli import kit_pages
 from consilium.core.errors import Reason
+from consilium.flare.admin.kit_metrics import collect
 from consilium.flare.kit import key_lock, processes
 from consilium.flare.kit.local_federation import LEAD, LocalFederation
 from tests.conftest import run, small_config
 from tests.deployment.federation import Federation
+from tests.flare.test_metrics import alert_rules, firing
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-c", "from consilium.cli.main import main; main()"]
+PRIVATE = {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}}
 
 
 @pytest.fixture
@@ -112,11 +115,39 @@ def test_what_is_kept_obeys_the_commands_of_the_page_until_it_is_stopped(
         assert run(monkeypatch, "sites", "--kit", kit) == 0
         assert "site-2" in capsys.readouterr().out
         assert run(monkeypatch, "status", "none", "--kit", kit) == 2
+        _all_sites_refuse_a_private_job(job, kit, monkeypatch, capsys)
         _pages_of_running_kits(kit.parent)
     finally:
         assert run(monkeypatch, "poc", "--stop", tmp_path / "federation") == 0
     assert run(monkeypatch, "status", "--kit", kit) == 5
     assert "the firewall" in capsys.readouterr().err
+
+
+def _all_sites_refuse_a_private_job(
+    job: Path, kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each place in which an operator may look names the refusals before the number of sites."""
+    budget = {"privacy": {"dataset": "ward", "budgets": {"site": {"epsilon": 0.01}}}}
+    before = {name: (kit.parent / name / "local/site.yaml").read_text() for name in ("site-1", "site-2")}
+    for name in before:
+        (kit.parent / name / "local/site.yaml").write_text(yaml.safe_dump(budget))
+    private = job.with_name("private.yaml")
+    private.write_text(yaml.safe_dump(yaml.safe_load(job.read_text()) | PRIVATE))
+    assert run(monkeypatch, "submit", private, "--kit", kit, "--experiment", "refused", "--wait") == 1
+    told = {"submit": capsys.readouterr().err}
+    for name, words in (("status", ["refused"]), ("list", [])):
+        assert run(monkeypatch, "status", *words, "--kit", kit) == 0
+        told[name] = capsys.readouterr().out
+    server = kit.parent / "localhost"
+    (stopped,) = [one for one in collect(server) if one.name == "run_stopped" and one.labels["run"] == "refused"]
+    told |= {"metrics": stopped.labels["cause"], "page": html.unescape(kit_pages.overview(server))}
+    told["log"] = (server / "log.txt").read_text() + (server.parents[3] / "server.log").read_text()
+    for where, text in told.items():
+        cause = f"2 sites refused: site-1, site-2: {Reason.BUDGET.text}. So 0 sites are here"
+        assert cause in " ".join(text.split()), where
+    assert firing(alert_rules()["RunStopped"], [server], time.time())
+    for name, text in before.items():
+        (kit.parent / name / "local/site.yaml").write_text(text)
 
 
 def _pages_of_running_kits(kits: Path) -> None:

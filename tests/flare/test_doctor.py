@@ -167,6 +167,13 @@ def test_weakened_kits_are_found(weaken: Callable[[Path], None], check: str, say
     assert says in problems(kit)[check]
 
 
+def test_first_look_at_the_examples_kit_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_check.torch.cuda, "device_count", lambda: 0)
+    kits = provision(Path(__file__).parents[2] / "provisioning/sites.yml", tmp_path / "kits")
+    assert "device" not in problems(kits / "hospital-a")
+    assert "promises 2 GPUs, 0 found" in problems(kits / "hospital-c")["device"]
+
+
 def test_connection_settings_are_checked(kit: Path) -> None:
     found = {one.check: one for one in examine(kit)}["settings"]
     assert (found.ok, found.advice) == (True, "")

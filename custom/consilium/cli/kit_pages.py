@@ -193,30 +193,38 @@ def _kit_sections(kit: Path) -> Iterator[Section]:
 # The sections of a site's overview.
 
 
+Read = Mapping[Path, tuple[list[audit.Line], bool]]
+"""By the path of a record: its messages, and whether it is unaltered."""
+
+
 class Run(NamedTuple):
-    """A run at a site: its name, its owner, the messages of all its records, and whether the records are unaltered."""
+    """A run at a site: name, owner, records, the messages of all records by time, and whether the records are unaltered."""
 
     name: str
     owner: str
-    messages: list[dict[str, Any]]
+    records: Read
+    messages: list[audit.Line]
     whole: bool
 
 
 def _site_sections(kit: Path) -> Iterator[Section]:
     records = find_site_records(kit)
     runs = [_read_run(folder) for folder in subfolders(records.root / RUNS)]
+    read = {(own := records.root / audit.FILE): _read_record(own)}
+    for run in runs:
+        read |= run.records
     links = [f"runs/{quote(run.name, safe='')}" for run in runs]
     stored = _stored_jobs(kit)
     waiting = _unapproved(kit, stored) if records.site.approve else {}
-    jobs = [*_run_rows(kit, runs, records.root), *_recordless_rows(stored, runs, waiting)]
+    jobs = [*_run_rows(kit, runs, read[own][0]), *_recordless_rows(stored, runs, waiting)]
     heads = ("run", "state", "from", "first seen", "last message", "cause")
     none = [] if jobs else ["No job has come to this site."]
     yield Section("jobs", "Jobs", none, [(_table("", *heads, rows=jobs), ())] if jobs else [])
     heads = ("run", "messages", "bytes", "noise", "epsilon", "record")
     text = "Each run's name leads to all its messages." if runs else "No message of a job has left."
     yield Section("left", "What left", [text], [(_table("", *heads, rows=list(map(_left_row, runs))), links)] if runs else [])
-    yield _budgets(records)
-    yield _approvals(kit, records, waiting)
+    yield _budgets(records, read)
+    yield _approvals(kit, records, stored, waiting)
     archives = [(f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)") for run in runs if run.messages]
     text = "A signed archive of a run: policies, job, record of what left, ledger, versions. Made when you follow the link."
     if not is_open(kit):
@@ -229,13 +237,13 @@ def _record_files(folder: Path) -> list[Path]:
 
 
 def _read_run(folder: Path) -> Run:
-    read = [_read_record(path) for path in _record_files(folder)]
-    messages = sorted((one for found, _ in read for one in found), key=lambda one: finite(one.get("time")) or 0.0)
+    records = {path: _read_record(path) for path in _record_files(folder)}
+    messages = sorted((one for found, _ in records.values() for one in found), key=lambda one: finite(one.get("time")) or 0.0)
     owner = str(read_json(folder / OWNER).get("submitter", "-"))
-    return Run(folder.name, owner, messages, all(whole for _, whole in read))
+    return Run(folder.name, owner, records, messages, all(whole for _, whole in records.values()))
 
 
-def _read_record(path: Path) -> tuple[list[dict[str, Any]], bool]:
+def _read_record(path: Path) -> tuple[list[audit.Line], bool]:
     """Return the messages in an audit.jsonl and whether it is unaltered; no messages for a file that cannot be read."""
     try:
         if path.stat().st_size <= MOST_BYTES:
@@ -246,10 +254,9 @@ def _read_record(path: Path) -> tuple[list[dict[str, Any]], bool]:
     return [], False
 
 
-def _run_rows(kit: Path, runs: Sequence[Run], root: Path) -> Iterator[list[str]]:
-    """Yield a row of the table of jobs for each run that has a folder."""
+def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit.Line]) -> Iterator[list[str]]:
+    """Yield a row of the table of jobs for each run that has a folder. `own`: the site's record of deletions."""
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
-    own, _ = _read_record(root / audit.FILE)
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
     for run in runs:
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
@@ -322,15 +329,20 @@ def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return only_true({spent: True, seeds: seeded, f"{number_of(void, 'message')}: {VOID}.": void})
 
 
-def _budgets(records: SiteRecords) -> Section:
+def _budgets(records: SiteRecords, read: Read) -> Section:
     """Return the section on what is spent and left. The numbers are those of `consilium metrics` and `privacy ledger`.
 
     Without a whole ledger it shows no number, because what is spent cannot be known then.
     """
     budgets, ledger = records.site.privacy.budgets, ledgers.Ledger(records.ledger)
     texts = [] if budgets else ["site.yaml sets no budget: jobs without privacy may run."]
+    intact = {
+        path: lines
+        for path, (lines, whole) in read.items()
+        if whole and all(type(one.get("ledger", "")) is str for one in lines)
+    }
     try:
-        ledgers.check(records.root, ledger)
+        ledgers.check(records.root, ledger, intact)
         ledger.entries()
     except ConsiliumError:
         return Section("budget", "Privacy budget", [*texts, LEDGER_BROKEN])
@@ -350,11 +362,11 @@ def _budgets(records: SiteRecords) -> Section:
     return Section("budget", "Privacy budget", [*texts, *filter(None, [none])], tables)
 
 
-def _approvals(kit: Path, records: SiteRecords, waiting: Mapping[str, str]) -> Section:
+def _approvals(kit: Path, records: SiteRecords, stored: Mapping[str, Mapping[str, Any]], waiting: Mapping[str, str]) -> Section:
     """Return the section on approvals: jobs that wait for one, and jobs that have one."""
     if not records.site.approve:
         return Section("approvals", "Approvals", ["site.yaml asks for no approval: jobs run within the policies."])
-    stored, rows = _stored_jobs(kit), []
+    rows = []
     for job, digest in waiting.items():
         meta = stored[job]
         rows.append([_experiment(job, meta), str(meta.get("submitter_name", "-")), _when(meta.get("submit_time")), digest])

@@ -5,16 +5,22 @@ strictly than http.server, which its own documentation does not recommend for us
 
 Other users of the machine and pages of other sites can reach the port. So a request must name this host and port (against DNS
 rebinding), and must have a cookie that only the token in the printed address gives. Cookies are sent to all ports of a host, so
-the cookie's path is random: a program at another port does not get it. No request changes anything.
+the cookie's path is random: a program at another port does not get it and cannot replace it. No request changes anything.
+
+A program without the cookie can open connections and send half a request, or read no reply. aiohttp closes a connection that
+waits for a request too long, and has no limit for their number. So a new connection above the limit closes the oldest one
+without the cookie.
 """
 
 import asyncio
 import hmac
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -41,6 +47,7 @@ HEADERS = {
 }
 """Headers of every reply."""
 ERRORS = {
+    400: ("Refused", "This is no request of a browser."),
     401: ("Not open", "Open the address that consilium serve printed. It is valid until that command ends."),
     403: ("Refused", "This address is not the one that consilium serve printed."),
     404: ("Not found", "There is no such page, or the kit has no such run."),
@@ -48,6 +55,10 @@ ERRORS = {
     500: ("Not shown", "This page cannot be made. The terminal in which consilium serve runs shows the reason."),
 }
 """Title and text of each error page. They name no path."""
+MOST_CONNECTIONS, WAIT = 128, 10.0
+"""Open connections, and seconds that one may wait for a request."""
+MOST_COOKIES = 2**20
+"""Bytes of a header. Programs at other ports may set cookies, and a browser sends them all: 180 of 4096 bytes at most."""
 CHUNK = 2**18
 """Bytes of an archive that are read at a time."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -71,8 +82,16 @@ def serve(
     console = Console(soft_wrap=True, highlight=False)
     console.print(line(f"http://{HOST}:{port}/?token={token}"))
     console.print(line("open this address in a browser on this machine, and tell it to no one else; Ctrl-C ends it"))
-    # A log of requests would contain the token.
-    web.run_app(KitSite(kit, token, port).app(), sock=listener, print=None, access_log=None, shutdown_timeout=2.0)
+    asyncio.run(_serve_until_signal(KitSite(kit, token, port), listener))
+
+
+async def _serve_until_signal(site: "KitSite", listener: socket.socket) -> None:
+    loop, end = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end.set)
+    async with site.serving(listener):
+        await end.wait()
+        loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C does not wait for a page that is being made
 
 
 class KitSite:
@@ -82,16 +101,52 @@ class KitSite:
         self.kit, self.token = kit, token
         self.hosts = {f"{host}:{port}" for host in (HOST, "localhost")}
         self.session, self.root = secrets.token_urlsafe(32), f"/{secrets.token_urlsafe(16)}/"
+        self.admitted = set[web.RequestHandler]()
+        """Connections that have sent the cookie."""
         self.lock = asyncio.Lock()  # one page at a time: matplotlib's settings are global
         self.health_lock = asyncio.Lock()  # the doctor may wait a minute for the server, and the other pages do not wait for it
 
-    def app(self) -> web.Application:
-        """Return the application with all pages."""
+    @asynccontextmanager
+    async def serving(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Serve all pages within the block."""
+        runner = web.AppRunner(self._app(), shutdown_timeout=2.0)
+        await runner.setup()
+        loop, server = asyncio.get_running_loop(), runner.server
+        assert server is not None
+
+        def connect() -> web.RequestHandler:
+            self.admitted.intersection_update(server.connections)
+            strangers = [one for one in server.connections if one not in self.admitted]  # the oldest first
+            for one in strangers[: max(len(server.connections) + 1 - MOST_CONNECTIONS, 0)]:
+                if one.transport is not None:
+                    one.transport.abort()  # close() would wait until the reply is read
+            return _Connection(
+                server,
+                loop=loop,
+                keepalive_timeout=WAIT,
+                max_field_size=MOST_COOKIES,
+                access_log=None,  # type: ignore[arg-type]  # a log of requests would contain the token
+            )
+
+        listening = await loop.create_server(connect, sock=listener, backlog=32)
+        try:
+            yield
+        finally:
+            listening.close()
+            await runner.cleanup()
+
+    def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
-        app.on_response_prepare.append(_add_headers)
+        app.on_response_prepare.append(self._add_headers)
         routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
         app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
         return app
+
+    async def _add_headers(self, request: web.Request, reply: web.StreamResponse) -> None:
+        reply.headers.update(HEADERS)
+        if request.protocol not in self.admitted:  # a connection without the cookie gets one reply
+            reply.headers["Connection"] = "close"
+            reply.force_close()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -102,8 +157,9 @@ class KitSite:
             return _error(405)
         if request.path == "/" and "token" in request.query:
             return self._enter(request.query["token"])
-        if not _is_equal(request.cookies.get(COOKIE, ""), self.session):
+        if not self._has_cookie(request):
             return _error(401)
+        self.admitted.add(request.protocol)
         try:
             return await handler(request)
         except (web.HTTPNotFound, kit_pages.UnknownRunError):
@@ -113,6 +169,11 @@ class KitSite:
         except Exception as error:
             Console(stderr=True, soft_wrap=True).print(line(f"{type(error).__name__}: {error}", "red", limit=1000))
             return _error(500)
+
+    def _has_cookie(self, request: web.Request) -> bool:
+        """Tell whether a request has the cookie. Others may have its name: programs at other ports can set them."""
+        pairs = (pair.strip().partition("=") for text in request.headers.getall("Cookie", ()) for pair in text.split(";"))
+        return any([_is_equal(value, self.session) for name, _, value in pairs if name == COOKIE])
 
     def _enter(self, token: str) -> web.Response:
         """Exchange the token for a cookie, and redirect to an address without it."""
@@ -149,13 +210,23 @@ class KitSite:
         return reply
 
 
+class _Connection(web.RequestHandler):
+    """A connection whose errors have our headers too. aiohttp makes them without the application."""
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Return the reply to an invalid request or after a failure, and close the connection."""
+        # aiohttp logs a traceback for each invalid request
+        reply = _error(400) if status == 400 else super().handle_error(request, status, exc, message)
+        reply.headers.update(HEADERS)
+        reply.force_close()
+        return reply
+
+
 def _is_equal(given: str, secret: str) -> bool:
     """Compare a text from a request with a secret in a time that does not depend on where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode())
-
-
-async def _add_headers(request: web.Request, reply: web.StreamResponse) -> None:
-    reply.headers.update(HEADERS)
 
 
 def _page(text: str, status: int = 200) -> web.Response:
@@ -163,4 +234,9 @@ def _page(text: str, status: int = 200) -> web.Response:
 
 
 def _error(status: int) -> web.Response:
-    return _page(kit_pages.message(*ERRORS[status]), status)
+    return _page(_error_text(status), status)
+
+
+@cache  # a stranger's request must cost little
+def _error_text(status: int) -> str:
+    return kit_pages.message(*ERRORS[status])

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ def verified(path: Path) -> Line:
     `broken_line` is the number of the first line that breaks the chain, None for an intact file. The time is linear in the
     file's length, because no epsilon is computed; see `read`.
     """
-    texts = path.read_text(encoding="utf-8").splitlines()
+    texts = _read_text(path).splitlines()
     broken, before, lines = None, "", []
     for number, text in enumerate(texts, start=1):
         try:
@@ -103,7 +104,7 @@ def verified(path: Path) -> Line:
 def lines(path: Path) -> list[Line]:
     """Return the lines of a record. Raises RefusedError for a damaged line: it may be the one that names a lost seal."""
     try:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = [json.loads(line) for line in _read_text(path).splitlines()]
     except (OSError, ValueError):
         found = [None]
     if not all(isinstance(line, dict) and isinstance(line.get("ledger", ""), str) for line in found):
@@ -129,6 +130,14 @@ def read(path: Path) -> Line:
             total[replace(spend, count=1)] += spend.count
             private["epsilon"] = epsilon_of([replace(one, count=n) for one, n in total.items()], private["delta"])
     return found
+
+
+def _read_text(path: Path) -> str:
+    """Return a record's text. Raises OSError for a pipe, a socket or a device, because reading one might never end."""
+    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file")
+        return file.read()
 
 
 def _parse_line(text: str) -> Line:

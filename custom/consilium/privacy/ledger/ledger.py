@@ -17,7 +17,7 @@ import json
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import count
@@ -28,7 +28,7 @@ from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import open_private, private_folder
 from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
-from consilium.privacy.ledger.audit import FILE, AuditLog, lines
+from consilium.privacy.ledger.audit import FILE, AuditLog, Line, lines
 from consilium.privacy.secagg import sum_ledger
 
 Sealed = tuple[float, Entry, str]
@@ -301,9 +301,12 @@ def _summary(dataset: str, rows: list[Entry], deltas: tuple[float, ...]) -> dict
 ACCEPTANCE = "acceptance"
 
 
-def check(records: Path, ledger: Ledger) -> None:
-    """Raise RefusedError if a record under `records` names a seal that the ledger lacks, unless its loss was accepted."""
-    for path, seal in _lost_seals(records, ledger):
+def check(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> None:
+    """Raise RefusedError if a record under `records` names a seal that the ledger lacks, unless its loss was accepted.
+
+    `read`: the lines of intact records that the caller has read already.
+    """
+    for path, seal in _lost_seals(records, ledger, read):
         what = "is gone" if not ledger.path.is_file() else "lacks rows"
         raise RefusedError(
             f"{ledger.path}: the privacy ledger {what}: {path} names the seal {seal[:16]}; nothing was sent; restore the file "
@@ -389,17 +392,19 @@ def _reseal_or_replace(ledger: Ledger) -> int:
         return ledger.reseal()
 
 
-def _lost_seals(records: Path, ledger: Ledger) -> Iterator[tuple[Path, str]]:
+def _lost_seals(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> Iterator[tuple[Path, str]]:
     """Yield (record, seal) for every seal in a record that is neither in the ledger nor accepted as lost."""
-    known = {"", *ledger.seals(), *accepted(records)}
+    known = {"", *ledger.seals(), *accepted(records, read)}
     for path in sorted(records.rglob(FILE)):
-        yield from ((path, seal) for seal in (line.get("ledger", "") for line in lines(path)) if seal not in known)
+        found = read[path] if path in read else lines(path)
+        yield from ((path, seal) for seal in (line.get("ledger", "") for line in found) if seal not in known)
 
 
-def accepted(records: Path) -> set[str]:
+def accepted(records: Path, read: Mapping[Path, list[Line]] = {}) -> set[str]:
     """Return the seals whose loss was accepted, from `records`/audit.jsonl. Raises RefusedError for a damaged record."""
     path = records / FILE
-    found = [line for line in lines(path) if line.get("kind") == ACCEPTANCE] if path.is_file() else []
+    own = read[path] if path in read else lines(path) if path.is_file() else []
+    found = [line for line in own if line.get("kind") == ACCEPTANCE]
     return {seal for line in found for seal in line.get("lost", []) if isinstance(seal, str)}
 
 
