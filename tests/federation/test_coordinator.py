@@ -65,7 +65,7 @@ def test_bad_results_are_refused_with_a_reason_and_the_round_goes_on(small_job: 
         "is missing": replace(good, tensors={n: t for n, t in good.tensors.items() if n != name}),
         "is not expected": replace(good, tensors=good.tensors | {"extra": torch.zeros(1)}),
         "stale": replace(good, round=7),
-        "not declared": replace(good, scalars={"secret": 1.0}),
+        "scalar 'secret' is not expected": replace(good, scalars={"secret": 1.0}),
         "over 100 times the adapter's": update(job, 0.1 * 1e6),
     }
     clean = coordinator(job, tmp_path / "clean")

@@ -111,6 +111,7 @@ def test_where_a_model_draws_random_numbers_the_run_is_that_of_one_by_one_to_the
     [
         ({"privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5}}, "a gradient of each record"),
         ({"strategy": {"name": "feddbe"}}, "looks into each site's model"),
+        ({"strategy": {"name": "fedala"}}, "reads gradients before it trains"),
         (
             small_config().model_dump() | {"adapter": {"kind": "bottleneck", "width": 4}, "strategy": {"name": "fedit"}},
             "with hooks",

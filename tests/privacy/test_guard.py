@@ -32,12 +32,12 @@ PRIVACY = {"unit": "site", "epsilon": 3, "clip": 0.5}
 Make = Callable[..., Guard]
 
 
-def test_only_shared_tensors_and_declared_numbers_leave_without_noise() -> None:
+def test_only_shared_tensors_and_declared_metrics_leave_without_noise() -> None:
     check_upload(Payload(0, 0, {SHARED: torch.zeros(2)}, {}, {"validation/global/dice": 0.5}), FedIAT(), METRICS)
     for payload, why in (
         (Payload(0, 0, {LOCAL: torch.zeros(2)}), "is local, only shared tensors may leave"),
         (Payload(0, 0, {SHARED: torch.tensor([float("nan")])}), "NaN or Inf"),
-        (Payload(0, 0, {}, {"patients": 3.0}), "scalar 'patients' is not declared"),
+        (Payload(0, 0, {}, {"patients": 3.0}), "scalar 'patients' may not leave"),
         (Payload(0, 0, {}, {}, {"validation/global/names": 3.0}), "names' is not declared"),
     ):
         with pytest.raises(RefusedError, match=why):

@@ -160,10 +160,10 @@ class Trainer:
         """
         context, share = self._context, self._context.strategy.traits.probe_fraction
         with self._noting_failure():
-            if not share:
-                raise self._strategy_error("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
             if context.config.dpsgd is not None:
                 raise self._no_charge_error("probe()", context.config.dpsgd.unit)
+            if not share:
+                raise self._strategy_error("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
             seed = context.seed("look", self._payload)
             return BatchGradients(context.model, context.task, context.config.training, seed, share)
 

@@ -166,7 +166,7 @@ def _why_not_charged(strategy: Strategy) -> str | None:
     if traits.refuses_records:
         return traits.refuses_records
     if reads or compares or (own and not traits.fits_only):
-        return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
+        return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record or patient charges; use fedit"
     return None
 
 

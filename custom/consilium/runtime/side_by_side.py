@@ -71,10 +71,11 @@ LAST = (sys.maxsize, 0)
 
 def one_by_one(job: Job) -> str:
     """Return why the sites of a job cannot train side by side; "" if the job's settings allow it."""
-    config, parts = job.config, job.strategy.traits.parts
+    config, traits = job.config, job.strategy.traits
     hindrances = {
         "privacy: takes a gradient of each record": config.dpsgd is not None,
-        f"strategy {job.strategy.name!r} looks into each site's model": bool(parts),
+        f"strategy {job.strategy.name!r} looks into each site's model": bool(traits.parts),
+        f"strategy {job.strategy.name!r} reads gradients before it trains": traits.probe_fraction > 0,
         "task.learn is preference, which also runs the base": getattr(config.task, "learn", "") == "preference",
         "training.compile is true": config.training.compile,
         "the model's positions depend on pictures": config.model.name == "vision_language",

@@ -90,7 +90,7 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
 
 
 def check_result(job: Job, result: Payload) -> None:
-    """Raise RefusedError unless `result` has exactly the tensors and scalars that the strategy uploads, and known metrics.
+    """Raise RefusedError unless `result` has exactly the tensors that the strategy uploads, no scalars, and known metrics.
 
     Tensors must be plain, finite, and of the adapter's type. Numbers must be real and finite.
     """
@@ -101,10 +101,8 @@ def check_result(job: Job, result: Payload) -> None:
     for name, dtype in expected.items():
         _check_tensor(name, result.tensors[name], dtype)
     _check_finite(result.tensors)
-    if wrong := result.scalars.keys() ^ job.strategy.traits.upload_scalars:
-        missing = wrong & job.strategy.traits.upload_scalars
-        raise RefusedError(f"scalar {_first_name(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
-    _check_numbers("scalar", result.scalars)
+    if result.scalars:
+        raise RefusedError(f"scalar {_first_name(result.scalars)!r} is not expected: a site sends tensors and metrics")
     _check_seal(result)
     _check_metrics(job, result.metrics)
 

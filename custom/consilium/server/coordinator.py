@@ -179,7 +179,7 @@ class Coordinator:
                 have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
-                raise ConsiliumError(f"round {self.state.round}: {refusals(out, 'refused')}{have}; {step}")
+                raise ConsiliumError(f"round {self.state.round + 1}: {refusals(out, 'refused')}{have}; {step}")
             self.asked = {name: self.sites[name] for name in names or self._sample_sites()}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(max(len(self.asked), 1))
@@ -285,7 +285,7 @@ class Coordinator:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 step = next_step(self.reasons, self.asked, self.quorum)
-                raise ConsiliumError(f"round {self.state.round}: {refusals(self.reasons)}{few}; {step}")
+                raise ConsiliumError(f"round {self.state.round + 1}: {refusals(self.reasons)}{few}; {step}")
             if plan := self._central:  # noise of sigma S on the sum, then divided by the number of results
                 noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
                 means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}

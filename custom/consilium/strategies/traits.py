@@ -50,7 +50,6 @@ class Traits:
     - `probe_fraction`: the share of the training data on which `Trainer.probe` reads gradients.
     - `interpolation`: how the personalized model weighs a local adapter. `fits_after_last_round`: `local_update` runs once more
       after the last round, for the personalized model; its result stays at the site.
-    - `upload_scalars`: names of the scalars that a site uploads beside its tensors.
 
     Presentation: `label`: the name in comparisons, by default the strategy's; `warnings`: lines printed before a run;
     `variants`: the settings for which `consilium cost` shows a row each.
@@ -78,7 +77,6 @@ class Traits:
     probe_fraction: float = 0.0
     interpolation: Interpolation | None = None
     fits_after_last_round: bool = False
-    upload_scalars: frozenset[str] = frozenset()
     label: str = ""
     warnings: tuple[str, ...] = ()
     variants: tuple[Mapping[str, Any], ...] = ({},)

@@ -23,7 +23,7 @@ from consilium.strategies.strategy import Role, Strategy
 
 
 def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
-    """Raise RefusedError unless every tensor is finite and SHARED in this phase, and every scalar and metric is declared."""
+    """Raise RefusedError unless a result has only finite tensors that are SHARED in this phase, and declared metrics."""
     for name in payload.tensors:
         try:
             role: str = strategy.role(name, payload.round, payload.phase)
@@ -33,16 +33,15 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
             raise RefusedError(f"release: tensor {name!r} is {role}, only shared tensors may leave; nothing was sent")
     if wrong := non_finite(payload.tensors):
         raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
-    for kind, given, known, where in (
-        ("scalar", payload.scalars, strategy.traits.upload_scalars, "the strategy's upload_scalars"),
-        ("metric", payload.metrics, metrics, "the task's metric_names"),
-    ):
-        if extra := sorted(given.keys() - known):
-            raise RefusedError(
-                f"release: {kind} {extra[0]!r} is not declared, so it may not leave; nothing was sent; declare it in {where}"
-            )
-        if wrong := sorted(name for name, value in given.items() if type(value) is not float):
-            raise RefusedError(f"release: {kind} {wrong[0]!r} is not a plain number; nothing was sent; write float(...)")
+    if payload.scalars:
+        raise RefusedError(f"release: scalar {min(payload.scalars)!r} may not leave; nothing was sent; send it as a shared tensor")
+    if extra := sorted(payload.metrics.keys() - metrics):
+        raise RefusedError(
+            f"release: metric {extra[0]!r} is not declared, so it may not leave; nothing was sent; "
+            "declare it in the task's metric_names"
+        )
+    if wrong := sorted(name for name, value in payload.metrics.items() if type(value) is not float):
+        raise RefusedError(f"release: metric {wrong[0]!r} is not a plain number; nothing was sent; write float(...)")
 
 
 def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...]]:
