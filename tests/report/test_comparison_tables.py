@@ -90,7 +90,7 @@ def test_a_pretrained_model_that_is_best_is_bold_and_named(tmp_path: Path) -> No
     assert {row for row, column in table.best if column == 2} == {0}
     assert {row for row, column in table.best if column == 3} == {2}
     assert "the pretrained model is the best in: s0" in table.notes
-    assert "images scored: s0 10, s1 10" in table.notes
+    assert [note for note in table.notes if "scored:" in note] == ["images scored: s0 10, s1 10; 20 in all"]
     assert "The pretrained model is the best in: s0." in table.detail_caption
 
 

@@ -215,7 +215,8 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
         shared.append([*worse, *_sizes(scores, of_sites), *steps])
     captions = [" ".join([_caption(scores, blocks, valued, i > 0), *map(sentence, one)]) for i, one in enumerate(shared)]
     marked = any(MARK in cell for row in rows for cell in row[1:])
-    notes = [*_score_notes(scores, blocks, printed, marked), *dict.fromkeys([*shared[1], *shared[0]])]
+    lines = [one for one in dict.fromkeys([*shared[1], *shared[0]]) if one not in _sizes(scores, False)]
+    notes = [*_score_notes(scores, blocks, printed, marked), *lines]
     return Table(title, columns, rows, notes, best, caption=captions[0], detail_caption=captions[1])
 
 
@@ -227,7 +228,9 @@ def _sizes(scores: GroupScores, of_sites: bool) -> list[str]:
     if not any(found.values()):
         return []
     counts = few([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
-    text = counts if of_sites else f"{sum(found.values())} at {number_of(len(found), 'site')}"
+    total = sum(found.values())
+    by_site = counts if len(found) == 1 else f"{counts}; {total} in all"
+    text = by_site if of_sites else f"{total} at {number_of(len(found), 'site')}"
     return [f"{unit_of(scores.group.first.config.task.model_dump())}s scored: {text}"]
 
 
