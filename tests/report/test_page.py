@@ -479,5 +479,5 @@ def test_a_printed_page_has_every_column_and_no_heading_alone(
         assert len(sheets) > 1
         assert [sheet[-1] for sheet in sheets if re.fullmatch(rf"\s*({headings})\s*", sheet[-1])] == []
         whole = " ".join(text.split())
-        for part in {"study": ["95 % patients", "rank", "number 8"], "run": ["job.yaml, as it ran"], "site": [TENSOR]}[name]:
+        for part in {"study": ["95 % test set", "rank", "number 8"], "run": ["job.yaml, as it ran"], "site": [TENSOR]}[name]:
             assert part in whole, part
