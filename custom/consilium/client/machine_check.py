@@ -231,7 +231,8 @@ def _free_bytes(device: torch.device) -> int:
 def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
     """Log the peak memory measured on a GPU and the predicted peak, to show how accurate predictions are.
 
-    In private training the peak depends on how many samples a step drew. So it is then logged only where lines about data go.
+    In private training the peak depends on how many samples a step drew. It is then written only to the site's private log; see
+    report/private_logging.py.
     """
     say = keep if config.privacy else _log.info
     try:

@@ -132,8 +132,8 @@ class JobConfig(Section):
     def weighting(self) -> str:
         """How updates are weighted: `federation.weighting`, or its default.
 
-        The default is uniform with site-level DP, and with DP and masks, because a weight would reveal the data size; and for a
-        median or trimmed mean, which counts every site once. Otherwise it is samples.
+        The default is `uniform` under site-level DP and under DP with secure aggregation, because a weight would reveal the
+        data size. It is also `uniform` for a median or trimmed mean, which counts every site once. Otherwise it is `samples`.
         """
         private = self.privacy is not None and (self.privacy.unit == "site" or self.secure_aggregation is not None)
         robust = self.server is not None and self.server.robust

@@ -316,5 +316,8 @@ class DiagnosticsConfig(Section):
 
     @property
     def looks_inside(self) -> bool:
-        """Whether a measurement needs tensors from inside the sites."""
+        """Whether a measurement (leakage, oracle) reads the sites' tensors from outside.
+
+        Only a simulation in one process can do that.
+        """
         return self.leakage or self.oracle is not None

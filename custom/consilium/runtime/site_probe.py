@@ -103,7 +103,9 @@ class SiteProbe:
         return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
 
     def _oracle_start(self, most: int | None) -> dict[str, Tensor]:
-        """Return by layer the initial A (rank, in) of the oracle: the job's own rows, and further rows from the same rule.
+        """Return the oracle's initial A (rank, in) of each layer. The oracle trains all ranks, see OracleConfig.
+
+        Its first rows are the job's initial A. The adapter's rule draws the others.
 
         `most`: the largest rank; None for the layer's size.
         """

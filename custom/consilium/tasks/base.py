@@ -103,9 +103,9 @@ class Task(Protocol):
         """Return these samples of the training split as a batch. The first dimension is the sample.
 
         A sample's augmentation depends only on `seed` and its own index, never on other samples of the batch. Samples that
-        cannot be read are left out if the site allows it; {} if none remains. If a task has an attribute `workers` (a number of
-        threads) over 0, another thread prepares its next batches, one at a time. A task whose attribute `quiet` is true leaves
-        out samples that do not fit the job, possibly all; see data/loading.py.
+        cannot be read are left out if the site allows it; {} if none remains. If a task's attribute `workers` (its number of
+        reading threads) is over 0, one background thread calls `batch` ahead of training. Calls of `batch` never overlap. A
+        task whose attribute `quiet` is true leaves out samples that do not fit the job, possibly all; see data/loading.py.
         """
         ...
 

@@ -131,7 +131,9 @@ def test_a_reason_quotes_no_name_of_twenty_megabytes(job: Job, server: Coordinat
 
 @pytest.mark.parametrize("scalars", [{"x": 1.0}, {7: 1.0}, {"x": "1"}, {ESCAPE * 100: None}])
 def test_a_scalar_is_refused(scalars: dict, job: Job, server: Coordinator) -> None:
-    assert "is not expected: a site sends tensors and metrics" in server.accept(sorted(server.asked)[0], update(job, scalars=scalars))
+    assert "is not expected: a site sends tensors and metrics" in server.accept(
+        sorted(server.asked)[0], update(job, scalars=scalars)
+    )
 
 
 @pytest.mark.parametrize("place", [(7, 0), (0, 5), (-(10**30), 10**30), (1, HELD_OUT)])

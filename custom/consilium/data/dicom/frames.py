@@ -169,7 +169,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Frames in order of position, and the elements of their files.
+    """Frames sorted by position, and the DICOM data elements of each file.
 
     `colours`: whether frames are in colour instead of grey. `kind`: the SOP class of the first file.
     """

@@ -151,8 +151,8 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
 def _classes_with_patients(sites: Mapping[str, Site]) -> str:
     """Return why folders taken as sites may be classes with folders of patients in them; "" if nothing suggests it.
 
-    Then all have classes, and either no two have a class in common, or the classes have numbers
-    like patients, or the folders themselves have names of classes.
+    Suspected are folders that all hold classes, if no folder is called after a site and no sample has a patient. One sign is
+    enough: no class is in two folders, class names contain patient-like numbers, or a folder is called after a diagnosis.
     """
     classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
     if not classes or not all(classes.values()) or any(map(_SITE.search, classes)):

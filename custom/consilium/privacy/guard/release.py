@@ -34,7 +34,9 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
     if wrong := non_finite(payload.tensors):
         raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
     if payload.scalars:
-        raise RefusedError(f"release: scalar {min(payload.scalars)!r} may not leave; nothing was sent; send it as a shared tensor")
+        raise RefusedError(
+            f"release: scalar {min(payload.scalars)!r} may not leave; nothing was sent; send it as a shared tensor"
+        )
     if extra := sorted(payload.metrics.keys() - metrics):
         raise RefusedError(
             f"release: metric {extra[0]!r} is not declared, so it may not leave; nothing was sent; "

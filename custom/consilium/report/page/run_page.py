@@ -109,6 +109,9 @@ def run_page(record: RunRecord, back: str = "") -> str:
     return render("run.html", f"{title}: {cell}" if cell else title, lead, source, sections, values)
 
 
+REMEDY_DAMAGED = "Copy the run's folder again from where it was written, or rerun the job."
+
+
 def _warnings(record: RunRecord, pictures: bool) -> list[str]:
     """Return the warnings at the top of the page."""
     level, damaged, lost = frozen_level(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
@@ -119,7 +122,7 @@ def _warnings(record: RunRecord, pictures: bool) -> list[str]:
         ),
         f"{level}.": level,
         f"Damaged lines of metrics.jsonl: {lost}. They count nowhere on this page.": lost,
-        f"Damaged files, left out: {', '.join(damaged)}. Run the job anew, or take a copy that is whole.": damaged,
+        f"Damaged files, left out: {', '.join(damaged)}. {REMEDY_DAMAGED}": damaged,
     }
     return only_true(warnings)
 
@@ -309,6 +312,8 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
 # site page -------------------------------------------------------------------------------------------------------------
 # The page of a site, which a hospital may keep. It can only be made where the site's folder is.
 
+GUARANTEE_LATER = "The job's privacy guarantee appears here after the final evaluation."
+GUARANTEE_MISSING = "The privacy guarantee cannot be shown: cases.json is missing or cannot be read."
 HASHED_AT_SITE = (
     *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),
     CASES,
@@ -347,7 +352,8 @@ def site_page(folder: Path, site: str) -> str:
     own = "This page is the hospital's own: it shows test samples of this site, patients where the data are real."
     table, problem = ledger_table(ledger_of(place))
     known = cases is not None or (record is not None and record.config.privacy is None)
-    private: Statement = [NONE] if known else ["What the job promises is not known here before its end."], []
+    unknown = GUARANTEE_MISSING if record is not None and record.results is not None else GUARANTEE_LATER
+    private: Statement = [NONE if known else unknown], []
     if cases and cases.privacy is not None:  # at record level only the site itself knows its plan
         private = plan_statement(cases.privacy)
     values = {

@@ -88,7 +88,7 @@ class LanguageTask:
         """Return a record, its tokens and, for preferences, those of its rejected answer.
 
         In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
-        Otherwise a malicious tokenizer that fails for certain words would reveal, by the site's failure, who has these words.
+        If the site failed instead, a malicious tokenizer that rejects certain words would reveal which sites hold them.
         """
         try:
             self._check_kind(text)

@@ -101,7 +101,9 @@ class SegmentationTask(SampledTask):
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean of Dice loss plus binary cross-entropy, or of the latter only, in float32.
+        """Return the loss in float32, averaged over the batch.
+
+        It is Dice loss plus binary cross-entropy for `loss: dice+bce`, else binary cross-entropy alone.
 
         Padding counts as background, as in the fine-tuning of MedSAM, micro-sam and lightning-sam. It is never scored and costs
         little, and the model learns to predict nothing there.
