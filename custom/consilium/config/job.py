@@ -194,7 +194,7 @@ class JobConfig(Section):
         if patience := self.training.validation.patience:
             what = "would let validation scores, which no noise covers, choose the round"
             raise ValueError(f"training.validate.patience: {patience} {what}; leave it out of a job with privacy")
-        if self.diagnostics.looks_inside:
+        if self.diagnostics.reads_site_tensors:
             raise ValueError("diagnostics: leakage and oracle look at what privacy keeps at the site; remove them")
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")

@@ -315,7 +315,7 @@ class DiagnosticsConfig(Section):
     ] = None
 
     @property
-    def looks_inside(self) -> bool:
+    def reads_site_tensors(self) -> bool:
         """Whether a measurement (leakage, oracle) reads the sites' tensors from outside.
 
         Only a simulation in one process can do that.

@@ -111,7 +111,7 @@ def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Cla
 
 
 def _check_entry(
-    item: Item, volume: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes, size: int
+    item: Item, volume: tuple[volumes.VolumeHeader, str] | None, settings: PictureSettings, classes: Classes, size: int
 ) -> SampleReport:
     found = SampleReport(marks=_identity_marks(item))
     try:
@@ -189,7 +189,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
 
 
 def _check_volume(
-    found: SampleReport, item: Item, header: volumes.Header, digest: str, settings: PictureSettings, classes: Classes
+    found: SampleReport, item: Item, header: volumes.VolumeHeader, digest: str, settings: PictureSettings, classes: Classes
 ) -> None:
     axis = item.across(settings.slices.axis)
     whole = item.slice is None and header.grid.planes(axis) > 1

@@ -52,9 +52,9 @@ class SiteProbe:
             )
 
         for name, site in sites.items() if self.config.leakage else ():
-            site.on_train = partial(self._before, name)
+            site.on_train = partial(self._store_start, name)
 
-    def _before(self, name: str, run: str, payload: Payload) -> None:
+    def _store_start(self, name: str, run: str, payload: Payload) -> None:
         """Store the tensors that a site starts a phase from. If the site repeats the task, the first values are kept."""
         site, self._runs[name] = self.sites[name], run
         own = _kept_once(site.context.folder / run / "before.safetensors", payload, site.kept(run))

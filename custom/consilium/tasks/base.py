@@ -56,7 +56,7 @@ Shown = Examples | Answered
 
 
 @dataclass(frozen=True)
-class Scored:
+class UnitScores:
     """The scores of the final evaluation by unit (an image, a volume, a patient, a record).
 
     `score`: the name of the score. `lower`: whether lower values are better. `names`: one per unit, such as its file. `values`:
@@ -74,7 +74,7 @@ class Scored:
 class ShowsUnits(Protocol):
     """Optional methods of a task that show its best, median and worst units; see report/best_worst_cases.py."""
 
-    scored: Scored | None
+    scored: UnitScores | None
     """The scores of the last final evaluation."""
 
     def show(self, model: "nn.Module", split: str, indices: Sequence[int]) -> Shown | None:

@@ -81,7 +81,7 @@ def check_federated(job: Job, path: Path) -> Job:
     """Return `job`, which was read from `path`. Raises ConfigError for a job that only the in-process engine can run."""
     if job.strategy.traits.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
-    if job.config.diagnostics.looks_inside:
+    if job.config.diagnostics.reads_site_tensors:
         raise ConfigError(
             f"{path}: diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them"
         )

@@ -22,7 +22,7 @@ from consilium.report.compare.figures import COLOURS, PLOTS
 from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
-from consilium.report.live_view import ending, when
+from consilium.report.live_view import early_stop_text, when
 from consilium.report.page.cases import curve_figure as draw_curves, model_figure as draw_models, read_cases, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
@@ -36,7 +36,7 @@ from consilium.report.untrusted_files import (
     plain_file_hashes,
     read_json,
     read_plain,
-    round_times,
+    round_timestamps,
     subfolders,
 )
 from consilium.strategies.strategy import Role
@@ -129,7 +129,7 @@ def _warnings(record: RunRecord, pictures: bool) -> list[str]:
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
     """Return facts on the run as pairs (name, value)."""
-    early = f": {ending(record.ended)}" if record.ended else ""
+    early = f": {early_stop_text(record.ended)}" if record.ended else ""
     state = f"finished{early}"
     if record.results is None:
         phases = {(line["round"], line["phase"]) for line in record.of("concluded")}
@@ -218,7 +218,7 @@ def _parameters_sentence(record: RunRecord) -> str:
 
 def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return the run's times as pairs (name, value)."""
-    began, ended = round_times(record.lines)
+    began, ended = round_timestamps(record.lines)
     took = [ended[r] - began[r] for r in sorted(ended) if r in began and ended[r] >= began[r]]
     stamps = [line["time"] for line in record.lines if line["time"] is not None]
     facts = [("began", stamp(min(stamps))), ("last record", stamp(max(stamps)))] if stamps else []

@@ -118,7 +118,7 @@ def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int
 
 
 def global_updates(state: ServerState) -> dict[str, Update]:
-    """Return W / s of every layer from the state, low-rank or dense as stored."""
+    """Return each layer's global update W / s, low-rank or dense as stored. s: the adapter's scaling (see the module)."""
     kept = {}
     for layer, (out, into) in shapes(state.initial).items():
         if (dense := state.shared.get(f"{layer}.dense")) is not None:
