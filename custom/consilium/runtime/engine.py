@@ -11,13 +11,13 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import number_of
 from consilium.core.storage import write_json
-from consilium.data.store import discard_cache
+from consilium.data.disk_cache import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.simulated_sites import kept
-from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
+from consilium.privacy.secagg.simulated_identities import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
 from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
-from consilium.runtime.site_probe import SiteProbe
+from consilium.runtime.site_diagnostics import SiteDiagnostics
 from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool, simulated_sites
 from consilium.server import run_start
 from consilium.server.coordinator import Coordinator
@@ -66,7 +66,7 @@ def simulate(
             site = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
             trainers = here = {POOLED: SimulatedSite(site, guard)}
         if job.config.diagnostics.reads_site_tensors:
-            probe = SiteProbe(job, {name: member.site for name, member in here.items()})
+            probe = SiteDiagnostics(job, {name: member.site for name, member in here.items()})
         own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
         saved = scored_run_state(job, former)
         coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)

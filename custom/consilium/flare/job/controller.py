@@ -19,7 +19,7 @@ from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.task_sender import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.flare.patches import share_timers
 from consilium.report.live_view import progress

@@ -30,7 +30,7 @@ from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
-from consilium.privacy.secagg.simulated import SERVER, read_root, read_simulated_identity
+from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import public_fields
 from consilium.server.coordinator import FILE as SEALS, Seals

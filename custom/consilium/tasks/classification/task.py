@@ -14,10 +14,10 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, read_picture
 from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
-from consilium.data.store import CachedSample
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Answered, Batch, Classified, SampledTask, UnitScores, evaluating

@@ -20,7 +20,7 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
 from consilium.federation.job import Job
 from consilium.strategies.heterogeneous_ranks.exact_server import whole_update
-from consilium.strategies.heterogeneous_ranks.layers import shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, moves, oracle_drift
 from consilium.strategies.leakage import Move, leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
@@ -29,7 +29,7 @@ ORACLE = "oracle"
 """The run name under which a site stores the tensors that the oracle trained."""
 
 
-class SiteProbe:
+class SiteDiagnostics:
     """Measures the sites of a simulation in each phase.
 
     Raises ConfigError if the job asks for a measurement that its strategy does not have.
