@@ -42,9 +42,9 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, ge
 from consilium.config.job import TrainingConfig
 from consilium.data import images, sample_check
 from consilium.data.datalist import DataList, read_datalist
+from consilium.data.disk_cache import open_store
 from consilium.data.loading import Loading
 from consilium.data.settings import PictureSettings, WindowConfig
-from consilium.data.store import open_store
 from consilium.tasks.base import Batch
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.training.loop import stream

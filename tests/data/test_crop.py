@@ -15,10 +15,10 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, Crop, DataList, Item, read_datalist
+from consilium.data.disk_cache import open_store
 from consilium.data.images import read_masks, read_picture, read_sample
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
-from consilium.data.store import open_store
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.units import spacing_of

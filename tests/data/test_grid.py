@@ -12,7 +12,7 @@ from nibabel.processing import resample_from_to
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item, read_datalist
-from consilium.data.grid import Grid, grid_difference, resample_to_grid
+from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.sample_check import check_samples
 from consilium.data.settings import Axis, PictureSettings
@@ -108,7 +108,7 @@ def test_resampling_is_nibabels() -> None:
     mask = stored("PIR", oblique())
     wanted = Grid((9, 8, 7), np.diag([1.7, 2.3, 3.1, 1.0]))
     expected = resample_from_to(mask, (wanted.shape, wanted.affine), order=0, mode="constant")
-    ours = resample_to_grid(np.asarray(mask.dataobj), Grid(mask.shape, mask.affine), wanted)
+    ours = resample_labels(np.asarray(mask.dataobj), Grid(mask.shape, mask.affine), wanted)
     index = nibabel.affines.apply_affine(
         np.linalg.inv(mask.affine) @ wanted.affine, np.moveaxis(np.indices(wanted.shape), 0, -1)
     )

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data import images, nifti, store as cache_folder, store as fingerprint, volumes
+from consilium.data import disk_cache as cache_folder, disk_cache as fingerprint, images, nifti, volumes
 from consilium.data.datalist import DataList, read_datalist
+from consilium.data.disk_cache import DiskCache
 from consilium.data.loading import Loading, prefetch
 from consilium.data.sample_check import check_sample, without_faults
 from consilium.data.slices import expand
-from consilium.data.store import Store
 from consilium.tasks.classification.task import ClassificationTask
 from consilium.tasks.segmentation.task import SegmentationTask
 from tests.data.storing import CLASSES, break_pixels, made
@@ -208,7 +208,7 @@ def test_what_passed_is_not_looked_at_again_until_it_changes(tmp_path: Path, mon
     monkeypatch.setattr(fingerprint, "RECENT", -1.0)
     data, looked = made(tmp_path / "site"), []
     for _ in range(2):
-        store = Store(tmp_path / cache_folder.FOLDER, 10**4)
+        store = DiskCache(tmp_path / cache_folder.FOLDER, 10**4)
         without_faults(data, lambda item: looked.append(item.name) or look(item), "", store)
     assert len(looked) == 7
     data.splits["training"][2].label.write_bytes(b"no mask")

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data import store as cache_folder
+from consilium.data import disk_cache as cache_folder
 from consilium.data.datalist import Item
-from consilium.data.store import Store, open_store
+from consilium.data.disk_cache import DiskCache, open_store
 from tests.conftest import run
 from tests.data.storing import made
 
@@ -25,7 +25,7 @@ SAMPLE = {"image": np.arange(48, dtype=np.uint8).reshape(3, 4, 4), "label": np.o
 NAME = "0" * 32
 
 
-def store(folder: Path, most: int = 10**6) -> Store:
+def store(folder: Path, most: int = 10**6) -> DiskCache:
     found = open_store(folder, most)
     assert found is not None
     return found
@@ -274,7 +274,7 @@ def test_a_pipe_in_a_list_is_not_waited_for(tmp_path: Path) -> None:
 WORKER = """
 import sys, numpy as np
 from pathlib import Path
-from consilium.data.store import open_store
+from consilium.data.disk_cache import open_store
 kept = open_store(Path(sys.argv[1]), 10**9)
 wrong = 0
 for turn in range(2):

@@ -17,7 +17,7 @@ from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.core.messages import SKIPPED
 from consilium.core.storage import load_state
-from consilium.data import store as cache_folder
+from consilium.data import disk_cache as cache_folder
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
 from consilium.data.text import Text

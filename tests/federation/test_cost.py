@@ -8,7 +8,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.estimates.communication import Cost, adapters, compare, whole_run
 from consilium.federation.job import assemble_job
 from consilium.federation.trainable_checks import trained_set
-from consilium.strategies.heterogeneous_ranks.layers import shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from tests.conftest import JOBS, small_cells, small_config
 
 

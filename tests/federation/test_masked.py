@@ -26,7 +26,7 @@ from consilium.estimates.communication import compare
 from consilium.federation.job import Job
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.secagg.server import MASKED
-from consilium.privacy.secagg.simulated import make_simulated_identities, read_root, read_simulated_identity
+from consilium.privacy.secagg.simulated_identities import make_simulated_identities, read_root, read_simulated_identity
 from consilium.runtime.engine import LocalTransport, simulate
 from consilium.runtime.run_loop import RunLoop
 from consilium.runtime.worker_pool import SimulatedSite

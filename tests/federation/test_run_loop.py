@@ -15,7 +15,7 @@ from consilium.core.messages import Hello, Kind, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import wire
 from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.task_sender import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.run_loop import RunLoop

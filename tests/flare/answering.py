@@ -16,7 +16,7 @@ from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.task_sender import TaskSender
 from consilium.flare.job.transport import FlareTransport
 from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator

@@ -14,14 +14,14 @@ from consilium.core.errors import DataError
 from consilium.core.messages import Stage
 from consilium.report.best_worst_cases import Closing, pick
 from consilium.report.predictions import draw_outlines
-from consilium.tasks.base import Answered, Classified, Scored, Segmented
+from consilium.tasks.base import Answered, Classified, Segmented, UnitScores
 
 NAN = math.nan
 
 
-def scored(*values: float, lower: bool = False) -> Scored:
+def scored(*values: float, lower: bool = False) -> UnitScores:
     names = tuple(f"{number}.png" for number in range(len(values)))
-    return Scored("Dice", lower, names, values, tuple(range(len(values))))
+    return UnitScores("Dice", lower, names, values, tuple(range(len(values))))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_best_median_and_worst_are_picked_among_what_has_a_score(
 class Pretended:
     """A task whose units are scored beforehand, and which shows black pictures."""
 
-    def __init__(self, found: Scored | None, shown: Any = None) -> None:
+    def __init__(self, found: UnitScores | None, shown: Any = None) -> None:
         self.scored, self.asked, self._shown = found, list[list[int]](), shown
 
     def examples(self, model: object, split: str) -> None:

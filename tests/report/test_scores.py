@@ -25,7 +25,7 @@ def test_sites_on_one_test_split_are_one_pair_a_seed_and_none_narrows_the_other(
             ends = {"test__global__accuracy_low": at - half, "test__global__accuracy_high": at + half}
             change(folder, site, test__global__loss=loss, test__pretrained__loss=0.5, **ends)
     table = accuracy(*folders)
-    assert table.splits == [["s0", "s1"], ["s2"]]
+    assert table.sites_by_test_split == [["s0", "s1"], ["s2"]]
     # the errors of s0 and s1 add up: sqrt((0.06 + 0.06)^2 + 0.09^2) / 3 = 0.15 / 3
     assert patients_interval(table, "fedit") == pytest.approx((0.45, 0.55))
     assert patients_interval(table, "local_only") == pytest.approx((1.1 / 3 - 0.05, 1.1 / 3 + 0.05))
@@ -39,7 +39,7 @@ def test_a_head_that_starts_at_zero_makes_no_common_test_split(tmp_path: Path) -
     folders = made(tmp_path, {"fedit": [[0.2, 0.2]]})
     for site in ("s0", "s1"):
         change(folders[0], site, test__global__loss=math.log(5), test__pretrained__loss=math.log(5))
-    assert accuracy(*folders).splits == [["s0"], ["s1"]]
+    assert accuracy(*folders).sites_by_test_split == [["s0"], ["s1"]]
 
 
 def test_a_site_called_as_a_column_of_many_sites_is_not_taken_for_it(tmp_path: Path) -> None:

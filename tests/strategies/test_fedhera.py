@@ -12,7 +12,7 @@ from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.heterogeneous_ranks.exact_server import global_updates, stored_spectra
-from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from consilium.core.messages import SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layers import factors
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors
 from consilium.strategies.lora_fair import LoraFair
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 from tests.strategies.unequal import LAYERS, answer, initial, product

@@ -14,7 +14,7 @@ from consilium.core.messages import Payload, SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedhera import FedHera
-from consilium.strategies.heterogeneous_ranks.layers import prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import prefix_and_tail, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import cross_drift, information_gain, oracle_drift
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role

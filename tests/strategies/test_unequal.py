@@ -16,7 +16,7 @@ from consilium.strategies.fedit import FedIT
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.heterogeneous_ranks.exact_server import global_updates
-from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
 from consilium.strategies.hetlora import HetLoRA
 from consilium.strategies.strategy import ServerState, SiteResult

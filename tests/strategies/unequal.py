@@ -4,7 +4,7 @@ import torch
 
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import RoundAggregate
-from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import Role, ServerState
 from tests.strategies.scripted import update_of

@@ -1,4 +1,4 @@
-"""The dual-rank adapter of FedHera: the first ranks, the prefix, train; the other ranks, the tail, are frozen.
+"""FedHera's dual-rank adapter: one LoRA pair whose first ranks (the prefix) train and whose other ranks (the tail) are frozen.
 
     y = W0 x + s (B_tr A_tr x + gate * B_tail A_tail x)            (FedHera, Section 4.3)
 

@@ -26,7 +26,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.core.storage import nothing_left_on_failure
-from consilium.data import store as cache_folder
+from consilium.data import disk_cache as cache_folder
 from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import DataList, read_datalist, with_affine, with_challenge_splits

@@ -16,7 +16,7 @@ from consilium.core.messages import TRAIN_LOSS, Stage
 from consilium.core.sanitize import line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import warnings
-from consilium.report.live_view import ending, last_round, reported, score_of, when
+from consilium.report.live_view import early_stop_text, last_round, reported, score_of, when
 from consilium.report.tables import Column, Table, columns, few, number
 from consilium.tasks.registry import Scores
 
@@ -184,7 +184,7 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
 def place(progress: dict[str, Any]) -> str:
     """Return a line with a run's round, the sites that have answered, epsilon and ETA."""
     if early := progress.get("ended"):
-        return f"{ending(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
+        return f"{early_stop_text(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:
         return f"all {progress['rounds']} rounds and the closing evaluation are done"
     phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""

@@ -19,7 +19,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.flare.kit.processes import is_word
-from consilium.report.live_view import ENDING, ending
+from consilium.report.live_view import ENDING, early_stop_text
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.report.results_table import VALUES, frozen_level, read_matrix, results_table
 from consilium.report.run_record import read_run
@@ -118,7 +118,7 @@ def print_results(
             yield results_table(results, record.scores, config.title, record.test_only, refused, losses)
             yield from (shown(f"{site}: {reason}", 1000) for site, reason in sorted(refused.items()))
             if early:
-                yield ending(early).capitalize()
+                yield early_stop_text(early).capitalize()
             if told := frozen_level(record):
                 yield line(told, "yellow", limit=1000)
             if claim := claim_of(folder):

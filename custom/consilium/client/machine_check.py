@@ -32,7 +32,7 @@ from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, installed_version, judge
 from consilium.federation.job import assemble_job
 from consilium.models.low_precision import require_library
-from consilium.report.private_logging import keep
+from consilium.report.private_logging import log_privately
 from consilium.training.device import pick_device
 
 # machine check ---------------------------------------------------------------------------------------------------------
@@ -231,9 +231,10 @@ def _free_bytes(device: torch.device) -> int:
 def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
     """Log the peak memory measured on a GPU and the predicted peak, to show how accurate predictions are.
 
-    In private training the peak depends on how many samples a step drew. So it is then logged only where lines about data go.
+    In private training the peak depends on how many samples a step drew. It is then written only to the site's private log; see
+    report/private_logging.py.
     """
-    say = keep if config.privacy else _log.info
+    say = log_privately if config.privacy else _log.info
     try:
         predicted = memory_of(assemble_job(config), devices, sharded).peak
     except Exception as error:  # a failed prediction must not stop the round

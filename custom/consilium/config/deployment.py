@@ -93,7 +93,7 @@ class DeploymentConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _carries_bundles(self) -> Self:
+    def _refuse_bundles_over_http(self) -> Self:
         if self.scheme == "http" and (self.server.bundles or any(site.bundles for site in self.sites)):
             raise ValueError("scheme: 'http' cannot carry bundled jobs (4 MiB a message) with bundles: true; use grpc or tcp")
         return self

@@ -132,8 +132,8 @@ class JobConfig(Section):
     def weighting(self) -> str:
         """How updates are weighted: `federation.weighting`, or its default.
 
-        The default is uniform with site-level DP, and with DP and masks, because a weight would reveal the data size; and for a
-        median or trimmed mean, which counts every site once. Otherwise it is samples.
+        The default is `uniform` under site-level DP and under DP with secure aggregation, because a weight would reveal the
+        data size. It is also `uniform` for a median or trimmed mean, which counts every site once. Otherwise it is `samples`.
         """
         private = self.privacy is not None and (self.privacy.unit == "site" or self.secure_aggregation is not None)
         robust = self.server is not None and self.server.robust
@@ -194,7 +194,7 @@ class JobConfig(Section):
         if patience := self.training.validation.patience:
             what = "would let validation scores, which no noise covers, choose the round"
             raise ValueError(f"training.validate.patience: {patience} {what}; leave it out of a job with privacy")
-        if self.diagnostics.looks_inside:
+        if self.diagnostics.reads_site_tensors:
             raise ValueError("diagnostics: leakage and oracle look at what privacy keeps at the site; remove them")
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")

@@ -278,7 +278,7 @@ def check_masked(
         raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
     if server is not None and server.robust:
         raise ValueError(f"secure_aggregation: server.mean {server.mean!r} needs single sites' updates; use weighted")
-    if diagnostics.deviation or diagnostics.looks_inside:
+    if diagnostics.deviation or diagnostics.reads_site_tensors:
         raise ValueError("secure_aggregation: diagnostics deviation, leakage and oracle look at single sites; remove them")
     if privacy is not None and federation.weighting == "samples":
         raise ValueError(

@@ -99,7 +99,10 @@ def _number(value: float) -> str:
 
 
 def _default(field: Mapping[str, Any]) -> str:
-    """Return a field's default as YAML, "" for none or for a section, whose own rows have its defaults."""
+    """Return a field's default as YAML, or "required".
+
+    Return "" for an empty default (null, {} or []) and for a section, whose fields show their own defaults.
+    """
     if "default" not in field:
         return "required"
     value = field.get("default_kind", field["default"])

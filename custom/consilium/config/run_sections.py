@@ -315,6 +315,9 @@ class DiagnosticsConfig(Section):
     ] = None
 
     @property
-    def looks_inside(self) -> bool:
-        """Whether a measurement needs tensors from inside the sites."""
+    def reads_site_tensors(self) -> bool:
+        """Whether a measurement (leakage, oracle) reads the sites' tensors from outside.
+
+        Only a simulation in one process can do that.
+        """
         return self.leakage or self.oracle is not None

@@ -16,10 +16,10 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import grouped
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
+from consilium.data.disk_cache import CachedSample, DiskCache, open_store
 from consilium.data.images import Sample
 from consilium.data.loading import NOTHING_LEFT, prefetch
 from consilium.data.sample_check import NAMED, Check, Place, find_errors
-from consilium.data.store import CachedSample, Store, open_store
 
 CACHE_BYTES = 2 * 1024**3
 """Bytes in memory for samples that find no room on disk. Further samples are read again."""
@@ -49,7 +49,7 @@ class SampleCache:
 
     def __init__(self, data: DataList, read: Callable[[Item], Sample], check: Check | None = None, settings: str = "") -> None:
         self._data, self._read, self._settings, self._room = data, read, settings, CACHE_BYTES
-        self.store: Store | None = open_store(data.loading.folder, data.loading.most) if settings else None
+        self.store: DiskCache | None = open_store(data.loading.folder, data.loading.most) if settings else None
         self._kept: dict[Place, CachedSample] = {}
         self._lost, self._unfit = set[Place](), set[Place]()
         self._small: list[tuple[str, str]] = []

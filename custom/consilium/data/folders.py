@@ -47,11 +47,14 @@ def has_classes(folder: Path) -> bool:
 
     Some subfolder, or some subfolder of a split, then has pictures, and these are not pairs of images and masks.
     """
-    return has_folders(folder) and not has_masks(folder)
+    return may_have_classes(folder) and not has_masks(folder)
 
 
-def has_folders(folder: Path) -> bool:
-    """Tell whether some subfolder, or some subfolder of a split, has pictures. A lone folder of images is not a class."""
+def may_have_classes(folder: Path) -> bool:
+    """Tell whether subfolders, or a split's subfolders, may be classes.
+
+    They hold pictures, and are not one image or mask folder, nor patients.
+    """
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
     kinds = [kind_of(one.name) for one in found]
     is_one_role = set(kinds) == {"image"} or kinds == ["mask"]
@@ -93,7 +96,7 @@ def importable_content(folder: Path) -> str:
     """Return a description of the data in a folder without classes that an import can read; "" if none are recognised."""
     if has_masks(folder):
         return "pictures beside their masks"
-    table = None if has_folders(folder) else next(iter(sorted(folder.glob("[!.]*.[cC][sS][vV]"))), None)
+    table = None if may_have_classes(folder) else next(iter(sorted(folder.glob("[!.]*.[cC][sS][vV]"))), None)
     return f"a table, {table.name}" if table else ""
 
 
@@ -110,7 +113,7 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
         raise DataError(
             f"{folder}: holds a folder for each patient, and no folders of classes; {import_command(folder)} reads them"
         )
-    if not has_folders(folder):
+    if not may_have_classes(folder):
         raise DataError(f"{folder}: no pictures in folders of classes there; lay it out as CLASS/a.png or train/CLASS/a.png")
     yield from ((split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one))
 

@@ -120,7 +120,7 @@ def grid_difference(one: Grid, other: Grid) -> str:
     return f"its corners lie {apart:.1f} mm apart" if apart > TOLERANCE * min(one.voxel or (1.0,)) else ""
 
 
-def resample_to_grid(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
+def resample_labels(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
     """Return label values (i, j, k) of grid `own`, resampled to grid `wanted` by the nearest voxel; 0 outside.
 
     Raises ValueError for a grid without an affine.

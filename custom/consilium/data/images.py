@@ -238,7 +238,7 @@ def _pad(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
     return found
 
 
-def plane_of(item: Item, path: Path, header: volumes.Header) -> int:
+def plane_of(item: Item, path: Path, header: volumes.VolumeHeader) -> int:
     """Return the number of the plane that an item names, 0 for a volume of one plane. Raises DataError for a missing plane."""
     count = header.grid.planes(item.axis)
     if item.slice is None and count > 1:

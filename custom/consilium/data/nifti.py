@@ -12,7 +12,7 @@ from nibabel.volumeutils import apply_read_scaling
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid, check_spacing, grid_difference
 from consilium.data.safe_open import MOST_VOLUME_FILE, check_unpacked, reading, volume_shape
-from consilium.data.volumes import Header
+from consilium.data.volumes import VolumeHeader
 
 MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
 """Millimetres per unit of length that a header may name."""
@@ -24,7 +24,7 @@ _HEADERS = {348: (nibabel.Nifti1Image, 108, "f"), 540: (nibabel.Nifti2Image, 168
 """By the header's size: nibabel's class, and the offset and format of the field vox_offset, where voxels begin."""
 
 
-def header(path: Path) -> Header:
+def header(path: Path) -> VolumeHeader:
     """Return the header of a volume of two or three dimensions. Raises DataError."""
     with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = load(path)
@@ -32,9 +32,9 @@ def header(path: Path) -> Header:
         to_mm = np.diag([unit, unit, unit, 1.0])
         own = Grid(_volume_shape(path, volume), to_mm @ np.asarray(volume.affine, np.float64))  # the sform, if there is one
         if min(int(volume.header[f"{kind}form_code"]) for kind in "sq") < 1:
-            return Header(own)
+            return VolumeHeader(own)
         other = Grid(own.shape, to_mm @ np.asarray(volume.header.get_qform(), np.float64))
-        return Header(own, second=other if grid_difference(own, other) else None)
+        return VolumeHeader(own, second=other if grid_difference(own, other) else None)
 
 
 def voxels(path: Path) -> np.ndarray:

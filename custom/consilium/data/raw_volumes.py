@@ -16,7 +16,7 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid, check_spacing
 from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_unpacked, reading, refuse, volume_shape
-from consilium.data.volumes import Header
+from consilium.data.volumes import VolumeHeader
 
 MOST_HEADER = 2**16
 """Bytes of a header."""
@@ -51,10 +51,10 @@ class _Layout:
     packed: bool
 
 
-def header(path: Path) -> Header:
+def header(path: Path) -> VolumeHeader:
     """Return the header of a volume of two or three dimensions. Raises DataError if it cannot be read."""
     with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
-        return Header(_read_layout(path).grid)
+        return VolumeHeader(_read_layout(path).grid)
 
 
 def voxels(path: Path) -> np.ndarray:

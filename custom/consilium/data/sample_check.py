@@ -22,6 +22,7 @@ from consilium.data import images, pictures, slides, undeclared_values, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_names import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
+from consilium.data.disk_cache import DiskCache
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
 from consilium.data.label_masks import Labels, matching_labels
@@ -29,7 +30,6 @@ from consilium.data.loading import NOTHING_LEFT
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.safe_open import Stamp, check_opens, stamp
 from consilium.data.settings import DEFAULTS, PictureSettings, TilesConfig, Value
-from consilium.data.store import Store
 
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 """A segmentation job's classes with their label values, a classification job's class names, or None without a job."""
@@ -111,7 +111,7 @@ def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Cla
 
 
 def _check_entry(
-    item: Item, volume: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes, size: int
+    item: Item, volume: tuple[volumes.VolumeHeader, str] | None, settings: PictureSettings, classes: Classes, size: int
 ) -> SampleReport:
     found = SampleReport(marks=_identity_marks(item))
     try:
@@ -189,7 +189,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
 
 
 def _check_volume(
-    found: SampleReport, item: Item, header: volumes.Header, digest: str, settings: PictureSettings, classes: Classes
+    found: SampleReport, item: Item, header: volumes.VolumeHeader, digest: str, settings: PictureSettings, classes: Classes
 ) -> None:
     axis = item.across(settings.slices.axis)
     whole = item.slice is None and header.grid.planes(axis) > 1
@@ -351,7 +351,7 @@ def too_small(
 
 
 def find_errors(
-    data: DataList, check: Check, settings: str, store: Store | None, small: list[tuple[str, str]] | None = None
+    data: DataList, check: Check, settings: str, store: DiskCache | None, small: list[tuple[str, str]] | None = None
 ) -> Iterator[tuple[Place, DataError]]:
     """Yield ((split, index), error) for each sample that fails the check, in the list's order, all planes of a volume together.
 
@@ -402,7 +402,7 @@ def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
     return replace(data, skipped=data.skipped + len(lost))
 
 
-def without_faults(data: DataList, check: Check, settings: str, store: Store | None) -> DataList:
+def without_faults(data: DataList, check: Check, settings: str, store: DiskCache | None) -> DataList:
     """Return the list without the samples that fail the check, counted and logged by `count_lost`. Raises DataError."""
     bad = dict(find_errors(data, check, settings, store))
     kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}

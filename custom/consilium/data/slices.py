@@ -72,7 +72,9 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
         yield from _expand_volume(known, header, settings, thin, seed)
 
 
-def _expand_volume(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+def _expand_volume(
+    item: Item, header: volumes.VolumeHeader, settings: PictureSettings, thin: bool, seed: int
+) -> Iterator[Item]:
     if isinstance(item.label, Path) and not volumes.is_volume(item.label):
         raise UnfitError(
             f"{item.label}: is one picture, and {item.image.name} has several planes; give a mask of equal grid",

@@ -1,6 +1,6 @@
 """Statistics of one site's data: counts, sizes, spacing, intensities, classes. They show how sites differ.
 
-The numbers are exact, without any noise, so they are for the site itself.
+The numbers are exact and stay at the site. Statistics that may leave it are in privacy/statistics.py.
 """
 
 from collections import Counter

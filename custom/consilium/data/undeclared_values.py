@@ -23,16 +23,16 @@ Classes = Mapping[str, Sequence[Value]]
 """Label values per class. Classes may share values, because a cup is part of its disc."""
 
 
-def one_class(by_site: Iterable[Collection[Value]]) -> bool:
-    """Tell whether every site has at most one value other than 0."""
+def all_masks_binary(by_site: Iterable[Collection[Value]]) -> bool:
+    """Tell whether every site's masks have at most one value other than 0. The value may differ by site."""
     return all(len(set(values) - {0}) <= 1 for values in by_site)
 
 
 def classes_for(by_site: Iterable[Collection[Value]]) -> dict[str, list[int]]:
-    """Return classes for the values of masks at all sites: a single class if `one_class`, else one per value."""
+    """Return classes for the values of masks at all sites: a single class if `all_masks_binary`, else one per value."""
     sets = [set(values) for values in by_site]
     values = sorted(value for value in set().union(*sets) - {0} if isinstance(value, int))
-    return {ONE_CLASS: values} if one_class(sets) else {f"value-{value}": [value] for value in values}
+    return {ONE_CLASS: values} if all_masks_binary(sets) else {f"value-{value}": [value] for value in values}
 
 
 def undeclared(values: Collection[Value], classes: Classes) -> list[int]:
@@ -52,7 +52,7 @@ def undeclared_remedy(by_site: Sequence[Collection[Value]], classes: Classes) ->
         labels = one_line_yaml({value: [name for name in own if value in own[name]] for value in sorted({*known, *lost})})
         return f"write labels: {labels} for the data set under `datasets:` of site.yaml, where [] is background"
     name = next(iter(own))
-    if len(own) == 1 and one_class(by_site):
+    if len(own) == 1 and all_masks_binary(by_site):
         return f"write task.classes: {one_line_yaml({name: sorted({*own[name], *lost})})} in job.yaml"
     more = one_line_yaml(own | {f"value-{value}": [value] for value in lost})
     return f"write task.classes: {more} in job.yaml, or put {', '.join(map(str, lost))} to the class that it is"

@@ -13,13 +13,23 @@ import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.file_kinds import forget_formats, is_volume, volume_format
-from consilium.data.grid import Grid, grid_difference, resample_to_grid
+from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import Kept, stamp
 from consilium.data.settings import NiftiAffine
 
-__all__ = ["Header", "forget", "header", "hold_volumes", "is_volume", "labels", "percentiles", "voxels", "window_percentiles"]
+__all__ = [
+    "VolumeHeader",
+    "forget",
+    "header",
+    "hold_volumes",
+    "is_volume",
+    "labels",
+    "percentiles",
+    "voxels",
+    "window_percentiles",
+]
 T = TypeVar("T")
 KEPT = 2
 """Volumes in memory, and as many masks. Besides, this number of threads may hold volumes of their own, see `hold_volumes`."""
@@ -27,7 +37,7 @@ _holders, _local = BoundedSemaphore(KEPT), local()
 
 
 @dataclass(frozen=True, eq=False)
-class Header:
+class VolumeHeader:
     """A volume's header. `window`: the (center, width) in the file.
 
     `second`: the grid by a NIfTI file's qform, if its sform disagrees; `affine`: which of the two was chosen. `patient`,
@@ -90,12 +100,12 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 
 
 @partial(Kept, most=4096)
-def header(path: Path, affine: NiftiAffine | None = None) -> Header:
+def header(path: Path, affine: NiftiAffine | None = None) -> VolumeHeader:
     """Return a volume's header. Raises DataError.
 
     `affine`: which transform to use for a NIfTI file whose qform and sform disagree; None refuses such a file.
     """
-    found: Header = replace(_read_by_format("header", path), affine=affine)
+    found: VolumeHeader = replace(_read_by_format("header", path), affine=affine)
     if found.second is not None and affine is None:
         raise DataError(
             f"{path}: its qform and its sform give its voxels two places ({grid_difference(found.grid, found.second)}); write "
@@ -120,7 +130,7 @@ def voxels(path: Path) -> np.ndarray:
 
 
 @partial(_Held, most=KEPT)
-def labels(path: Path, image: Header, resample: bool = False) -> Labels:
+def labels(path: Path, image: VolumeHeader, resample: bool = False) -> Labels:
     """Return the labels of a file on the grid of its image (i, j, k).
 
     Raises UnfitError if they lie on another grid, unless `resample` is set.
@@ -135,7 +145,7 @@ def labels(path: Path, image: Header, resample: bool = False) -> Labels:
     if not (wrong := grid_difference(image.grid, own)):
         return found
     if resample and own.affine is not None and image.grid.affine is not None:
-        return found.map(lambda values: resample_to_grid(values, own, image.grid))
+        return found.map(lambda values: resample_labels(values, own, image.grid))
     raise UnfitError(
         f"{path}: the mask's grid differs from its image's ({wrong}); set task.resample_masks, or fix the file",
         "mask on another grid",

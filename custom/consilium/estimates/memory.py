@@ -209,7 +209,7 @@ def lower(config: JobConfig, gpu: bool) -> bool:
 def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iterator[tuple[str, JobConfig]]:
     """Yield (settings, changed job) for jobs that need less memory; each adds one setting to the ones before.
 
-    The order is bf16, checkpointing, smaller batches, and last nf4, the only setting that changes the base's output.
+    The order is bf16, checkpointing, smaller batches, and last nf4, which changes the base's weights most.
     A `sharded` base cannot be nf4. Without a `gpu` the device is this machine's processor, which may emulate bf16; then bf16 is
     left out.
     """

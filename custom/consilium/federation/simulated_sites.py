@@ -35,7 +35,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
             return _numbered(count)
         if count > len(there):
             raise ConfigError(
-                f"--sites: {count}: --data {data} has folders for {len(there)} ({_join_names(there)}); "
+                f"--sites: {count}: --data {data} has folders for {len(there)} ({_format_names(there)}); "
                 f"ask for at most {len(there)}"
             )
         _check_names(there[:count], f"--data: {data}")
@@ -46,7 +46,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         names = there if there is not None else _numbered(3)
     _check_names(names, "--sites" if sites else f"--data: {data}")
     if there is not None and (unknown := [name for name in names if name not in there]):
-        raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_join_names(there)}")
+        raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_format_names(there)}")
     return names
 
 
@@ -97,25 +97,25 @@ def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None
     before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))
     if before and not given:
         name, lists = next(iter(before.items()))
-        raise ConfigError(f"--data: not given, and {run} has {_join_lists(lists)} for {name}; give its --data again")
+        raise ConfigError(f"--data: not given, and {run} has {_format_lists(lists)} for {name}; give its --data again")
     if given and not before:
         raise ConfigError(f"--data: {run} generated its data; leave --data out")
     if was.sites.keys() != now.sites.keys():
-        here, there = _join_names(list(now.sites)), _join_names(list(was.sites))
+        here, there = _format_names(list(now.sites)), _format_names(list(was.sites))
         raise ConfigError(f"--sites: {here}: {run} has {there}; give its --sites and --data again")
     if other := next((name for name in was.sites if was.sites[name] != now.sites[name]), ""):
         raise ConfigError(
-            f"--data: {_join_lists(now.sites[other])} for {other}: {run} has {_join_lists(was.sites[other])}; "
+            f"--data: {_format_lists(now.sites[other])} for {other}: {run} has {_format_lists(was.sites[other])}; "
             "give its --data again"
         )
     if other := next((name for name, content in now.content.items() if was.content.get(name, content) != content), ""):
         raise ConfigError(
-            f"--data: {_join_lists(now.sites[other])} for {other}: has other entries or files than when {run} began; "
+            f"--data: {_format_lists(now.sites[other])} for {other}: has other entries or files than when {run} began; "
             "put them back, or start anew in another --workspace"
         )
 
 
-def _join_lists(lists: list[str] | None) -> str:
+def _format_lists(lists: list[str] | None) -> str:
     return shown(", ".join(lists or ["no data list"]), 300)
 
 
@@ -123,14 +123,14 @@ def unused_state(sites: Mapping[str, SiteConfig]) -> str:
     """Return a warning for sites whose site.yaml sets `state` but no ledger, because a simulation does not use it; else ""."""
     told = [name for name, site in sites.items() if site.state and not site.privacy.ledger]
     why = "a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used"
-    return f"{_join_names(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
+    return f"{_format_names(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
 
 
 def _numbered(count: int) -> list[str]:
     return [f"site-{i}" for i in range(1, count + 1)]
 
 
-def _join_names(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return few([shown(name) for name in names], 8)
 
 

@@ -19,7 +19,7 @@ from consilium.core.storage import write_atomic
 from consilium.report import predictions
 from consilium.report.predictions import PREDICTIONS, draw_outlines, overlay, panel
 from consilium.report.private_logging import undrawn
-from consilium.tasks.base import Answered, Classified, Examples, Scored, Segmented, Shown, ShowsUnits, Task
+from consilium.tasks.base import Answered, Classified, Examples, Segmented, Shown, ShowsUnits, Task, UnitScores
 
 CASES, FOLDER = "cases.json", "cases"
 WHICH = ("best", "median", "worst")
@@ -43,7 +43,7 @@ class Closing:
 
     def __init__(self) -> None:
         self.first: dict[Stage, Examples] = {}
-        self.scored: dict[Stage, Scored] = {}
+        self.scored: dict[Stage, UnitScores] = {}
         self.cases: dict[Stage, Shown] = {}
         self.picked: dict[str, int] = {}
         self.by: Stage | None = None
@@ -136,7 +136,7 @@ class Closing:
             self.problems.append(undrawn(what, error))
 
 
-def pick(scored: Scored) -> dict[str, int]:
+def pick(scored: UnitScores) -> dict[str, int]:
     """Return the numbers of the best, the median and the worst unit that have a score.
 
     Of units with equal scores the first is taken. No unit is taken twice, so fewer than three units give fewer cases.

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, line, number_of, shown
 from consilium.report.tables import Column, Table, only_true, terminal
-from consilium.report.untrusted_files import Line, finite, place_of, read_events, round_times
+from consilium.report.untrusted_files import Line, finite, place_of, read_events, round_timestamps
 from consilium.tasks.registry import Scores, task_scores
 
 # progress --------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
     }
 
 
-def ending(line: Mapping[str, Any]) -> str:
+def early_stop_text(line: Mapping[str, Any]) -> str:
     """Return in words where and why a run's rounds ended early. `line`: the event "ended" of metrics.jsonl."""
     no_better = f"no better for {number_of(line['validations'], 'validation')} (best round {line['best_round']})"
     return f"ended after round {line['round']} of {line['rounds']}: {no_better}"
@@ -88,7 +88,7 @@ def _eta(lines: list[Line], current: int, rounds: int, least: float) -> float | 
     The current round takes at least `least` more seconds. None before the first round has ended, and if nothing is left by
     this estimate.
     """
-    began, ended = round_times(lines)
+    began, ended = round_timestamps(lines)
     took = [ended[round] - began[round] for round in sorted(ended) if round in began and round < current][-5:]
     if not took or current not in began:
         return None
@@ -224,7 +224,7 @@ class LiveView(LiveScreen):
             self.say(f"privacy: {warning}", "yellow")
 
     def _on_ended(self, event: Mapping[str, Any]) -> None:
-        self.say(ending(event))
+        self.say(early_stop_text(event))
         self.rounds = event["round"]
 
     def _on_step(self, event: Mapping[str, Any]) -> None:

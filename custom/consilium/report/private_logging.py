@@ -39,7 +39,7 @@ def public_fields(event: Mapping[str, Any]) -> dict[str, Any]:
     return {key: event[key] for key in PLACES if key in event}
 
 
-def keep(text: str) -> None:
+def log_privately(text: str) -> None:
     """Log a text that depends on the data, to the private log."""
     _log.info(text)
 

@@ -285,7 +285,7 @@ def payload_bytes(tensors: Tensors) -> int:
 
 
 def _read_versions(path: Path) -> dict[str, str]:
-    """Return the versions in a versions.json; {} if the file is missing or damaged, because no number depends on it."""
+    """Return the versions in a versions.json; {} if it is missing or damaged. Versions do not affect results."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

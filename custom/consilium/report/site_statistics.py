@@ -47,7 +47,7 @@ def _rows_of_site(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if there:
             yield what, ", ".join(f"{_joined(one['names'])}: {one['samples']}{area.get(one['names'][0], '')}" for one in there)
     if told["greys"]:
-        yield "greys", ", ".join(f"{share:g} % at {where(told['greys'], share / 100)}" for share in (5, 50, 95))
+        yield "greys", ", ".join(f"{share:g} % at {quantile_cells(told['greys'], share / 100)}" for share in (5, 50, 95))
 
 
 def _joined(names: list[str]) -> str:
@@ -56,12 +56,12 @@ def _joined(names: list[str]) -> str:
     return " + ".join(told) if len(told) < 4 else f"{told[0]} ... {told[-1]}"
 
 
-def where(portions: list[Mapping[str, Any]], share: float) -> str:
-    """Return the names of the cells in which the running sum of the portions' shares reaches `share`."""
+def quantile_cells(portions: list[Mapping[str, Any]], quantile: float) -> str:
+    """Return the name of the cell, or cells, in which the cumulative share reaches `quantile` (0 to 1)."""
     total = 0.0
     for portion in portions:
         total += portion["share"]
-        if total >= share - 1e-9:
+        if total >= quantile - 1e-9:
             break
     first, last = portion["names"][0], portion["names"][-1]
     return first if first == last else f"{first.split()[0]} to {last.split()[-1]}"

@@ -185,7 +185,10 @@ def shortened(names: Sequence[str], width: int) -> dict[str, str]:
 
 
 def _ends(name: str, width: int, mark: str) -> str:
-    """Return the name if it fits, else equal parts of its beginning and end around `mark`, as long as fits."""
+    """Return equally long parts of the name's beginning and end around `mark`, together at most `width` terminal cells.
+
+    A name that fits stays whole if `mark` is "…"; a numbered `mark` is always inserted. If no part fits, return `mark`.
+    """
     if cell_len(name) <= width and mark == "…":
         return name
     cuts = (name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :] for kept in range(len(name), -1, -1))

@@ -175,7 +175,7 @@ def place_of(line: Line) -> tuple[int, int]:
     return line["round"], line.get("phase", 0)
 
 
-def round_times(lines: Iterable[Line]) -> tuple[dict[int, float], dict[int, float]]:
+def round_timestamps(lines: Iterable[Line]) -> tuple[dict[int, float], dict[int, float]]:
     """Return when each round began and when each ended, in seconds since 1970, for the rounds on record."""
     began: dict[int, float] = {}
     ended: dict[int, float] = {}

@@ -11,17 +11,17 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import number_of
 from consilium.core.storage import write_json
-from consilium.data.store import discard_cache
+from consilium.data.disk_cache import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.simulated_sites import kept
-from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
+from consilium.privacy.secagg.simulated_identities import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
 from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
-from consilium.runtime.site_probe import SiteProbe
+from consilium.runtime.site_diagnostics import SiteDiagnostics
 from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool, simulated_sites
 from consilium.server import run_start
 from consilium.server.coordinator import Coordinator
-from consilium.server.cross_site import CrossSites, former_run, former_state
+from consilium.server.cross_site import CrossSites, former_run, scored_run_state
 from consilium.server.masked_round import Asked, MaskedRounds, aggregate_for
 
 Members = Mapping[str, SimulatedSite | RemoteSite]
@@ -48,7 +48,7 @@ def simulate(
     if resume:
         _check_goes_on(job, workspace)
     if workers:
-        _check_workers(job, sites)
+        _check_workers_allowed(job, sites)
     if together > 1 and (why := one_by_one(job)):
         observer(one_by_one_event(why))
         together = 1
@@ -65,10 +65,10 @@ def simulate(
                 raise ConfigError("test_only: all sites are, so there is nothing to train on; let one train")
             site = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
             trainers = here = {POOLED: SimulatedSite(site, guard)}
-        if job.config.diagnostics.looks_inside:
-            probe = SiteProbe(job, {name: member.site for name, member in here.items()})
+        if job.config.diagnostics.reads_site_tensors:
+            probe = SiteDiagnostics(job, {name: member.site for name, member in here.items()})
         own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
-        saved = former_state(job, former)
+        saved = scored_run_state(job, former)
         coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
         root = workspace / IDENTITIES / "rootCA.pem"
         masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
@@ -98,13 +98,13 @@ def _check_goes_on(job: Job, workspace: Path) -> None:
         )
 
 
-def _check_workers(job: Job, sites: Mapping[str, SiteConfig]) -> None:
+def _check_workers_allowed(job: Job, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError if the sites cannot run in worker processes: they must be in this process, or have several devices."""
     if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
         raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
     if job.strategy.traits.pools_data:
         raise ConfigError(f"--workers: strategy {job.strategy.name!r} trains in one place; leave it out")
-    if job.config.diagnostics.looks_inside:
+    if job.config.diagnostics.reads_site_tensors:
         raise ConfigError("--workers: diagnostics.leakage and oracle look inside sites of this process; leave it out")
 
 

@@ -30,7 +30,7 @@ class Transport(Protocol):
 
 
 class Probe(Protocol):
-    """Measures inside the sites during a phase, see site_probe.py."""
+    """Measures inside the sites during a phase, see site_diagnostics.py."""
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
         """Store a site's accepted result and the payload that it was sent."""

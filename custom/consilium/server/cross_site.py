@@ -25,23 +25,23 @@ def former_run(config: JobConfig, workspace: Path) -> Path | None:
     return folder if folder and folder.is_dir() else None
 
 
-def former_state(job: Job, former: Path | None) -> Saved | None:
+def scored_run_state(job: Job, folder: Path | None) -> Saved | None:
     """Return the last state of the run that a cross-site job scores; None for any other job.
 
-    `former`: the run's folder, or None. Raises ConfigError if there is no such run, if it has not ended, or if it is of another
+    `folder`: the run's folder, or None. Raises ConfigError if there is no such run, if it has not ended, or if it is of another
     job.
     """
     if (section := job.config.cross_site) is None:
         return None
     where, why = f"cross_site.run: {section.run!r}", ""
-    if former is None or not (former / "results.json").is_file():
+    if folder is None or not (folder / "results.json").is_file():
         raise ConfigError(
             f"{where}: no run of that name here has come to its end; "
             "give an experiment that has, in a simulation a folder beside the workspace"
         )
     for config in former_jobs(job.config):
         try:
-            saved = run_start.read(former, replace(job, config=config))
+            saved = run_start.read(folder, replace(job, config=config))
         except CheckpointError as error:
             why = str(error)
             continue
@@ -56,7 +56,7 @@ class CrossSites:
     """Coordinates a cross-site job. Both engines call the same methods in the same order.
 
     The order is shared_model_payloads -> accept*; then, for each of `owners`, take_model -> owner_model_payloads -> accept*;
-    then finish. `saved`: the result of `former_state`.
+    then finish. `saved`: the result of `scored_run_state`.
     """
 
     def __init__(self, coordinator: Coordinator, section: CrossSiteConfig, saved: Saved) -> None:

@@ -52,10 +52,10 @@ class MaskedAggregate(RoundAggregate):
 
 
 def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
-    """Return the opened `sums` of a phase (int64, units), their divisor, and the maps from whitened coordinates to updates.
+    """Return the unmasked `sums` of a phase (int64, units) with their divisor and the whitening maps.
 
     `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
-    drawn. The maps are by tensor name; {} if no tensor is whitened.
+    drawn. The maps turn whitened coordinates into updates, by tensor name; {} if no tensor is whitened.
     """
     public = state.shared | state.initial
     if not sent_as_sums(job.config):

@@ -60,7 +60,10 @@ class DEeR(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """See Strategy. A round has one phase per factor that is trained alone; `rebalance` changes the basis."""
+        """See Strategy. A round has one phase for each factor that its schedule trains; without `eliminator` it has one phase.
+
+        With `rebalance` the factors' basis changes after each phase, so an optimizer cannot keep its moments.
+        """
         phases = tuple(map(len, SCHEDULES[self.schedule])) if self.eliminator else (1,)
         return Traits(phases=phases, fixed_basis=not self.rebalance, paired_factors=self.regulator)
 

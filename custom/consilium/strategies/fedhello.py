@@ -34,7 +34,7 @@ from consilium.core.lazy import torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.layers import (
+from consilium.strategies.heterogeneous_ranks.layer_factors import (
     factors,
     mean_others,
     non_lora_tensors,

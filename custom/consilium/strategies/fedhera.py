@@ -27,7 +27,7 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks import allocation
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layers import changes, non_lora_tensors, prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import changes, non_lora_tensors, prefix_and_tail, shapes
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.traits import Traits
 

@@ -17,7 +17,7 @@ from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layers import non_lora_tensors, pair
+from consilium.strategies.heterogeneous_ranks.layer_factors import non_lora_tensors, pair
 from consilium.strategies.strategy import ServerState
 from consilium.strategies.traits import Traits
 

@@ -21,7 +21,7 @@ from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, global_updates
-from consilium.strategies.heterogeneous_ranks.layers import (
+from consilium.strategies.heterogeneous_ranks.layer_factors import (
     non_lora_tensors,
     prefix_and_tail,
     whole_numbers,

@@ -32,7 +32,7 @@ from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
 from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layers import factors, pair, shapes, whole_numbers, with_factored_tails
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors, pair, shapes, whole_numbers, with_factored_tails
 from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
 from consilium.strategies.traits import Traits
 

@@ -19,7 +19,7 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, non_lora_tensors, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors, mean_others, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 from consilium.strategies.trainer import LocalStep, Trainer

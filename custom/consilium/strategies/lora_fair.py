@@ -22,7 +22,7 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product
 from consilium.core.schema import Positive
-from consilium.strategies.heterogeneous_ranks.layers import factors, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors, pair, shapes
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, shares
 from consilium.strategies.traits import Traits
 

@@ -40,7 +40,10 @@ class GradientProbe(Protocol):
 
 
 class Trainer(Protocol):
-    """A site's model and training data during one phase. Calls that read records are counted and limited as `Traits` declares.
+    """A site's model and training data during one phase.
+
+    `fit` and `probe` read records. `fit` may be called `Traits.fits` times per phase. `probe` needs `Traits.probe_fraction` and
+    is refused under DP-SGD.
 
     `own`: the site's tensors after its last training, {} before its first. `start`: the tensors as `Strategy.receive` returned
     them, in the model's order; the model holds them when the phase begins. `memory`: tensors that the site stores for the

@@ -56,7 +56,7 @@ Shown = Examples | Answered
 
 
 @dataclass(frozen=True)
-class Scored:
+class UnitScores:
     """The scores of the final evaluation by unit (an image, a volume, a patient, a record).
 
     `score`: the name of the score. `lower`: whether lower values are better. `names`: one per unit, such as its file. `values`:
@@ -74,7 +74,7 @@ class Scored:
 class ShowsUnits(Protocol):
     """Optional methods of a task that show its best, median and worst units; see report/best_worst_cases.py."""
 
-    scored: Scored | None
+    scored: UnitScores | None
     """The scores of the last final evaluation."""
 
     def show(self, model: "nn.Module", split: str, indices: Sequence[int]) -> Shown | None:
@@ -103,9 +103,9 @@ class Task(Protocol):
         """Return these samples of the training split as a batch. The first dimension is the sample.
 
         A sample's augmentation depends only on `seed` and its own index, never on other samples of the batch. Samples that
-        cannot be read are left out if the site allows it; {} if none remains. If a task has an attribute `workers` (a number of
-        threads) over 0, another thread prepares its next batches, one at a time. A task whose attribute `quiet` is true leaves
-        out samples that do not fit the job, possibly all; see data/loading.py.
+        cannot be read are left out if the site allows it; {} if none remains. If a task's attribute `workers` (its number of
+        reading threads) is over 0, one background thread calls `batch` ahead of training. Calls of `batch` never overlap. A
+        task whose attribute `quiet` is true leaves out samples that do not fit the job, possibly all; see data/loading.py.
         """
         ...
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from consilium.data.store import Store, salted_hash
+from consilium.data.disk_cache import DiskCache, salted_hash
 
 
 class Embeddings:
     """Embeddings of pictures by one encoder; `identity` names its weights and settings. Without a store none is cached."""
 
-    def __init__(self, store: Store | None, identity: str) -> None:
+    def __init__(self, store: DiskCache | None, identity: str) -> None:
         self._store, self._identity = store, identity
 
     @torch.no_grad()

@@ -1,4 +1,7 @@
-"""Export of a model as one or more ONNX graphs. Each graph is checked with onnxruntime after it was written."""
+"""Export of a model as one or more ONNX graphs.
+
+After writing, the graphs are run with onnxruntime and their logits compared with the model's.
+"""
 
 import logging
 import warnings

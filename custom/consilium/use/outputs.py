@@ -42,9 +42,9 @@ def mask_name(name: str) -> str:
     return f"{name}.png" if low.endswith(LOSSY) else f"{name}.dcm"
 
 
-def with_ending(name: str, what: str, ending: str) -> str:
-    """Return the name of a file that belongs to the mask `name`, such as a_overlay.png for a.png."""
-    return f"{_MASK_ENDING.sub('', name)}_{what}{ending}"
+def suffixed_name(name: str, suffix: str, extension: str) -> str:
+    """Return the mask's name with `suffix` added and its extension replaced, such as a_overlay.png for a.png."""
+    return f"{_MASK_ENDING.sub('', name)}_{suffix}{extension}"
 
 
 def write_picture(path: Path, values: np.ndarray) -> None:
@@ -243,14 +243,14 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 def overlay_name(name: str) -> str:
     """Return the name of a mask's overlay."""
-    return with_ending(name, "overlay", ".png")
+    return suffixed_name(name, "overlay", ".png")
 
 
 def probability_name(name: str) -> str:
     """Return the name of the file with a mask's probabilities."""
     low = name.lower()
     ending = ".dcm" if low.endswith((".dcm", ".dicom")) else ".nii.gz" if low.endswith((".nii", ".nii.gz")) else ".tif"
-    return with_ending(name, "probabilities", ending)
+    return suffixed_name(name, "probabilities", ending)
 
 
 # labels ----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Predictions of a model for pictures, planes and tiles, which are read as in training. One call takes several pictures."""
+"""Predictions of a model for pictures, planes and tiles, which are read as in training. One call takes several pictures.
+
+use/model.py opens the model. use/predict.py is the command.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -24,7 +24,7 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.ledger import audit
 from consilium.privacy.secagg import sum_ledger
-from consilium.privacy.secagg.simulated import make_simulated_identities, read_root, read_simulated_identity
+from consilium.privacy.secagg.simulated_identities import make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.worker_pool import SimulatedSite

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg.certificates import Identity, check_roster, entry, fingerprint
-from consilium.privacy.secagg.simulated import certificate_for, pem_of
+from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
 from tests.privacy.secagg.conftest import NAMES, RUN
 
 Keys = dict[str, rsa.RSAPrivateKey]

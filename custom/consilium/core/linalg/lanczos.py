@@ -118,12 +118,13 @@ def _starting_block(dense: Tensor, columns: int, guess: Tensor | None = None) ->
 def residual_norm_bound(dense: Tensor, locked: Tensor) -> float:
     """Return a bound tau on ||E||, E = W (I - locked locked'). For any W, tau < ||E|| has at most probability `FAILURE`.
 
-    Let l = ||E||^2, let x be its eigenvector of E'E, and let z be the largest Ritz value of E'E in the Krylov space of a probe
-    b after k steps. Let p(t) = T_{k-1}(2t/z - 1) (Chebyshev: |p| <= 1 on [0, z]). The Rayleigh quotient of p(E'E) b is at most
-    z, so p(l)^2 (x'b)^2 (l - z) <= z ||b||^2. If l >= (1 + eta) z, then |x'b| / ||b|| <= 1 / (sqrt(eta) T_{k-1}(1 + 2 eta)). A
-    uniformly random direction in R^n satisfies this with probability at most sqrt(2n / pi) times the right-hand side. All m
-    independent directions satisfy it with at most the m-th power of that probability. The z of a block is at least the z of
-    each column. `_required_margin` returns the smallest eta for which the probability is at most `FAILURE`.
+    Let l = ||E||^2, and let x be a unit eigenvector of E'E with eigenvalue l. Let z be the largest Ritz value of E'E in the
+    Krylov space of a probe b after k steps. Let p(t) = T_{k-1}(2t/z - 1) (Chebyshev: |p| <= 1 on [0, z]). The Rayleigh quotient
+    of p(E'E) b is at most z, so p(l)^2 (x'b)^2 (l - z) <= z ||b||^2. If l >= (1 + eta) z, then |x'b| / ||b|| <= 1 / (sqrt(eta)
+    T_{k-1}(1 + 2 eta)). A uniformly random direction in R^n satisfies this with probability at most sqrt(2n / pi) times the
+    right-hand side. All m independent directions satisfy it with at most the m-th power of that probability. The z of a block
+    is at least the z of each column. `_required_margin` returns the smallest eta for which the probability is at most
+    `FAILURE`.
     """
     steps = _lanczos(dense, _starting_block(dense, PROBES), locked)
     core = next(state[2] for count, state in enumerate(steps, 1) if count == PROBE_STEPS)

@@ -21,7 +21,7 @@ from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, pati
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
 from consilium.data.safe_open import most_unpacked, refuse
-from consilium.data.volumes import Header
+from consilium.data.volumes import VolumeHeader
 
 Window = tuple[float, float]
 
@@ -169,20 +169,20 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Frames in order of position, and the elements of their files.
+    """Frames sorted by position, and the DICOM data elements of each file.
 
     `colours`: whether frames are in colour instead of grey. `kind`: the SOP class of the first file.
     """
 
     frames: tuple[Frame, ...]
     files: dict[Path, Dataset]
-    header: Header
+    header: VolumeHeader
     colours: bool
     kind: str
 
 
-def header(path: Path) -> Header:
-    """Return the header of an image, a series or a segmentation. Raises DataError."""
+def header(path: Path) -> VolumeHeader:
+    """Return the VolumeHeader of a DICOM file, series folder or segmentation. Raises DataError."""
     with reading(path):
         return stack(path).header
 
@@ -210,7 +210,7 @@ def stack(path: Path) -> Stack:
     grid = Grid((columns, rows, count), affine, (sides[0], sides[1]) if len(sides) == 2 and count == 1 else None)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
-    found = Header(grid, None if colours else window_in_unit(middle.scale), patient_identifier(first), study, space)
+    found = VolumeHeader(grid, None if colours else window_in_unit(middle.scale), patient_identifier(first), study, space)
     return Stack(tuple(ordered), files, found, colours, kind)
 
 

@@ -21,7 +21,7 @@ from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
-from consilium.data.volumes import Header
+from consilium.data.volumes import VolumeHeader
 
 CLOSED = frozenset({"CLOSED_PLANAR", "CLOSEDPLANAR_XOR"})
 """Types of contours that enclose an area. Points and open lines do not."""
@@ -38,14 +38,14 @@ _LONGEST_NUMBER = 64
 """Characters of a number in a contour; the standard allows 16. numpy stores all numbers of a contour as wide as the longest."""
 
 
-def check_space(path: Path, elements: Dataset, image: Header) -> None:
+def check_space(path: Path, elements: Dataset, image: VolumeHeader) -> None:
     """Raise DataError if mask and image have different frames of reference, as the mask's position is then unknown."""
     own = str(elements.get("ReferencedFrameOfReferenceUID") or elements.get("FrameOfReferenceUID") or "").strip()
     if own and image.space and own != image.space:
         raise DataError(f"{path}: was drawn in another frame of reference than its image's; give the image it was drawn on")
 
 
-def contours(path: Path, elements: Dataset, image: Header) -> Labels:
+def contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
     """Return the regions that closed contours enclose, by the structure's name: voxels whose centre is inside, without holes.
 
     A structure that cannot be read, or lies beside the image, becomes a fault of that structure alone. Raises DataError for an
@@ -188,7 +188,7 @@ HALF = 0.5
 _TO_RAS = np.array([-1.0, -1.0, 1.0])
 
 
-def labels(path: Path, image: Header) -> Labels:
+def labels(path: Path, image: VolumeHeader) -> Labels:
     """Return the labels of a file on the grid of `image` (i, j, k), or on their own grid if they match no voxels of the image.
 
     Raises DataError, also for masks with another frame of reference, and for contours on no plane of the image.

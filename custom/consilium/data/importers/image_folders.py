@@ -10,7 +10,7 @@ from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import PICTURES, is_dicom
-from consilium.data.folders import UNREAD, are_patients, has_folders, lone_masks, read_folders, split_of, subfolders
+from consilium.data.folders import UNREAD, are_patients, lone_masks, may_have_classes, read_folders, split_of, subfolders
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import (
     Importer,
@@ -151,8 +151,8 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
 def _classes_with_patients(sites: Mapping[str, Site]) -> str:
     """Return why folders taken as sites may be classes with folders of patients in them; "" if nothing suggests it.
 
-    Then all have classes, and either no two have a class in common, or the classes have numbers
-    like patients, or the folders themselves have names of classes.
+    Suspected are folders that all hold classes, if no folder is called after a site and no sample has a patient. One sign is
+    enough: no class is in two folders, class names contain patient-like numbers, or a folder is called after a diagnosis.
     """
     classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
     if not classes or not all(classes.values()) or any(map(_SITE.search, classes)):
@@ -234,7 +234,7 @@ def _read_site(folder: Path, options: Options) -> Site | None:
     table, pictures = find_table(folder), files(folder, PICTURES)
     if table is not None and table.has_masks:
         return _read_table(table, folder, options)
-    pairs, classes = find_pairs(folder, pictures, options.mask_patterns), has_folders(folder)
+    pairs, classes = find_pairs(folder, pictures, options.mask_patterns), may_have_classes(folder)
     whole = pairs is not None and not pairs.alone and not pairs.unused
     if pairs is not None and (whole or not classes or holds_pairs(folder, pictures)) and (pairs.found or table is None):
         try:

@@ -19,7 +19,7 @@ from consilium.data.pairs import MOST_VALUES
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.sample_check import image_shape
 from consilium.data.site_names import renamed_notes, renamed_sites
-from consilium.data.undeclared_values import ONE_CLASS, classes_for, one_class
+from consilium.data.undeclared_values import ONE_CLASS, all_masks_binary, classes_for
 
 EXACT = "or import with --exact-values if they are labels"
 _ONE_OBJECT = 0.5
@@ -102,7 +102,7 @@ def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Map
     agreed = by_file[0] if by_file and all(one == by_file[0] for one in by_file) else {}
     named = {name: own for name, own in agreed.items() if ignored.isdisjoint(own)}
     lost = every - {value for own in named.values() for value in own}
-    if not named or (lost and one_class(values.values())):
+    if not named or (lost and all_masks_binary(values.values())):
         found = classes_for(values.values())
         return {next(iter(named)): found[ONE_CLASS]} if len(named) == 1 and ONE_CLASS in found else found
     return {**named, **{f"value-{value}": [value] for value in sorted(lost)}}

@@ -243,8 +243,8 @@ def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
 def _rim_one(folder: Path) -> Iterator[SourceSample]:
     """Yield the samples of RIM-ONE DL: pictures in one of two published partitions, drawings of disc and cup elsewhere.
 
-    Both partitions hold the same pictures; the random one is preferred to the one by hospital. If a picture has several
-    drawings (-1-, -2-), the first is used.
+    Both partitions hold the same pictures. If both are there, the random one is read. If a picture has several drawings (-1-,
+    -2-), the first is used.
     """
     parts = {one.name.lower(): one for one in folders(folder) if child(one, "training_set") and child(one, "test_set")}
     part = next((parts[name] for name in ("partitioned_randomly", "partitioned_by_hospital") if name in parts), None)

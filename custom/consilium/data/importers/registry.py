@@ -18,7 +18,7 @@ _MODULES = {
     "table": ("csv", "csv-text"),
     "published_pictures": ("polyp", "polyp-pranet", "fundus", "fundus-feddg", "tnbc", "oct-c8", "kvasir-v2"),
     "nuclei": ("pannuke", "monuseg", "monusac"),
-    "volumes": ("prostate", "mnms"),
+    "published_volumes": ("prostate", "mnms"),
     "published_texts": (
         "gsm8k", "metamathqa", "medquad", "alpaca", "e2e", "boolq", "piqa", "hellaswag", "winogrande",
         "pubmedqa", "medmcqa", "medqa", "medqa-5", "mmlu-medical", "careqa",

@@ -96,7 +96,7 @@ def read_table(source: Path, options: Options) -> ImportResult:
 
 def read_texts(source: Path, options: Options) -> ImportResult:
     """Read a table of texts: text, label and, where known, site, patient and split. Raises DataError and ConfigError."""
-    there, lines = _read_lines(source)
+    there, lines = _read_csv(source)
     named, notes = _match_columns(source, options.columns, there, (), TEXT_FIELDS)
     rows = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in lines]
     kept = [row for row in rows if row.values["text"] and row.values["label"]]
@@ -135,7 +135,7 @@ def find_table(folder: Path) -> Table | None:
 
 def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     """Return a table of pictures with its lines by field. Raises DataError, and ConfigError for a missing column."""
-    there, lines = _read_lines(source)
+    there, lines = _read_csv(source)
     head = list(islice(lines, _LOOKED_AT))
     named, notes = _match_columns(source, columns, there, head)
     every = [*head, *lines]
@@ -168,7 +168,7 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     return Table(source, kept, has_masks, notes)
 
 
-def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
+def _read_csv(source: Path) -> tuple[list[str], Iterator[Row]]:
     """Return the headings, and the lines with cells by heading. Excel may write a line `sep=;` before the headings.
 
     Raises DataError if the first line is a picture's instead of headings, or two headings have the same name.

@@ -41,7 +41,7 @@ NO_REASON = "no reason was left; see the logs of the server and of the sites"
 UNLISTED = "is not in allow_list"
 """Part of FLARE's error if a kit's allow-list lacks our classes, such as in a kit that FLARE's own tools made."""
 MAX_REASONS = 5
-"""Newest failed jobs for which a list of jobs shows the reason. Each reason needs a download of the job's result."""
+"""A list of jobs shows the reason of at most this many failed jobs, the newest. Each needs a download of the job's result."""
 MAX_APPS = 64
 """Apps read in a stored job. A job's author can put any number of apps in it."""
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"

@@ -19,13 +19,13 @@ from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.task_sender import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.flare.patches import share_timers
 from consilium.report.live_view import progress
 from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
-from consilium.server.cross_site import CrossSites, former_state
+from consilium.server.cross_site import CrossSites, scored_run_state
 from consilium.server.masked_round import MaskedRounds
 from consilium.server.run_start import keep_inside
 
@@ -65,7 +65,7 @@ class RoundController(Controller):
             own = job_context.own_config(fl_ctx)
             if not job_context.simulated():
                 keep_inside(job.config, own)
-            saved = former_state(job, job_context.former_run_folder(fl_ctx, job))
+            saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
             seals = job_context.seals(fl_ctx)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own, seals)
             if job.config.cross_site and saved:

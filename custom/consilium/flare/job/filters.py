@@ -96,9 +96,9 @@ class GuardResultFilter(ClosedFilter):
         return self._remember_sent(_with_cookies(reply, shareable), fl_ctx)
 
     def _record_refusal(self, reason: Reason, fl_ctx: FLContext) -> Reason | Shareable:
-        """Return the reason or the message that may leave instead of a result.
+        """Record a refusal. Return the reply to send: the reason, or an encoded answer that replaces the result.
 
-        If recording fails, the reason is BUDGET or LEDGER, whatever the failure was.
+        See Guard.refuse. If recording fails, the reason is BUDGET or LEDGER, whatever the failure was.
         """
         try:
             guard = site_registry.guard(self, fl_ctx)

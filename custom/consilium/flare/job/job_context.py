@@ -30,7 +30,7 @@ from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
-from consilium.privacy.secagg.simulated import SERVER, read_root, read_simulated_identity
+from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import public_fields
 from consilium.server.coordinator import FILE as SEALS, Seals
@@ -81,7 +81,7 @@ def check_federated(job: Job, path: Path) -> Job:
     """Return `job`, which was read from `path`. Raises ConfigError for a job that only the in-process engine can run."""
     if job.strategy.traits.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
-    if job.config.diagnostics.looks_inside:
+    if job.config.diagnostics.reads_site_tensors:
         raise ConfigError(
             f"{path}: diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them"
         )

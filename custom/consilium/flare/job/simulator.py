@@ -25,7 +25,7 @@ from consilium.config.site import Given
 from consilium.core.child_process import exit_reason, ignore_sigint, receive, send_by_value
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
-from consilium.data.store import discard_cache
+from consilium.data.disk_cache import discard_cache
 from consilium.flare.job.simulation import IDENTITIES, LOG, MARK, OUTPUT, write_settings
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 

@@ -14,7 +14,7 @@ from consilium.core.messages import PROTOCOL, Hello
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions, warnings
 from consilium.flare.job import job_context, wire
-from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.task_sender import TaskSender
 
 
 class Registration:

@@ -8,7 +8,7 @@ from nvflare.apis.shareable import Shareable
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import wire
 from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.tasks import OnResult, TaskSender
+from consilium.flare.job.task_sender import OnResult, TaskSender
 from consilium.runtime.run_loop import Take
 from consilium.server.masked_round import Asked
 

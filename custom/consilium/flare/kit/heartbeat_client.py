@@ -125,8 +125,9 @@ class AttendanceReport(FLComponent):
             note_cause(self._kit, None)
 
     def _warn_of_end(self) -> None:
-        """If the certificate is not valid, log it every minute. Note it as the cause once the server does not reply.
+        """While the kit's certificate is not valid, log an error every minute.
 
+        Once the server does not reply, note the certificate as the cause.
         A connection outlives its certificate, so the site stays connected until the connection breaks.
         """
         wrong, cause = not_valid(self._kit / "startup" / "client.crt")

@@ -60,9 +60,9 @@ class Attendance(FLComponent):
         patches.STATUS.wrap(self._add_sites_to_status)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """At the start, read the list from its file. Later, write it and rotate audit.log.
+        """At the start, read the list from attendance.json.
 
-        It is written at heartbeats, and when a site tries to register, which a refused site does. At most every ten seconds.
+        At each heartbeat or attempt to register, but at most every ten seconds, write it and rotate audit.log.
         """
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
@@ -76,6 +76,7 @@ class Attendance(FLComponent):
                     for n, one in former.items()
                     if "last_seen" in one
                 }
+        # a refused site sends no heartbeat, but it tries to register
         elif event_type in (EventType.CLIENT_HEARTBEAT_PROCESSED, EventType.CLIENT_REGISTER_RECEIVED):
             self._engine = fl_ctx.get_engine()
             if self._kit and time.monotonic() - self._written >= EVERY:

@@ -79,7 +79,7 @@ class Classifier(PreTrainedModel):
         """Return the encoder's output of normalized pictures (N, 3, S, S)."""
         encode: Any = self.get_image_features if hasattr(self, "get_image_features") else super().forward
         if self.config.model_type == "siglip2":  # it takes patches, of any grid
-            return encode(**_as_patches(pixels, self.config.vision_config.patch_size))
+            return encode(**_naflex_inputs(pixels, self.config.vision_config.patch_size))
         own = sees(self.config)
         more = {"interpolate_pos_encoding": True} if pixels.shape[-1] != own.image_size and self.interpolates else {}
         return encode(pixel_values=pixels, **more)
@@ -99,7 +99,7 @@ def sees(config: Any) -> Any:
     return getattr(config, "vision_config", config)
 
 
-def _as_patches(pixels: Tensor, patch: int) -> dict[str, Tensor]:
+def _naflex_inputs(pixels: Tensor, patch: int) -> dict[str, Tensor]:
     """Return a NaFlex model's inputs of pictures (N, 3, S, S): patches (N, P, patch * patch * 3), row by row."""
     count, side = len(pixels), pixels.shape[-1] // patch
     grid = pixels.view(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)

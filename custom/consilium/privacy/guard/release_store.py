@@ -161,7 +161,10 @@ class ReplayPolicy:
         return replace(task, answered=stored is not None)
 
     def rows(self, run: str, places: Iterable[tuple[int, int]]) -> list[Entry]:
-        """Return the ledger row for the answer of each round and phase, except answers that a former version has paid."""
+        """Return the ledger row of each round's and phase's answer.
+
+        Refusals that an older Consilium charged are left out, because they do not name their row.
+        """
         known = [row for row in self.charges.ledger.entries(self.charges.dataset) if row.run.startswith(run)]
         names = {}
         for place in places:

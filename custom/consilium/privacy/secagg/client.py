@@ -119,7 +119,7 @@ class Party:
         check_model_was_shared(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
 
     def _least_shown(self, terms: Terms) -> int:
-        """Return the least number of hospitals that any combination of sums without noise may show."""
+        """Return the least number of hospitals in every combination of the sums that are sent without noise."""
         return max(terms.threshold, self.asks.min_sites)
 
     def _prepare_context(

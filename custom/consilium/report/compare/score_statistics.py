@@ -87,7 +87,7 @@ class GroupScores:
         return self.metric.partition("/")[0] in LOWER
 
     @cached_property
-    def splits(self) -> list[list[str]]:
+    def sites_by_test_split(self) -> list[list[str]]:
         """The sites that count in means, as lists. Sites that were scored on the same test split are in one list."""
         found = [{site} for site in self.inside]
         for run in self.group.runs.values():
@@ -194,7 +194,7 @@ def patients_interval(scores: GroupScores, method: str) -> Interval | None:
     """
     seeds, means = scores.complete_seeds(method), scores.means(method)
     reaches: list[Interval] = []
-    for sites in scores.splits:
+    for sites in scores.sites_by_test_split:
         found = []
         for run, site in itertools.product((scores.group.runs[method, seed] for seed in seeds), sites):
             low, score, high = (known(run.score(site, scores.stage, f"{scores.metric}{end}")) for end in (LOW, "", HIGH))
@@ -283,7 +283,7 @@ def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> 
 def _compare(scores: GroupScores, one: str, other: str, test: Test) -> Comparison | None:
     """Compare two methods; None if they have no pair of scores. The p is not yet corrected."""
     cells, found = scores.cells, list[list[float]]()
-    for seed, sites in itertools.product(scores.group.seeds, scores.splits):
+    for seed, sites in itertools.product(scores.group.seeds, scores.sites_by_test_split):
         both = [site for site in sites if (one, seed, site) in cells and (other, seed, site) in cells]
         found += [[cells[one, seed, site] - cells[other, seed, site] for site in both]] if both else []
     if not found:

@@ -24,7 +24,7 @@ from consilium.report.compare.score_statistics import (
     ranks,
     scores_of,
 )
-from consilium.report.live_view import ending
+from consilium.report.live_view import early_stop_text
 from consilium.report.run_record import RunRecord, known, unit_of
 from consilium.report.tables import Column, Table, csv_text, difference, few, number, only_true, sentence
 from consilium.strategies.strategy import Role
@@ -288,9 +288,9 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
     `blocks`: sites in the mean rank; `printed`: the table has published numbers; `marked`: a cell has MARK.
     """
     seeds, apart = len(scores.group.seeds), "sites on one test split as one, others independent"
-    if len(scores.splits) == len(scores.inside):
+    if len(scores.sites_by_test_split) == len(scores.inside):
         apart = "sites independent (too narrow where they share patients)"
-    elif len(scores.splits) == 1:
+    elif len(scores.sites_by_test_split) == 1:
         apart = "all sites on one test split"
     bootstrap = "percentile bootstrap over seeds; few seeds make it too narrow"
     too_few = f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is"
@@ -359,7 +359,7 @@ def cost_table(group: Group) -> Table:
              "mean over sites; MiB: tensors up and down in training, "
              "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
     marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
-    early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
+    early = [f"{method}, seed {seed}: {early_stop_text(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
     notes += only_true(
         {"the methods do not all train the same set of parameters": len(sets) > 1}
         | dict.fromkeys(_unequal_steps(group), True)
@@ -449,7 +449,7 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None, ta
         for c in found[:MOST_TESTS]
     ]
     name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
-    tested, joined = sum(one.p is not None for one in found), len(scores.splits) < len(scores.inside)
+    tested, joined = sum(one.p is not None for one in found), len(scores.sites_by_test_split) < len(scores.inside)
     notes = {
         "pairs are seeds × sites; pairs of one site or seed are alike, so p is too small, and it says nothing of other "
         "patients or sites": tested,

@@ -22,7 +22,7 @@ from consilium.report.compare.figures import COLOURS, PLOTS
 from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
-from consilium.report.live_view import ending, when
+from consilium.report.live_view import early_stop_text, when
 from consilium.report.page.cases import curve_figure as draw_curves, model_figure as draw_models, read_cases, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
@@ -36,7 +36,7 @@ from consilium.report.untrusted_files import (
     plain_file_hashes,
     read_json,
     read_plain,
-    round_times,
+    round_timestamps,
     subfolders,
 )
 from consilium.strategies.strategy import Role
@@ -109,6 +109,9 @@ def run_page(record: RunRecord, back: str = "") -> str:
     return render("run.html", f"{title}: {cell}" if cell else title, lead, source, sections, values)
 
 
+REMEDY_DAMAGED = "Copy the run's folder again from where it was written, or rerun the job."
+
+
 def _warnings(record: RunRecord, pictures: bool) -> list[str]:
     """Return the warnings at the top of the page."""
     level, damaged, lost = frozen_level(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
@@ -119,14 +122,14 @@ def _warnings(record: RunRecord, pictures: bool) -> list[str]:
         ),
         f"{level}.": level,
         f"Damaged lines of metrics.jsonl: {lost}. They count nowhere on this page.": lost,
-        f"Damaged files, left out: {', '.join(damaged)}. Run the job anew, or take a copy that is whole.": damaged,
+        f"Damaged files, left out: {', '.join(damaged)}. {REMEDY_DAMAGED}": damaged,
     }
     return only_true(warnings)
 
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
     """Return facts on the run as pairs (name, value)."""
-    early = f": {ending(record.ended)}" if record.ended else ""
+    early = f": {early_stop_text(record.ended)}" if record.ended else ""
     state = f"finished{early}"
     if record.results is None:
         phases = {(line["round"], line["phase"]) for line in record.of("concluded")}
@@ -215,7 +218,7 @@ def _parameters_sentence(record: RunRecord) -> str:
 
 def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return the run's times as pairs (name, value)."""
-    began, ended = round_times(record.lines)
+    began, ended = round_timestamps(record.lines)
     took = [ended[r] - began[r] for r in sorted(ended) if r in began and ended[r] >= began[r]]
     stamps = [line["time"] for line in record.lines if line["time"] is not None]
     facts = [("began", stamp(min(stamps))), ("last record", stamp(max(stamps)))] if stamps else []
@@ -309,6 +312,8 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
 # site page -------------------------------------------------------------------------------------------------------------
 # The page of a site, which a hospital may keep. It can only be made where the site's folder is.
 
+GUARANTEE_LATER = "The job's privacy guarantee appears here after the final evaluation."
+GUARANTEE_MISSING = "The privacy guarantee cannot be shown: cases.json is missing or cannot be read."
 HASHED_AT_SITE = (
     *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),
     CASES,
@@ -347,7 +352,8 @@ def site_page(folder: Path, site: str) -> str:
     own = "This page is the hospital's own: it shows test samples of this site, patients where the data are real."
     table, problem = ledger_table(ledger_of(place))
     known = cases is not None or (record is not None and record.config.privacy is None)
-    private: Statement = [NONE] if known else ["What the job promises is not known here before its end."], []
+    unknown = GUARANTEE_MISSING if record is not None and record.results is not None else GUARANTEE_LATER
+    private: Statement = [NONE if known else unknown], []
     if cases and cases.privacy is not None:  # at record level only the site itself knows its plan
         private = plan_statement(cases.privacy)
     values = {

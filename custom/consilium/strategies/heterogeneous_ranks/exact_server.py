@@ -16,7 +16,7 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layers import changes, factors, mean_others, non_lora_tensors, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import changes, factors, mean_others, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
@@ -118,7 +118,7 @@ def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int
 
 
 def global_updates(state: ServerState) -> dict[str, Update]:
-    """Return W / s of every layer from the state, low-rank or dense as stored."""
+    """Return each layer's global update W / s, low-rank or dense as stored. s: the adapter's scaling (see the module)."""
     kept = {}
     for layer, (out, into) in shapes(state.initial).items():
         if (dense := state.shared.get(f"{layer}.dense")) is not None:

@@ -22,7 +22,7 @@ from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed, Share
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
 from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteResult, Strategy
 from consilium.strategies.traits import Traits
 

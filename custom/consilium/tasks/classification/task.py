@@ -14,13 +14,13 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, read_picture
 from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
-from consilium.data.store import CachedSample
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
-from consilium.tasks.base import Answered, Batch, Classified, SampledTask, Scored, evaluating
+from consilium.tasks.base import Answered, Batch, Classified, SampledTask, UnitScores, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.classification import ClassificationConfig, F1Classes
 from consilium.tasks.classification.texts import TextSamples, padded, require_kind, words_of
@@ -58,7 +58,7 @@ class ClassificationTask(SampledTask):
         self.data, self.classes = data, list(classes)
         self.workers = data.loading.workers
         self.num_samples = len(data.splits["training"])
-        self.scored: Scored | None = None
+        self.scored: UnitScores | None = None
         self._labels = {split: [self._class(item) for item in data.splits[split]] for split in SPLITS}
         labels = torch.tensor([label for label in self._labels["training"] if label != NONE], dtype=torch.long)
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
@@ -124,15 +124,15 @@ class ClassificationTask(SampledTask):
         if self._by_patient:
             kept = [kept[first] for first in np.unique(whose, return_index=True)[1]]
             found, labels, whose = of_patients(found, labels, whose)
-        self.scored = self._scored(split, kept, found, labels) if distances else None
+        self.scored = self._unit_scores(split, kept, found, labels) if distances else None
         closing = summary(found, labels, whose, self._f1) if distances else {}
         return score(found, labels, self.classes, distances, self._f1) | closing
 
-    def _scored(self, split: str, kept: Sequence[int], logits: Tensor, labels: Tensor) -> Scored:
+    def _unit_scores(self, split: str, kept: Sequence[int], logits: Tensor, labels: Tensor) -> UnitScores:
         """Return the predicted probability of each unit's true class, which ranks units more finely than accuracy."""
         names = tuple(self.data.splits[split][index].name for index in kept)
         values = logits.softmax(1)[torch.arange(len(labels)), labels].tolist()
-        return Scored("probability of the true class", False, names, tuple(values), tuple(kept))
+        return UnitScores("probability of the true class", False, names, tuple(values), tuple(kept))
 
     def examples(self, model: nn.Module, split: str) -> Classified | None:
         """Return a few pictures, of as many classes as possible; None for an empty split or for texts."""

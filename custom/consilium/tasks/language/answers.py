@@ -102,7 +102,7 @@ def final_answer(text: str) -> str | None:
     """Return the final answer of a text in plain form (see `settled`), None if there is none.
 
     It is the text after the last "####", in the last \\boxed{}, or after the last "answer is:". Without these it is the number
-    after the last "answer is", else the last number. Of a text longer than MOST characters the last MOST are read.
+    after the last "answer is", else the last number. Only the last MOST characters of a text are read.
     """
     text = text[-MOST:]
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":

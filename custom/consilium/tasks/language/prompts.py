@@ -173,8 +173,8 @@ class Prompt:
     def _around(self) -> tuple[str, str]:
         """The chat template's text before and after an answer. Raises ConfigError if no answer can follow the question.
 
-        Text before the answer, such as an empty thought, belongs to the prompt. Blanks alone do not, because tokenizers that
-        need a blank before a word add it themselves.
+        Text before the answer, such as an empty thought, belongs to the prompt. Spaces alone do not: tokenizers that
+        need one before a word add it themselves.
         """
         try:
             start, said = self._said("?"), self._said("?", PROBE)

@@ -15,7 +15,7 @@ from consilium.core.errors import CheckpointError, UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.models.transformers_folder import room
-from consilium.tasks.base import Answered, Batch, Scored, evaluating
+from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.correctness import judged, truth
@@ -48,7 +48,7 @@ class LanguageTask:
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
         self.config, self.kind = config, config.evaluate
         self.num_samples, self.quiet = len(data.splits["training"]), data.loading.ignore_unfit
-        self.scored: Scored | None = None
+        self.scored: UnitScores | None = None
         self._batch_dependent: bool | None = None
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
         self._encoder = self._encoder_of(tokenizer, max_length)
@@ -88,7 +88,7 @@ class LanguageTask:
         """Return a record, its tokens and, for preferences, those of its rejected answer.
 
         In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
-        Otherwise a malicious tokenizer that fails for certain words would reveal, by the site's failure, who has these words.
+        If the site failed instead, a malicious tokenizer that rejects certain words would reveal which sites hold them.
         """
         try:
             self._check_kind(text)
@@ -165,7 +165,7 @@ class LanguageTask:
             return {}
         with evaluating(model):
             losses, found, ranked = (self._preferences if self._compares else self._likelihood)(model, split, batch_size)
-            self.scored = self._scored(split, losses) if distances else None
+            self.scored = self._unit_scores(split, losses) if distances else None
             whole, each = self._answer_scores(model, split, batch_size, distances)
             each |= ranked
         cut = dict(zip(CUT, _count_shortened(self._pairs[split]), strict=True))
@@ -198,7 +198,7 @@ class LanguageTask:
             return cut, {WRITTEN[self.kind][0]: right}
         references = [text.outputs for text in self.data.splits[split]]
         each = text_scores.of_records(written, references)
-        self.scored = self._scored(split, each["rouge_l"], "ROUGE-L", lower=False)
+        self.scored = self._unit_scores(split, each["rouge_l"], "ROUGE-L", lower=False)
         return cut | text_scores.of_corpus(written, references), each
 
     def _chosen(self, model: nn.Module, split: str, batch_size: int) -> dict[str, list[float]]:
@@ -308,10 +308,10 @@ class LanguageTask:
         texts = self.data.splits[split]
         return list(texts) if indices is None else [texts[index] for index in indices]
 
-    def _scored(self, split: str, values: Sequence[float], score: str = "", lower: bool = True) -> Scored:
+    def _unit_scores(self, split: str, values: Sequence[float], score: str = "", lower: bool = True) -> UnitScores:
         names = tuple(text.name for text in self.data.splits[split])
         learned = {"sequence": "loss per token", "answer": "loss per answer token", "preference": "loss"}[self.config.learn]
-        return Scored(score or learned, lower, names, tuple(values), tuple(range(len(names))))
+        return UnitScores(score or learned, lower, names, tuple(values), tuple(range(len(names))))
 
     def _preferences(
         self, model: nn.Module, split: str, batch_size: int

@@ -64,11 +64,11 @@ class Encoder:
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
         """Return the prompt's tokens, at most `most`, and whether the prompt was shortened."""
         parts = self._prompt.parts(self._broken(text))
-        whole = self._begun(self._plain("".join(parts)))
+        whole = self._with_begin_tokens(self._plain("".join(parts)))
         if len(whole) <= most:
             return whole, False
         before, inner, after = (self._plain(part) for part in parts)
-        before = self._begun(before)
+        before = self._with_begin_tokens(before)
         inner = without_middle(inner, max(most - len(before) - len(after), 0))
         start = len(self._begin)
         rest = without_middle((before + inner + after)[start:], max(most - start, 1))
@@ -155,7 +155,7 @@ class Encoder:
         mask = [[1] * len(row) for row in prompts]
         return {"input_ids": _pad(prompts, self.pad, "left"), "attention_mask": _pad(mask, 0, "left")}
 
-    def _begun(self, tokens: list[int]) -> list[int]:
+    def _with_begin_tokens(self, tokens: list[int]) -> list[int]:
         """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
         return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 

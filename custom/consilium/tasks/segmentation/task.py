@@ -17,12 +17,12 @@ from consilium.core.seeding import seed_for
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, valid_size
 from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
-from consilium.data.store import CachedSample
 from consilium.models.registry import ModelConfig
-from consilium.tasks.base import Batch, SampledTask, Scored, Segmented, evaluating
+from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
 from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation import SegmentationConfig, prompts_of
 from consilium.tasks.segmentation.prompts import TAKEN
@@ -66,7 +66,7 @@ class SegmentationTask(SampledTask):
         for item in (item for split in SPLITS for item in data.splits[split]):
             check_annotated(item, classes)
         self.num_samples = len(data.splits["training"])
-        self.scored: Scored | None = None
+        self.scored: UnitScores | None = None
         self.workers = data.loading.workers
         self._embeddings: Embeddings | None = None
         self._kept, self._room = dict[Item, tuple[tuple[int, ...], np.ndarray]](), MASK_BYTES
@@ -101,7 +101,9 @@ class SegmentationTask(SampledTask):
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean of Dice loss plus binary cross-entropy, or of the latter only, in float32.
+        """Return the loss in float32, averaged over the batch.
+
+        It is Dice loss plus binary cross-entropy for `loss: dice+bce`, else binary cross-entropy alone.
 
         Padding counts as background, as in the fine-tuning of MedSAM, micro-sam and lightning-sam. It is never scored and costs
         little, and the model learns to predict nothing there.
@@ -129,7 +131,7 @@ class SegmentationTask(SampledTask):
         if not count:
             return {}
         found, table = units.scores()
-        self.scored = self._scored(items, found, units.shown, table["dice"]) if distances else None
+        self.scored = self._unit_scores(items, found, units.shown, table["dice"]) if distances else None
         closing = summary(found, table) | self._too_small(split) if distances else {}
         return {"loss": losses / count} | self._average(table) | closing
 
@@ -141,11 +143,14 @@ class SegmentationTask(SampledTask):
         told = {split} if self.data.loading.ignore_unfit else set(SPLITS)
         return {f"{TOO_SMALL}/{where}/{name}": float(n) for (where, name), n in self._samples.small.items() if where in told}
 
-    def _scored(self, items: Sequence[Item], units: Sequence[Item], shown: Sequence[Item], dice: Tensor) -> Scored:
-        """Return each unit's mean Dice over its classes; `dice` (U, C)."""
+    def _unit_scores(self, items: Sequence[Item], units: Sequence[Item], shown_by: Sequence[Item], dice: Tensor) -> UnitScores:
+        """Return each unit's mean Dice over its classes.
+
+        `shown_by`: for each unit the item that shows it. `dice`: (U, C).
+        """
         places, whole = {item: index for index, item in enumerate(items)}, self.scores.per != "image"
         names = tuple(item.image.name if whole else item.name for item in units)
-        return Scored("Dice", False, names, tuple(dice.nanmean(1).tolist()), tuple(places[item] for item in shown))
+        return UnitScores("Dice", False, names, tuple(dice.nanmean(1).tolist()), tuple(places[item] for item in shown_by))
 
     def examples(self, model: nn.Module, split: str) -> Segmented | None:
         """Return the split's first pictures with true and predicted masks; None if the split is empty."""

@@ -52,7 +52,7 @@ _OWN = re.compile(r"salt|index|[0-9a-f]{32}\.(sample|passed)|\.(salt|[0-9a-f]{32
 _log = logging.getLogger(__name__)
 
 
-class Store:
+class DiskCache:
     """The cache in `folder`, of at most `most` bytes. The constructor raises OSError.
 
     The least recently used samples are evicted, but none that was used since this process began. Otherwise a data set larger
@@ -188,15 +188,15 @@ class Store:
             _log.warning(f"{self.folder}: decoded samples are no longer kept ({why}); training goes on, slower")
 
 
-def open_store(folder: Path | None, most: int) -> Store | None:
-    """Return the store below `folder`; None without a folder or without room.
+def open_store(folder: Path | None, most: int) -> DiskCache | None:
+    """Return the cache below `folder`; None without a folder or without room.
 
     Also None, with a warning in the log, if the folder cannot be created.
     """
     if folder is None or most <= 0:
         return None
     try:
-        return Store(folder / FOLDER, most)
+        return DiskCache(folder / FOLDER, most)
     except OSError as error:
         _log.warning(f"{folder / FOLDER}: decoded samples are not kept ({error.strerror}); training goes on, slower")
         return None

@@ -20,7 +20,7 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
 from consilium.federation.job import Job
 from consilium.strategies.heterogeneous_ranks.exact_server import whole_update
-from consilium.strategies.heterogeneous_ranks.layers import shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, moves, oracle_drift
 from consilium.strategies.leakage import Move, leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
@@ -29,7 +29,7 @@ ORACLE = "oracle"
 """The run name under which a site stores the tensors that the oracle trained."""
 
 
-class SiteProbe:
+class SiteDiagnostics:
     """Measures the sites of a simulation in each phase.
 
     Raises ConfigError if the job asks for a measurement that its strategy does not have.
@@ -52,9 +52,9 @@ class SiteProbe:
             )
 
         for name, site in sites.items() if self.config.leakage else ():
-            site.on_train = partial(self._before, name)
+            site.on_train = partial(self._store_start, name)
 
-    def _before(self, name: str, run: str, payload: Payload) -> None:
+    def _store_start(self, name: str, run: str, payload: Payload) -> None:
         """Store the tensors that a site starts a phase from. If the site repeats the task, the first values are kept."""
         site, self._runs[name] = self.sites[name], run
         own = _kept_once(site.context.folder / run / "before.safetensors", payload, site.kept(run))
@@ -103,7 +103,9 @@ class SiteProbe:
         return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
 
     def _oracle_start(self, most: int | None) -> dict[str, Tensor]:
-        """Return by layer the initial A (rank, in) of the oracle: the job's own rows, and further rows from the same rule.
+        """Return the oracle's initial A (rank, in) of each layer. The oracle trains all ranks, see OracleConfig.
+
+        Its first rows are the job's initial A. The adapter's rule draws the others.
 
         `most`: the largest rank; None for the layer's size.
         """
