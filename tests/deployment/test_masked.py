@@ -108,7 +108,7 @@ def test_a_masked_round_says_for_which_site_it_waits_and_edits_of_site_yaml_coun
     waiting, eta, text = seen[-1]
     assert 0 <= waiting["seconds"] <= 20
     assert eta is None or eta >= waiting["seconds"]
-    assert re.search(r"; waits for site-4, at most 1?\d s", text), text
+    assert re.search(r"; waits for site-4( \(no heartbeat for \d+ s\))?, at most 1?\d s", text), text
     folder = federation.server_files()
     federation.until(lambda: (folder / "results.json").is_file(), 180, "the run to end")
     assert [event["sites"] for event in federation.events("concluded")][1:] == [SITES[:3]] * 2

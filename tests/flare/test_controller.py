@@ -56,6 +56,24 @@ def test_dead_site_is_skipped_until_it_returns(tmp_path: Path) -> None:
     assert '"round": 1, "phase": 0, "sites": ["a", "b", "c"]}' in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_time_left_is_known_though_no_site_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consilium.flare.job.tasks.SILENT", 0.05)
+    federation = Federation(tmp_path, dict.fromkeys(("a", "b"), lambda message: None))
+    tasks, found = federation.tasks(context(["a", "b"])), []
+    sent = tasks.send(wire.HELLO, {"a": Shareable(), "b": Shareable()}, lambda name, result: None)
+
+    def look() -> bool:
+        found.append(dict(tasks.waiting))
+        if tasks.waiting:
+            tasks.abort_signal.trigger("seen")
+        return False
+
+    tasks.wait_for(sent, look)
+    limit = federation.coordinator.job.config.federation.round_timeout
+    assert found[0] == {}
+    assert found[-1] == {"sites": ["a", "b"], "seconds": pytest.approx(limit, abs=5)}
+
+
 def test_final_evaluation_waits_the_grace_only(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])

@@ -10,9 +10,10 @@ import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
-from consilium.cli.jobs import exit_code
+from consilium.cli.jobs import exit_code, place
 from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.flare.admin.session import Admin, connect, stored_reason
+from consilium.flare.kit.heartbeat_client import KEY
 
 REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
   File "json_scanner.py", line 99, in _do_scan
@@ -186,6 +187,22 @@ def test_newest_failed_jobs_have_reasons(tmp_path: Path) -> None:
     assert "\n" not in reasons[4]
     assert reasons[5].startswith("its server process is gone")
     assert reasons[7] == "no reason was left; see the logs of the server and of the sites"
+
+
+def test_status_tells_a_dead_site_from_a_slow_one(tmp_path: Path) -> None:
+    session = Session([job(1, status="RUNNING", experiment="ward-study")], tmp_path)
+    session.get_system_info = lambda: SimpleNamespace(job_info=[SimpleNamespace(job_id="1-id")])
+    waiting = {"sites": ["dead", "slow", "never-seen"], "seconds": 12.4}
+    running = {"round": 1, "rounds": 3, "phase": 0, "asked": ["a", "dead", "slow"], "answered": ["a"], "eta_seconds": None}
+    running |= {"epsilon": None, "finished": False, "waiting": waiting}
+    session.show_stats = lambda job_id, target: {"server": {"consilium": running}}
+    sites = {"dead": {"last_seen": 100.0}, "slow": {"last_seen": 140.0}, "a": {"last_seen": 50.0}, "never-seen": {}}
+    session._do_command = lambda command: {"meta": {KEY: {"server": {"clock": 148.2}, "sites": sites}}}
+    found = Admin(session).status("ward-study")
+    assert found["progress"]["waiting"]["silent_seconds"] == {"dead": 48}
+    assert "waits for dead (no heartbeat for 48 s), slow, never-seen, at most 12 s" in place(found["progress"])
+    session._do_command = lambda command: {"meta": {}}  # the server's kit is too old to know
+    assert "waits for dead, slow, never-seen, at most 12 s" in place(Admin(session).status("ward-study")["progress"])
 
 
 def test_exit_codes() -> None:

@@ -193,6 +193,8 @@ def place(progress: dict[str, Any]) -> str:
     if progress["epsilon"] is not None:
         told += f"; epsilon {progress['epsilon']:.3g}"
     if waiting := progress.get("waiting"):
-        names = [shown(name, 60) for name in waiting["sites"]]
+        silent = waiting.get("silent_seconds", {})
+        ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in silent.items()}
+        names = [shown(name, 60) + ages.get(name, "") for name in waiting["sites"]]
         told += f"; waits for {few(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
     return told + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")

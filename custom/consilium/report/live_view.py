@@ -43,6 +43,8 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
     here: Line = of["started"][-1] if of["started"] else {"round": 0, "phase": 0, "sites": []}
     scores = task_scores(config["task"]) or Scores(("loss",), (), {})
     early = {name: of["ended"][-1][name] for name in ENDING} if of["ended"] else None
+    # While no site has replied, the time left is that of the whole round, which says nothing about how long the round takes.
+    least = waiting["seconds"] if waiting and len(waiting["sites"]) < len(here["sites"]) else 0.0
     return {
         "experiment": folder.name,
         "job": config["name"],
@@ -53,7 +55,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
         "answered": sorted(x["site"] for x in lines if x["event"] == "result" and place_of(x) == place_of(here)),
         "epsilon": of["concluded"][-1].get("privacy/epsilon") if of["concluded"] else None,
         "waiting": dict(waiting) if waiting else None,
-        "eta_seconds": None if early else _eta(lines, here["round"], rounds, (waiting or {}).get("seconds", 0.0)),
+        "eta_seconds": None if early else _eta(lines, here["round"], rounds, least),
         "ended": early,
         "sites": _progress_by_site(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in of["refused"]][-20:],

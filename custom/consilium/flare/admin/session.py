@@ -42,6 +42,8 @@ UNLISTED = "is not in allow_list"
 """Part of FLARE's error if a kit's allow-list lacks our classes, such as in a kit that FLARE's own tools made."""
 MAX_REASONS = 5
 """A list of jobs shows the reason of at most this many failed jobs, the newest. Each needs a download of the job's result."""
+OVERDUE = 30.0
+"""Seconds after which a site's heartbeat is missing. Each site sends one every ten seconds."""
 MAX_APPS = 64
 """Apps read in a stored job. A job's author can put any number of apps in it."""
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
@@ -145,7 +147,8 @@ class Admin:
         """Return one job's state for `consilium status`.
 
         The keys are "job_id", "experiment", "status", "progress" and "problems" (failed deployments, one line per site).
-        "reason" says why the job ended early, and "waits" why it has not started.
+        "reason" says why the job ended early, and "waits" why it has not started. If the server waits for results,
+        "silent_seconds" in the progress's "waiting" has the sites without a current heartbeat.
         """
         meta = self.find(name)
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
@@ -154,7 +157,10 @@ class Admin:
             return found | {"progress": None, "reason": self._failure_line(meta)}
         if not meta["status"].startswith(ENDED):
             waits = self._scheduler_lines(meta["job_id"]) if meta["status"] == WAITING else ""
-            return found | {"progress": self._running_progress(meta["job_id"])} | ({"waits": waits} if waits else {})
+            running = self._running_progress(meta["job_id"])
+            if running and (waiting := running.get("waiting")):
+                waiting["silent_seconds"] = self._silent_seconds(waiting["sites"])
+            return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._ended_outcome(meta["job_id"])
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
             found["reason"] = self._scheduler_lines(meta["job_id"]) or NO_REASON
@@ -189,6 +195,15 @@ class Admin:
             return self.session.show_stats(job_id, api_spec.TargetType.SERVER).get("server", {}).get("consilium")
         except FLARE_ERRORS:
             return None
+
+    def _silent_seconds(self, names: list[str]) -> dict[str, int]:
+        """Return the seconds since the last heartbeat of each named site whose heartbeat is overdue. A slow site is not."""
+        with suppress(ConsiliumError):  # a kit of an old version has no list of sites
+            found = self.attendance()
+            now, sites = found["server"]["clock"], found["sites"]
+            ages = {name: round(now - one["last_seen"]) for name, one in sites.items() if "last_seen" in one}
+            return {name: ages[name] for name in names if ages.get(name, 0) > OVERDUE}
+        return {}
 
     def _ended_outcome(self, job_id: str) -> Job:
         """Return an ended job's "progress" and, if it ended early, its "reason".

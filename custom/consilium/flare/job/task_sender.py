@@ -19,6 +19,8 @@ from consilium.flare.kit.revocation import REFUSED
 from consilium.server.coordinator import Coordinator
 
 CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
+SILENT = 60.0
+"""Seconds after which `TaskSender.waiting` names the sites of an exchange in which no site has replied."""
 OnResult = Callable[[str, Shareable], None]
 """A function that takes a site's name and its result. If it raises RefusedError, the result is refused."""
 
@@ -60,7 +62,7 @@ class TaskSender:
         replied: set[str] = set()
         gone = {name for name in messages if self.controller.get_client_disconnect_time(name)}
         for name in sorted(gone):
-            self._refuse(name, "its process has ended; see its log")
+            self._refuse(name, "its process has ended, or it cannot be reached; see its log")
         for name in sorted(self.revoked() & messages.keys() - gone):
             self._refuse(name, REFUSED)
         tasks = self.send(task_name, {name: one for name, one in messages.items() if name not in gone}, on_result, replied)
@@ -107,8 +109,8 @@ class TaskSender:
     def wait_for(self, tasks: Mapping[str, Task], enough: Callable[[], bool], grace: float | None = None) -> None:
         """Return when all tasks have ended, or `grace` seconds after `enough()` became true. By default the job sets `grace`.
 
-        After the first reply, `waiting` holds the names of the sites that have not replied ("sites") and how many seconds they
-        have left ("seconds").
+        After the first reply, or after SILENT seconds without one, `waiting` holds the names of the sites that have not replied
+        ("sites") and how many seconds they have left ("seconds").
         """
         federation = self.coordinator.job.config.federation
         grace = federation.straggler_grace_seconds if grace is None else grace
@@ -119,7 +121,7 @@ class TaskSender:
                 enough_since = enough_since or now
                 if now - enough_since >= grace:
                     break
-            if enough_since is not None or len(silent) < len(tasks):
+            if enough_since is not None or len(silent) < len(tasks) or now - began > SILENT:
                 left = federation.round_timeout + began if enough_since is None else grace + enough_since
                 self.waiting.update(sites=sorted(silent), seconds=round(left - now, 1))
             time.sleep(self.period)
