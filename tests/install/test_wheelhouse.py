@@ -19,15 +19,16 @@ PACK, INSTALL = (next(b.text for b in blocks(PAGE) if word in b.text) for word i
 
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str) -> Path:
-    """Write a wheel of one module, with the command `consilium` that runs its main()."""
+    """Write a wheel of one module. If it needs others, it has the command `consilium`, which runs its main()."""
     lines = [f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {need}" for need in needs)]
     info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
     content = {
         f"{name}.py": f"def main():\n    print({version!r})\n",
         f"{info}/METADATA": "\n".join(lines) + "\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[console_scripts]\nconsilium = {name}:main\n",
     }
+    if needs:  # of two wheels with one command, the one that is installed last would win
+        content[f"{info}/entry_points.txt"] = f"[console_scripts]\nconsilium = {name}:main\n"
     content[f"{info}/RECORD"] = "".join(f"{one},,\n" for one in [*content, f"{info}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:
         for one, text in content.items():
