@@ -57,7 +57,7 @@ def test_dead_site_is_skipped_until_it_returns(tmp_path: Path) -> None:
 
 
 def test_time_left_is_known_though_no_site_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.flare.job.tasks.SILENT", 0.05)
+    monkeypatch.setattr("consilium.flare.job.task_sender.SILENT", 0.05)
     federation = Federation(tmp_path, dict.fromkeys(("a", "b"), lambda message: None))
     tasks, found = federation.tasks(context(["a", "b"])), []
     sent = tasks.send(wire.HELLO, {"a": Shareable(), "b": Shareable()}, lambda name, result: None)
