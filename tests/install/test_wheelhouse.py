@@ -19,16 +19,15 @@ PACK, INSTALL = (next(b.text for b in blocks(PAGE) if word in b.text) for word i
 
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str) -> Path:
-    """Write a wheel of one module. If it needs others, it has the command `consilium`, which runs its main()."""
+    """Write a wheel of one module, with the command `consilium` that runs its main()."""
     lines = [f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {need}" for need in needs)]
     info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
     content = {
         f"{name}.py": f"def main():\n    print({version!r})\n",
         f"{info}/METADATA": "\n".join(lines) + "\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\nconsilium = {name}:main\n",
     }
-    if needs:  # of two wheels with one command, the one that is installed last would win
-        content[f"{info}/entry_points.txt"] = f"[console_scripts]\nconsilium = {name}:main\n"
     content[f"{info}/RECORD"] = "".join(f"{one},,\n" for one in [*content, f"{info}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:
         for one, text in content.items():
@@ -50,6 +49,7 @@ def type_in(text: str, folder: Path, links: Path) -> subprocess.CompletedProcess
         "UV_FIND_LINKS": str(links),
     }
     environment = os.environ | offline | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)  # pip would take the metadata of a clone there for an installed package
     return subprocess.run(["bash", "-e"], input=text, cwd=folder, capture_output=True, text=True, check=False, env=environment)
 
 
