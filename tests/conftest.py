@@ -23,7 +23,7 @@ from consilium.config.job import JobConfig
 from consilium.core.registry import KindField
 from consilium.core.schema import Section, validate
 from consilium.federation.job import Job, assemble_job
-from consilium.report import best_worst_cases, predictions, run_record
+from consilium.report import best_worst_cases, predictions
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
@@ -70,7 +70,6 @@ def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(site_data, "make_phantoms", copied)
         patch.setattr(serialization, "load_pem_private_key", cache(serialization.load_pem_private_key))
-        patch.setattr(run_record, "version", cache(run_record.version))
         patch.setattr(os, "fsync", lambda file: None)
         yield
 

@@ -232,13 +232,15 @@ def _named(module: str, name: str) -> object | None:
         return None if (error.name or "").startswith(("consilium", "tests")) else "?"
 
 
-def test_a_library_draws_no_progress_bar_in_a_pipe() -> None:
-    """tqdm's bar is also transformers' while it reads a GGUF file."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import consilium; from tqdm.auto import tqdm; print(sum(tqdm(range(3))))"],
-        env={name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (done.stdout, done.stderr) == ("3\n", "")
+def test_commands_draw_no_progress_bar_of_a_library_in_a_pipe() -> None:
+    """tqdm's bar is also transformers' while it reads a GGUF file. A program that imports the package keeps its own bars."""
+    bar = "from tqdm.auto import tqdm; print(sum(tqdm(range(3))))"
+    command = "import sys; sys.argv = ['consilium', '--version']; from consilium.cli.main import main"
+    env = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    for before, quiet in (
+        (f"{command}\ntry: main()\nexcept SystemExit: pass\nprint('then')", True),
+        ("import consilium; print('then')", False),
+    ):
+        done = subprocess.run([sys.executable, "-c", f"{before}\n{bar}"], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.endswith("then\n3\n")
+        assert (done.stderr == "") is quiet

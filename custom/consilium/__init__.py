@@ -1,7 +1,6 @@
 """Consilium: federated fine-tuning of medical foundation models on NVIDIA FLARE."""
 
 import os
-import sys
 
 __version__ = "0.3.0"
 
@@ -26,7 +25,3 @@ os.environ.update(OFFLINE)
 # when it is loaded.
 if not os.environ.get("OMP_WAIT_POLICY"):
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-# In a pipe or a log file a library's progress bar would write a line at each of its steps. tqdm reads it when it is imported.
-if not (sys.stderr and sys.stderr.isatty()):
-    os.environ.setdefault("TQDM_DISABLE", "1")

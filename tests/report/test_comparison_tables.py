@@ -11,18 +11,11 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
+from consilium.report.compare.costs import cost_table, trained_set
+from consilium.report.compare.diagnostics import correlations_over_runs, diagnostics_table
 from consilium.report.compare.published import published_for, published_table, read_published
 from consilium.report.compare.score_statistics import scores_of
-from consilium.report.compare.tables import (
-    as_csv,
-    comparison_tables,
-    correlations_over_runs,
-    cost_table,
-    diagnostics_table,
-    records,
-    scores_table,
-    trained_set,
-)
+from consilium.report.compare.tables import as_csv, comparison_tables, records, scores_table
 from consilium.report.run_record import read_finished
 from tests.conftest import small_cells
 from tests.report.runs import PRIVATE, accuracy, change, group_of, made, make, note_in, noted, read, study_runs

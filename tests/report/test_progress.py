@@ -77,7 +77,7 @@ def test_a_round_that_takes_longer_leaves_the_time_of_later_ones(tmp_path: Path)
     assert eta(4) is None  # the last one: nothing is known, and 0 would be wrong
     assert eta(4, {"sites": ["b"], "seconds": 14.0}) == pytest.approx(14, abs=1)
     assert eta(2, {"sites": ["b"], "seconds": 14.0}) == pytest.approx(34, abs=1)
-    assert eta(2, {"sites": ["a", "b"], "seconds": 3540.0}) == pytest.approx(2 * 10, abs=1)  # nobody has replied yet
+    assert eta(2, {"sites": ["a", "b"], "seconds": 3540.0}) == pytest.approx(2 * 10, abs=1)  # no site has replied
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, pipeline_no
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.messages import Stage
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import few, line, shown
 from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE, Test
@@ -20,7 +20,7 @@ from consilium.report.compare.comparability import Group, MissingRun, group_comp
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished, read_run
-from consilium.report.tables import Table, few, latex, markdown, terminal
+from consilium.report.tables import Table, latex, markdown, terminal
 from consilium.report.untrusted_files import subfolders
 from consilium.study.definition import load
 from consilium.study.records import record_of

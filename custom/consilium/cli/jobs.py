@@ -13,11 +13,11 @@ from rich.text import Text
 from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Stage
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import few, line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import warnings
 from consilium.report.live_view import early_stop_text, last_round, reported, score_of, when
-from consilium.report.tables import Column, Table, columns, few, number
+from consilium.report.tables import Column, Table, columns, number
 from consilium.tasks.registry import Scores
 
 KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")

@@ -170,6 +170,8 @@ def main() -> None:
     """Run the command line. Each expected error is one line on standard error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name may not be valid text
+    if not (sys.stderr and sys.stderr.isatty()):  # there a library's progress bar would write a line at each of its steps
+        os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads it when it is imported
     try:
         with stoppable():
             code = app(standalone_mode=False, prog_name="consilium")

@@ -21,9 +21,9 @@ from consilium.cli.options import (
 from consilium.cli.resume_hint import exit_interrupted, same_command_hint as same_command, stoppable
 from consilium.config.code_digest import code_of
 from consilium.config.site import Given
-from consilium.core.sanitize import line, number_of
+from consilium.core.sanitize import few, line, number_of
 from consilium.report.run_record import earlier_cells, save_cells
-from consilium.report.tables import Table, duration, few
+from consilium.report.tables import Table, duration
 from consilium.study.cost import bytes_of
 from consilium.study.definition import GridErrors, Study, labels_text, load, pick
 from consilium.study.preflight import Planner

@@ -63,8 +63,8 @@ def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) 
     (found, configuration, plugins), known = _digests(app, config), approvals(local)
     if found not in known:
         raise RefusedError(
-            f"the job's digest {found} is not approved here (site.yaml: "
-            f"approve){_describe_change(configuration, plugins, known)}; "
+            f"the job's digest {found} is not approved here (site.yaml: approve)"
+            f"{_describe_change(configuration, plugins, known)}; "
             f"review it and run: consilium approve {app} --kit {local.parent}",
             Reason.APPROVAL,
         )

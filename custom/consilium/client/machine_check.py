@@ -24,12 +24,13 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import LIBRARIES
+from consilium.core.registry import installed_version
 from consilium.core.storage import file_hash
 from consilium.data.datalist import Item
 from consilium.data.patients import item_pseudonym, patients_and_most_samples
 from consilium.data.text import read_named_list
 from consilium.estimates.memory import memory_of, remedies
-from consilium.federation.compatibility import Verdict, installed_version, judge
+from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
 from consilium.models.low_precision import require_library
 from consilium.report.private_logging import log_privately

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -230,3 +230,15 @@ def _field_names(section: type) -> list[str]:
     if issubclass(section, BaseModel):
         return list(section.model_fields)
     return [field.name for field in fields(section)] if is_dataclass(section) else []
+
+
+@cache
+def installed_version(name: str) -> str | None:
+    """Return the version of a package, None if it is not installed, such as one that is part of a job's app/custom.
+
+    It is looked up once per process: it takes milliseconds, and a simulation may have many sites.
+    """
+    try:
+        return version(name)
+    except (PackageNotFoundError, ValueError):  # a name from a file may be empty
+        return None

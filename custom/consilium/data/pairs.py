@@ -15,6 +15,7 @@ from pathlib import Path
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.grouping import grouped
+from consilium.core.sanitize import few
 from consilium.data.file_kinds import NIFTI, PICTURES, SLIDES
 from consilium.data.safe_open import open_picture, reading
 
@@ -162,9 +163,7 @@ def holds_pairs(folder: Path, files: Sequence[Path]) -> bool:
 
 def unpaired_message(pairs: Pairs, folder: Path) -> str:
     """Return the message about a folder in which pictures lack masks: the names found, and what to write."""
-    masks = [*(mask for _, mask in pairs.found), *pairs.unused]
-    there = ", ".join(str(path.relative_to(folder)) for path in masks[:4])
-    there += f" and {len(masks) - 4} more" if len(masks) > 4 else ""
+    there = few([str(mask.relative_to(folder)) for mask in (*(mask for _, mask in pairs.found), *pairs.unused)])
     if len(pairs.found) < len(pairs.alone):
         remedy = "write --mask-pattern 'IMAGE=MASK' with {} for what both names share, such as '{}_0000={}'"
         if pairs.found:

@@ -16,13 +16,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from consilium import __version__
 from consilium.core.errors import RefusedError
 from consilium.core.messages import LIBRARIES, PROTOCOL, Hello
+from consilium.core.registry import installed_version
 
 OWN = "consilium"
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
@@ -71,18 +70,6 @@ def _numbers(text: str) -> list[int]:
 def libraries() -> dict[str, str]:
     """Return the installed versions of LIBRARIES; those that are not installed are left out."""
     return {name: found for name in LIBRARIES if (found := installed_version(name))}
-
-
-@cache
-def installed_version(name: str) -> str | None:
-    """Return the version of a package, None if it is not installed, such as one that is part of a job's app/custom.
-
-    It is looked up once per process: it takes milliseconds, and a simulation may have many sites.
-    """
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def differences(told: Mapping[str, str], own: Mapping[str, str]) -> dict[str, Verdict]:

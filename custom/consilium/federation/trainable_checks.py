@@ -76,8 +76,8 @@ def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: P
         return
     if base.tokenizer:
         raise ConfigError(
-            f"{source}: strategy.weighting: "
-            "'similarity' would weigh a text by prompt and answer, which scores must not see; use fixed"
+            f"{source}: strategy.weighting: 'similarity' would weigh a text by prompt and answer, which scores must not see; "
+            "use fixed"
         )
     try:
         cut_of(model, base)

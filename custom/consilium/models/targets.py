@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from consilium.core.errors import ConfigError
+from consilium.core.sanitize import few
 from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")
@@ -118,5 +119,4 @@ def _all_of(name: str, kind: str, layers: list[str]) -> str:
 
 def _list(names: Iterable[str]) -> str:
     """Return names of layers for a message, without block numbers, each once."""
-    short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-    return ", ".join(short[:4]) + (f" and {len(short) - 4} more" if len(short) > 4 else "")
+    return few(list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)))

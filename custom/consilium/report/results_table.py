@@ -12,11 +12,11 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from consilium.core.messages import SKIPPED, MetricKey, Stage
-from consilium.core.sanitize import number_of
+from consilium.core.sanitize import few, number_of
 from consilium.core.storage import write_atomic
 from consilium.report import figures
 from consilium.report.run_record import Results, RunRecord, known, split_of
-from consilium.report.tables import Column, Table, columns, few, number, only_true
+from consilium.report.tables import Column, Table, columns, number, only_true
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER, Scores
 
 MEAN, BY_N = "mean", "mean by n"

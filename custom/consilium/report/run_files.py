@@ -22,12 +22,13 @@ from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
 from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
+from consilium.core.registry import installed_version
 from consilium.core.sanitize import shown
 from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.privacy.plan import Plan
 from consilium.report import figures
 from consilium.report.results_table import confusions
-from consilium.report.run_record import PACKAGES, installed_version, roles_of
+from consilium.report.run_record import PACKAGES, roles_of
 from consilium.report.tensorboard_file import FOLDER, EventFile
 from consilium.report.tracking import Tracker
 from consilium.report.untrusted_files import place_of, read_lines

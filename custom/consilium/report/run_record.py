@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +20,8 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SIMULATION
 from consilium.core.errors import ConfigError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, TRAIN_STEPS, MetricKey, Stage
-from consilium.core.registry import Plugins
-from consilium.core.sanitize import shown
+from consilium.core.registry import Plugins, installed_version
+from consilium.core.sanitize import few, shown
 from consilium.core.schema import dotted
 from consilium.core.storage import locked, write_atomic
 from consilium.report.untrusted_files import Line, Number, read_events, read_json, read_plain, strict_model, subfolders
@@ -272,14 +271,6 @@ def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
         ) from None
 
 
-def installed_version(name: str) -> str:
-    """Return the version of a package; "" if it is not installed."""
-    try:
-        return version(name)
-    except (PackageNotFoundError, ValueError):
-        return ""
-
-
 def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
     """Return the run in a folder, without damaged files. Raises ConfigError if the folder holds no run."""
     if not folder.is_dir():
@@ -436,7 +427,7 @@ def cell_folder(path: Path) -> Path:
 
 def join_names(names: list[str]) -> str:
     """Return at most twenty names separated by commas, and the number of the others; "none" for no names."""
-    return ", ".join(map(shown, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "") or "none"
+    return few([shown(name) for name in names], 20) or "none"
 
 
 def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:

@@ -83,11 +83,6 @@ def difference(value: float) -> str:
     return found if float(found) else "0.000"
 
 
-def few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first `most` names as a text, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def only_true(texts: Mapping[str, object]) -> list[str]:
     """Return the texts whose value is true, in order, such as the notes that apply to a table."""
     return [text for text, holds in texts.items() if holds]

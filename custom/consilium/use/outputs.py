@@ -16,11 +16,10 @@ from torch import Tensor
 
 from consilium import __version__
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import few, shown
 from consilium.core.storage import write_atomic
 from consilium.data import nifti, volumes
 from consilium.data.file_kinds import RAW_VOLUMES, volume_format
-from consilium.report.tables import few
 from consilium.use.inputs import Input
 
 # write predictions -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError
+from consilium.core.sanitize import few
 from consilium.data.pairs import Pattern, compose_unicode
 from consilium.data.safe_open import open_picture, reading, text_lines
 
@@ -132,8 +133,8 @@ class Importer:
 def wrong_layout(source: Path, expected: str) -> DataError:
     """Return the error for a folder that differs from the `expected` layout. It lists the folder's entries."""
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
-    found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    return DataError(f"{source}: expected {expected}; found {found or ('nothing' if source.is_dir() else 'no such folder')}")
+    found = few(names, 6) or ("nothing" if source.is_dir() else "no such folder")
+    return DataError(f"{source}: expected {expected}; found {found}")
 
 
 def folders(root: Path) -> Iterator[Path]:

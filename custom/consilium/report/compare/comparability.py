@@ -7,8 +7,8 @@ from pathlib import PurePath
 from typing import Any
 
 from consilium.core.messages import Stage
+from consilium.core.sanitize import few
 from consilium.report.run_record import RunRecord
-from consilium.report.tables import few
 from consilium.tasks.registry import COUNT
 
 CHECKPOINT = "model.checkpoint"

@@ -21,12 +21,11 @@ from matplotlib.transforms import ScaledTranslation
 from PIL import ImageChops
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import few, shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.report.compare import COLUMN, PAGE
+from consilium.report.compare import COLUMN, MARK, PAGE
 from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.score_statistics import GroupScores, mean, scores_of
-from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, ROUNDS, draw_matrix
 from consilium.report.predictions import (
     GREY,
@@ -42,7 +41,7 @@ from consilium.report.predictions import (
     write_page,
 )
 from consilium.report.run_record import Curve, RunRecord
-from consilium.report.tables import csv_text, few, number, tex, tex_label
+from consilium.report.tables import csv_text, number, tex, tex_label
 from consilium.report.untrusted_files import subfolders
 
 # examples --------------------------------------------------------------------------------------------------------------

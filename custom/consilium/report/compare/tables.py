@@ -2,14 +2,16 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from statistics import stdev
 from typing import Any
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import number_of
-from consilium.report.compare import Test
+from consilium.core.sanitize import few, number_of
+from consilium.report.compare import MARK, MOST_LISTED, Test
 from consilium.report.compare.comparability import Group, frozen_model
+from consilium.report.compare.costs import cost_table, steps_of, unequal_steps
+from consilium.report.compare.diagnostics import diagnostics_table
 from consilium.report.compare.published import Published, published_for, published_table
 from consilium.report.compare.score_statistics import (
     FEWEST,
@@ -17,89 +19,20 @@ from consilium.report.compare.score_statistics import (
     GroupScores,
     Interval,
     comparisons,
-    diagnostic_series,
     interval,
     mean,
     patients_interval,
     ranks,
     scores_of,
 )
-from consilium.report.live_view import early_stop_text
-from consilium.report.run_record import RunRecord, known, unit_of
-from consilium.report.tables import Column, Table, csv_text, difference, few, number, only_true, sentence
-from consilium.strategies.strategy import Role
+from consilium.report.run_record import known, unit_of
+from consilium.report.tables import Column, Table, csv_text, difference, number, only_true, sentence
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
-# diagnostics ----------------------------------------------------------------------------------------------------------- Tables
-# of diagnostics, which are numbers other than scores that runs measure, such as drift; and their correlation with scores.
-
-FEWEST_PAIRS = 4
-"""Fewest pairs for a rank correlation. With three pairs, one in three orders correlates perfectly by chance."""
-MOST = 8
-"""Diagnostics of one group in the table, at most. Larger groups, such as one per layer, are only in a run's own picture."""
-
-
-def diagnostics_table(scores: GroupScores) -> list[Table]:
-    """Return a table with a row per method and diagnostic: first, last and mean value over the rounds. [] for none."""
-    rows = []
-    for method in scores.methods:
-        runs = scores.group.of(method)
-        for what in _diagnostic_names(runs):
-            values = diagnostic_series(runs, what)
-            cells = [
-                *(mean([one[place] for one in values]) for place in (0, -1)),
-                mean([math.fsum(one) / len(one) for one in values]),
-            ]
-            rows.append([method, what, *map(number, cells)])
-    columns = [
-        Column("method", right=False),
-        Column("diagnostic", right=False),
-        Column("first", 1),
-        Column("last", 1),
-        Column("mean"),
-    ]
-    title = scores.group.with_group_name("Measured by the runs themselves")
-    notes = ["means over seeds", *correlations_over_runs(scores)]
-    return [Table(title, columns, rows, notes)] if rows else []
-
-
-def correlations_over_runs(scores: GroupScores) -> list[str]:
-    """Return a line per diagnostic with Spearman's rho between its mean and the closing score, over methods and seeds.
-
-    There is no line for fewer than FEWEST_PAIRS runs, or if the diagnostic or the score does not vary.
-    """
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    for (method, seed), run in scores.group.runs.items():
-        found = [scores.cells[method, seed, site] for site in scores.inside if (method, seed, site) in scores.cells]
-        for what in _diagnostic_names([run]) if len(found) == len(scores.inside) > 0 else []:
-            (values,) = diagnostic_series([run], what)
-            pairs.setdefault(what, []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
-    lines = []
-    for what, one in sorted(pairs.items()):
-        sides = list(zip(*one, strict=True))
-        if len(one) >= FEWEST_PAIRS and all(len(set(side)) > 1 for side in sides):
-            from scipy.stats import spearmanr
-
-            rho = float(spearmanr(*sides).statistic)
-            lines.append(f"over runs, {what} and the closing score: Spearman's rho {rho:+.2f}, n {len(one)}")
-    return lines
-
-
-def _diagnostic_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the names of the runs' diagnostics, without groups of more than MOST."""
-    names = {name for run in runs for values in run.diagnostics.values() for name in values}
-    groups = Counter(name.rpartition("/")[0] for name in names)
-    return sorted(name for name in names if groups[name.rpartition("/")[0]] <= MOST)
-
-
-# tables ----------------------------------------------------------------------------------------------------------------
-
-MOST_TESTS, MOST_LISTED = 30, 20
-"""Rows of a table of tests, and of a table of missing runs, at most. A note counts the others."""
+MOST_TESTS = 30
+"""Rows of a table of tests, at most. A note counts the others."""
 MOST_SIZES = 8
 """Sites whose numbers of test samples are named one by one, at most."""
-MARK = "*"
-"""Suffix of a mean from which seeds are missing."""
 MEANT = {
     Stage.PRETRAINED: "the frozen model, not adapted",
     Stage.GLOBAL: "what the server sends in the end, with what a site keeps of its own",
@@ -190,48 +123,69 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     above = len(rows)
     rows += [row(scores, method, method, placed.get(method), against[method]) for method in group.methods]
 
-    best: set[tuple[int, int]] = set()
-    of_rows = dict(enumerate((pretrained, m) for m in frozen)) | {above + i: (scores, m) for i, m in enumerate(group.methods)}
+    of_rows = [*((pretrained, m) for m in frozen), *[None] * (above - len(frozen)), *((scores, m) for m in group.methods)]
+    best = _best_cells(columns, sites, of_rows, above)
+    least = min(placed.values(), default=None)
+    place = next(i for i, column in enumerate(columns) if column in rest and column.heading == "rank")
+    best |= {(i, place) for i, m in enumerate(group.methods, above) if placed.get(m, math.nan) == least}
+    beaten = [one for c, one in enumerate(columns) if (top := [r for r, at in best if at == c]) and max(top) < above]
+    valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
+    marked = any(MARK in cell for row in rows for cell in row[1:])
+    in_all, by_site = _scored_samples(scores)
+    of_sites, of_means = (
+        [f"the pretrained model is the best in: {few(names)}"]
+        if (names := [one.heading for one in beaten if one.detail is detail])
+        else []
+        for detail in (True, False)
+    )
+    steps = unequal_steps(group)[:1]
+    return Table(
+        group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split"),
+        columns,
+        rows,
+        [*_score_notes(scores, blocks, printed, marked), *of_sites, *of_means, *by_site, *steps],
+        best,
+        caption=" ".join([_caption(scores, blocks, valued, False), *map(sentence, [*of_means, *in_all, *steps])]),
+        detail_caption=" ".join([_caption(scores, blocks, valued, True), *map(sentence, [*of_sites, *by_site, *steps])]),
+    )
+
+
+def _best_cells(
+    columns: Sequence[Column], sites: Sequence[str], rows: Sequence[tuple[GroupScores, str] | None], above: int
+) -> set[tuple[int, int]]:
+    """Return the cells (row, column) with the best score of their column, among rows that have all seeds.
+
+    `rows`: the scores and the method of each row; None for a row without scores. The pretrained models stand `above` the
+    methods; a column in which fewer than two methods have all seeds has no best.
+    """
+    found = set[tuple[int, int]]()
     for index, column in enumerate(columns):
-        if index < 2 or (column in rest and column.heading not in ("mean", "mean by n")):
+        if not column.detail and column.heading not in ("mean", "mean by n"):
             continue
         whole: dict[int, float] = {}
-        for i, (of, m) in of_rows.items():
+        for i, (of, m) in ((i, row) for i, row in enumerate(rows) if row is not None):
             values = of.under(m, sites[index - 2]) if column.detail else of.means(m, weighted=column.heading != "mean")
             if values and len(values) == len(of.group.expected(m)):
                 whole[i] = math.fsum(values) / len(values)
         if sum(i >= above for i in whole) > 1:
-            top = number((min if scores.lower else max)(whole.values()))
-            best |= {(i, index) for i, value in whole.items() if number(value) == top}
-    ranked = [i for i, m in enumerate(group.methods, above) if placed and placed.get(m) == min(placed.values())]
-    best |= {(i, columns.index(rest[4])) for i in ranked}
-    beaten = [one for c, one in enumerate(columns) if (rows_ := {r for r, at in best if at == c}) and max(rows_) < above]
-    title = group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
-    valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
-    steps, shared = _unequal_steps(group)[:1], list[list[str]]()
-    for of_sites in (False, True):
-        names = [one.heading for one in beaten if one.detail is of_sites]
-        worse = [f"the pretrained model is the best in: {few(names)}"] * bool(names)
-        shared.append([*worse, *_sizes(scores, of_sites), *steps])
-    captions = [" ".join([_caption(scores, blocks, valued, i > 0), *map(sentence, one)]) for i, one in enumerate(shared)]
-    marked = any(MARK in cell for row in rows for cell in row[1:])
-    lines = [one for one in dict.fromkeys([*shared[1], *shared[0]]) if one not in _sizes(scores, False)]
-    notes = [*_score_notes(scores, blocks, printed, marked), *lines]
-    return Table(title, columns, rows, notes, best, caption=captions[0], detail_caption=captions[1])
+            lower = next(row[0].lower for row in rows if row is not None)
+            top = number((min if lower else max)(whole.values()))
+            found |= {(i, index) for i, value in whole.items() if number(value) == top}
+    return found
 
 
-def _sizes(scores: GroupScores, of_sites: bool) -> list[str]:
-    """Return a line with the images, volumes, patients or records scored, by site or in all; [] if they are not on record."""
-    found = dict[str, int]()
-    for run, site in ((run, site) for run in scores.group.runs.values() for site in scores.sites):
-        found[site] = max(found.get(site, 0), int(known(run.score(site, scores.stage, COUNT)) or 0))
+def _scored_samples(scores: GroupScores) -> tuple[list[str], list[str]]:
+    """Return a line with the images, volumes, patients or records scored in all, and one by site; [] if not on record."""
+    found = {
+        site: max(int(known(run.score(site, scores.stage, COUNT)) or 0) for run in scores.group.runs.values())
+        for site in scores.sites
+    }
     if not any(found.values()):
-        return []
+        return [], []
+    what, total = f"{unit_of(scores.group.first.config.task.model_dump())}s scored: ", sum(found.values())
     counts = few([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
-    total = sum(found.values())
-    by_site = counts if len(found) == 1 else f"{counts}; {total} in all"
-    text = by_site if of_sites else f"{total} at {number_of(len(found), 'site')}"
-    return [f"{unit_of(scores.group.first.config.task.model_dump())}s scored: {text}"]
+    in_all = f"{what}{total} at {number_of(len(found), 'site')}"
+    return [in_all], [f"{what}{counts}" + (f"; {total} in all" if len(found) > 1 else "")]
 
 
 def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) -> str:
@@ -271,10 +225,7 @@ def _drawn(scores: GroupScores) -> str:
 
 def _plus_minus(values: Sequence[float]) -> str:
     """Return a mean over seeds as a text, with the standard deviation (n - 1 in the denominator) for two seeds or more."""
-    middle = mean(values)
-    if middle is None or len(values) < 2:
-        return number(middle)
-    return f"{number(middle)} ± {number(math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1)))}"
+    return number(mean(values)) + (f" ± {number(stdev(values))}" if len(values) > 1 else "")
 
 
 def _interval_text(ends: Interval | None) -> str:
@@ -311,122 +262,6 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
     }
     return only_true(found)
-
-
-def cost_table(group: Group) -> Table:
-    """Return the table of costs, with a row per method: trained set, rounds, bytes, seconds and epsilon.
-
-    Bytes and seconds are means over seeds, the epsilon is the largest.
-    """
-    columns = [
-        METHOD,
-        Column("trained set", 1, False),
-        Column("parameters", 2),
-        Column("shared", 2),
-        Column("rounds", 3),
-        Column("steps"),
-        Column("MiB"),
-        Column("seconds", 1),
-        Column("epsilon"),
-    ]
-    rows, sets = [], set()
-    for method in (method for method in group.methods if group.of(method)):
-        runs = group.of(method)
-        first, counts, most = runs[0], runs[0].trained, runs[0].settings["training.rounds"]
-        every = "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}"
-        shared = "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}"
-        had = sorted({run.last_round for run in runs})
-        rounds = f"{'–'.join(map(str, dict.fromkeys((had[0], had[-1]))))} of {most}" if any(run.ended for run in runs) else most
-        sent = _mean_of_known([None if run.bytes is None else run.bytes / 2**20 for run in runs], 2)
-        epsilons = [run.epsilon for run in runs if run.epsilon is not None]
-        epsilon = "none" if not first.private else "not known"  # a private run may not tell it, which is not "none"
-        if first.private and len(epsilons) == len(runs):
-            epsilon = f"{max(epsilons):.4g} ({first.settings['privacy.unit']})"
-        adapted = trained_set(first)
-        sets.add((adapted, every))
-        cells = [
-            adapted + (", pooled data" if first.pooled else ""),
-            every,
-            shared,
-            str(rounds),
-            _mean_of_known(_steps(runs), 0),
-            "the data" if first.pooled else sent,
-            _mean_of_known([run.seconds for run in runs], 1),
-            epsilon,
-        ]
-        rows.append([method, *cells])
-    notes = ["parameters: how many train at a site; shared: how many of them are sent; steps: a site's optimizer steps, "
-             "mean over sites; MiB: tensors up and down in training, "
-             "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
-    marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
-    early = [f"{method}, seed {seed}: {early_stop_text(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
-    notes += only_true(
-        {"the methods do not all train the same set of parameters": len(sets) > 1}
-        | dict.fromkeys(_unequal_steps(group), True)
-        | dict.fromkeys(_fewer_steps(group), True)
-        | {f"{MARK} without runs that have not all of it on record": marked}
-        | dict.fromkeys(early[:MOST_LISTED], True)
-        | {f"and {len(early) - MOST_LISTED} more that ended early": len(early) > MOST_LISTED}
-    )
-    return Table(group.with_group_name("Costs"), columns, rows, notes)
-
-
-def _steps(runs: Sequence[RunRecord]) -> list[float | None]:
-    """Return a site's optimizer steps over each run; None if they are not on record."""
-    return [run.steps[-1] if run.steps else None for run in runs]
-
-
-def _unequal_steps(group: Group) -> list[str]:
-    """Return [] if all methods make equally many steps at a site, else a line with their steps, and one with the remedy.
-
-    Runs on pooled data are left out, because `_fewer_steps` compares them. There is no remedy for runs that ended early.
-    """
-    runs = {m: group.of(m) for m in group.methods if group.of(m) and not group.of(m)[0].pooled}
-    made = {m: n for m, some in runs.items() if (n := mean([one for one in _steps(some) if one is not None]))}
-    if len(set(made.values())) < 2:
-        return []
-    most, early = max(made.values()), {m for m, some in runs.items() if any(run.ended for run in some)}
-    rounds = {m: runs[m][0].last_round * most / n for m, n in made.items() if n < most and m not in early}
-    remedy = few([f"{m}: {count:.0f}" for m, count in rounds.items() if count.is_integer()], 8)
-    said = few([f"{m} {n:,.0f}" for m, n in made.items()], 8)
-    return [f"the methods do not make the same number of steps at a site: {said}"] + (
-        [f"for equal steps set training.rounds: {remedy}"] if remedy else []
-    )
-
-
-def _fewer_steps(group: Group) -> list[str]:
-    """Return a line per method on pooled data that sees fewer samples per round than all sites of another method together."""
-
-    def work(run: RunRecord, times: float) -> tuple[float, str]:
-        steps, batch = run.config.training.local_steps, run.config.training.batch_size
-        return (times * steps * batch, f"{times * steps:.0f} steps of batch {batch}") if steps else (0.0, "")
-
-    firsts = {method: group.of(method)[0] for method in group.methods if group.of(method)}
-    sites = {method: len(one.sites) * one.config.federation.fraction_train for method, one in firsts.items()}
-    most, said = max((work(one, sites[method]) for method, one in firsts.items() if not one.pooled), default=(0.0, ""))
-    found = {method: work(one, 1) for method, one in firsts.items() if one.pooled}
-    less = {method: own for method, (seen, own) in found.items() if 0 < seen < most}
-    what = "no upper bound; set training.local_steps to the sites' sum"
-    return [f"{method}: pooled data train {own} a round, the sites together {said}: {what}" for method, own in less.items()]
-
-
-def _mean_of_known(values: Sequence[float | None], digits: int) -> str:
-    """Return the mean of the known values as a text, with MARK if some are unknown; "-" if all are."""
-    there = [value for value in values if value is not None]
-    return f"{mean(there):,.{digits}f}{MARK if len(there) < len(values) else ''}" if there else "-"
-
-
-def trained_set(run: RunRecord) -> str:
-    """Return the kind and settings of the adapter, and of the decoder if it trains."""
-    found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
-    parts = [
-        str(found["kind"]),
-        *(f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None),
-    ]
-    decoder = found.get("decoder")
-    if isinstance(decoder, str) and decoder != "freeze":
-        parts.append(f"decoder {decoder}")
-    return ", ".join([*parts, *["decoder"] * (decoder is True)])
 
 
 def _significance_table(scores: GroupScores, test: Test, against: str | None, tables: Mapping[Stage, GroupScores]) -> Table:
@@ -522,7 +357,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
     for group, (method, seed), run in ((one, key, run) for one in groups for key, run in one.runs.items()):
         whole: dict[str, Any] = {
             "bytes": _int_if_whole(run.bytes),
-            "steps": _int_if_whole(_steps([run])[0]),
+            "steps": _int_if_whole(steps_of([run])[0]),
         }
         whole |= {"seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
         metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])

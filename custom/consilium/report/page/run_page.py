@@ -10,7 +10,7 @@ from typing import Any
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
-from consilium.core.sanitize import number_of, shown
+from consilium.core.sanitize import few, number_of, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
@@ -28,7 +28,7 @@ from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
 from consilium.report.run_files import versions
 from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
-from consilium.report.tables import Table, columns, duration, few, only_true, size, stamp
+from consilium.report.tables import Table, columns, duration, only_true, size, stamp
 from consilium.report.untrusted_files import (
     MOST_BYTES,
     finite,
