@@ -97,7 +97,7 @@ def _promptable(made: Made, images: Tensor) -> Case:
 
 def _speaking(made: Made, images: Tensor) -> Case:
     model = _built("vision_language", made, {"name": "report"})
-    from consilium.models.vision_language.layout import picture_of
+    from consilium.models.vision_language.image_inputs import picture_of
 
     shown = picture_of(model.config, SIDE).ids
     ids = torch.tensor([[*shown, *range(10, 30)]]).expand(len(images), -1)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.privacy.accounting.composition import DISCRETE, Entry
-from consilium.privacy.ledger.audit import AuditLog
+from consilium.privacy.ledger.audit_log import AuditLog
 from consilium.privacy.ledger.ledger import Ledger
 from tests.privacy.test_ledger import old_ledger
 

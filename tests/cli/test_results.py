@@ -7,7 +7,7 @@ import pytest
 import typer
 import yaml
 
-from consilium.cli.simulate_prepare import print_results
+from consilium.cli.run_results import print_results
 from consilium.report.page.run_page import run_page
 from consilium.report.run_record import read_run
 from tests.conftest import small_config

@@ -36,15 +36,15 @@ from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
-from consilium.flare.admin.evidence import verify
 from consilium.flare.job.recipe import export_job
 from consilium.flare.kit import key_lock
+from consilium.flare.kit.evidence_archive import verify
 from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger import audit, ledger
-from consilium.privacy.ledger.audit import FILE, AuditLog
+from consilium.privacy.ledger import audit_log, ledger
+from consilium.privacy.ledger.audit_log import FILE, AuditLog
 from consilium.report.tables import size
 from consilium.runtime.engine import simulate
 from tests.cli.browser import Tab, browse
@@ -538,7 +538,7 @@ def test_each_record_is_read_once(kit: Path, monkeypatch: pytest.MonkeyPatch) ->
     def counted(function: Any) -> Any:
         return lambda path: (read.update([path]), function(path))[1]
 
-    monkeypatch.setattr(audit, "verified", counted(audit.verified))
+    monkeypatch.setattr(audit_log, "verified", counted(audit_log.verified))
     monkeypatch.setattr(ledger, "lines", counted(ledger.lines))
     page = kit_pages.overview(kit)
     assert row(page, "secret", "4")[5] == "unaltered"

@@ -14,8 +14,8 @@ from nvflare.lighter.utils import sign_folders
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.kit_metrics import collect
-from consilium.flare.kit import admission
-from consilium.flare.kit.admission import Cause
+from consilium.flare.kit import connection_refusals
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.kit_contents import certificate
 from consilium.flare.kit.renewal import renew, update_kit
@@ -84,9 +84,9 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
         federation.kill("site-3")
         kit = federation.kit("site-3")
         assert admission_of(kit) == Cause.REVOKED.remedy  # stopped: the doctor registers
-        (kit / STATE / admission.FILE).unlink()
+        (kit / STATE / connection_refusals.FILE).unlink()
         federation.start("site-3", wait=0)
-        federation.until(lambda: admission.noted_cause(kit) is Cause.REVOKED, 60, "the cause at the site")
+        federation.until(lambda: connection_refusals.noted_cause(kit) is Cause.REVOKED, 60, "the cause at the site")
         federation.until(lambda: "its credential was revoked" in federation.log("server"), 60, "the refusal")
         time.sleep(3)
         assert sites(federation) == {"site-1", "site-2"}
@@ -107,7 +107,7 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
         assert admission_of(kit) == ""
         federation.start("site-3")
         assert sites(federation) == {"site-1", "site-2", "site-3"}
-        federation.until(lambda: admission.noted_cause(kit) is None, 60, "the site to know that it is in")
+        federation.until(lambda: connection_refusals.noted_cause(kit) is None, 60, "the site to know that it is in")
         federation.shutdown()
 
 
@@ -123,8 +123,8 @@ def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_
         revoke("site-3", federation.kit("server"))
         kit, revoked = federation.kit("site-2"), federation.kit("site-3")
         federation.until(lambda: "it stays until the connection breaks" in federation.log("site-2"), 90, "the line in the log")
-        assert admission.noted_cause(kit) is None
-        federation.until(lambda: admission.noted_cause(revoked) is Cause.REVOKED, 60, "the refusal at site 3")
+        assert connection_refusals.noted_cause(kit) is None
+        federation.until(lambda: connection_refusals.noted_cause(revoked) is Cause.REVOKED, 60, "the refusal at site 3")
         rows = {row["site"]: row for row in json.loads(consilium(federation, "sites", "--format", "json"))["sites"]}
         assert (rows["site-2"]["state"], rows["site-3"]["state"]) == ("here", "revoked")
         assert rows["site-2"]["notes"] == ["its certificate has ended: it is out once its connection breaks; `consilium renew`"]
@@ -132,17 +132,17 @@ def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_
         assert (rows["site-2"]["health"], rows["site-3"]["health"]) == (None, None)
         assert "GiB of disk free" in consilium(federation, "sites")
         line.reset()
-        federation.until(lambda: admission.noted_cause(kit) is Cause.ENDED, 150, "the cause at site 2")
+        federation.until(lambda: connection_refusals.noted_cause(kit) is Cause.ENDED, 150, "the cause at site 2")
         assert [one.labels["cause"] for one in collect(kit) if one.name == "refused"] == ["ended"]
         new = renew(federation.file, federation.kits.parents[1], ["site-2"])
         with pytest.raises(ConfigError, match="stop it first"):
             update_kit(kit, new / "site-2")
         update_kit(kit, new / "site-2", running=True)  # no restart: its next connection has the new certificate
-        federation.until(lambda: admission.noted_cause(kit) is None, 60, "site 2 to be back")
+        federation.until(lambda: connection_refusals.noted_cause(kit) is None, 60, "site 2 to be back")
         federation.until(lambda: certificate_days(federation, "site-2") > 300, 60, "its new certificate in the list")
         federation.kill("server")
         time.sleep(25)  # four heartbeats without an answer
-        assert admission.noted_cause(revoked) is Cause.REVOKED
+        assert connection_refusals.noted_cause(revoked) is Cause.REVOKED
         assert [one.labels["cause"] for one in collect(revoked) if one.name == "refused"] == ["revoked"]
 
 

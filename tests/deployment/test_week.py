@@ -26,12 +26,12 @@ from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.core.errors import ExitCode, Reason
 from consilium.federation.run_folders import RUNS, STATE
-from consilium.flare.kit import admission
-from consilium.flare.kit.admission import Cause
+from consilium.flare.kit import connection_refusals
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Entry, Ledger
 from tests.conftest import small_config, training_only
 from tests.deployment import counted
@@ -209,7 +209,7 @@ def friday_all_upgrade_one_is_out_and_one_is_new(hospitals: Week, first: dict[st
 def the_revoked_site_finds_out(hospitals: Week) -> None:
     """Its log, its doctor, the hub's list, both ends' metrics and alert say the same cause."""
     kit, cause = hospitals.kit("site-2"), Cause.REVOKED
-    hospitals.until(lambda: admission.noted_cause(kit) is cause, 60, "the cause at the site")
+    hospitals.until(lambda: connection_refusals.noted_cause(kit) is cause, 60, "the cause at the site")
     assert f"does not let this site in: {cause}: {cause.text}" in hospitals.log("site-2")
     assert {f.check: f for f in examine(kit)}["admission"].remedy == cause.remedy
     rows = json.loads(consilium(hospitals, "sites", "--format", "json"))["sites"]
@@ -261,8 +261,8 @@ def as_recorded(answer: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 def recorded(hospitals: Week, site: str) -> set[str]:
     """Return what a site's records say, of each message that left."""
     found = set()
-    for path in (hospitals.kit(site) / STATE).rglob(audit.FILE):
-        for line in audit.read(path)["messages"]:
+    for path in (hospitals.kit(site) / STATE).rglob(audit_log.FILE):
+        for line in audit_log.read(path)["messages"]:
             kept = ("kind", "reason") if line["kind"] == "refusal" else ("kind", "values", "tensors", "round")
             kept = ("kind",) if line["kind"] == "masks" else kept
             one = {key: line[key] for key in kept if key in line}
@@ -280,7 +280,7 @@ def check_evidence(hospitals: Week, site: str) -> None:
         words = ["evidence", run, "--kit", str(kit), "-o", str(archive), "--format", "json"]
         made = CliRunner().invoke(app, words)
         assert made.exit_code == 0, (made.output, made.exception)
-        lines = [line for path in (state / RUNS / run).rglob(audit.FILE) for line in path.read_text().splitlines()]
+        lines = [line for path in (state / RUNS / run).rglob(audit_log.FILE) for line in path.read_text().splitlines()]
         assert json.loads(made.stdout)["messages"] == len(lines)
         checked = CliRunner().invoke(app, ["evidence", str(archive), "--verify", "--kit", str(hospitals.kit("server"))])
         assert checked.exit_code == 0, (checked.output, checked.exception)

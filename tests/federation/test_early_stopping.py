@@ -15,7 +15,7 @@ from rich.console import Console
 
 from consilium import __version__
 from consilium.cli.jobs import place
-from consilium.cli.simulate_prepare import print_results
+from consilium.cli.run_results import print_results
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import RefusedError

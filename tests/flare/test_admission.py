@@ -14,8 +14,8 @@ from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.cli.sites import site_rows
 from consilium.flare.admin.kit_metrics import HELP, collect
-from consilium.flare.kit import admission
-from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, cause_of, refusal
+from consilium.flare.kit import connection_refusals
+from consilium.flare.kit.connection_refusals import Cause, HeartbeatFilter, await_admission, cause_of, refusal
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.provision import provision
@@ -54,7 +54,7 @@ def test_each_cause_is_known_by_what_is_said_and_has_a_remedy(cause: Cause) -> N
 
 
 def test_a_servers_words_are_one_bounded_line_of_a_sites_log() -> None:
-    said = admission.refusal_line(Cause.UNKNOWN, "no\nINFO - all is well\x1b[2J" + "x" * 5000)
+    said = connection_refusals.refusal_line(Cause.UNKNOWN, "no\nINFO - all is well\x1b[2J" + "x" * 5000)
     assert len(said.splitlines()) == 1
     assert "\x1b" not in said
     assert len(said) < 600
@@ -74,7 +74,7 @@ def test_a_site_waits_with_the_cause_until_it_is_let_in(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     waited: list[float] = []
-    monkeypatch.setattr(admission, "time", SimpleNamespace(sleep=waited.append, time=lambda: 1.0))
+    monkeypatch.setattr(connection_refusals, "time", SimpleNamespace(sleep=waited.append, time=lambda: 1.0))
     answers: list[Any] = [wrapped("error:client_registration", SAID[Cause.REVOKED])] * 2 + [("token", "s", "i")]
 
     def register(*_: object) -> Any:
@@ -87,9 +87,9 @@ def test_a_site_waits_with_the_cause_until_it_is_let_in(
     assert caplog.text.count("does not let this site in: revoked: ") == 2
     assert "update-kit" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
-    assert admission.noted_cause(tmp_path) is Cause.REVOKED
-    admission.note_cause(tmp_path, None)
-    assert admission.noted_cause(tmp_path) is None
+    assert connection_refusals.noted_cause(tmp_path) is Cause.REVOKED
+    connection_refusals.note_cause(tmp_path, None)
+    assert connection_refusals.noted_cause(tmp_path) is None
     answers.append(FLCommunicationError("cannot connect to server for 5 seconds"))
     with pytest.raises(FLCommunicationError, match="cannot connect"):
         await_admission(register, None, "site-2", "project", None)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_a_site_waits_with_the_cause_until_it_is_let_in(
 
 def test_refused_heartbeats_are_one_line_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1.0))
+    monkeypatch.setattr(connection_refusals, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1.0))
     records: list[logging.LogRecord] = []
     logger = logging.Logger("communicator")
     logger.addHandler(handler := logging.Handler())
@@ -113,13 +113,13 @@ def test_refused_heartbeats_are_one_line_a_minute(tmp_path: Path, monkeypatch: p
     assert all("revoked" in one.getMessage() for one in records)
     logger.info("something else")
     assert records[-1].getMessage() == "something else"
-    assert admission.noted_cause(tmp_path) is Cause.REVOKED
+    assert connection_refusals.noted_cause(tmp_path) is Cause.REVOKED
 
 
 def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = Path(shutil.copytree(provision(SITES, tmp_path / "made") / "fl.hub.example", tmp_path / "server", symlinks=True))
     server = Attendance.__new__(Attendance)
-    server._kit, day, now = kit, 86400.0, admission.time.time()
+    server._kit, day, now = kit, 86400.0, connection_refusals.time.time()
     seen = own_facts(now + day) | {"last_seen": now - 10}
     server._sites = {name: dict(seen) for name in ("a", "b", "c", "d", "e")}
     server._sites["b"]["certificate_ends"] = now - day

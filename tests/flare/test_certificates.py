@@ -30,8 +30,8 @@ from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAs
 from consilium.core.errors import ConfigError
 from consilium.flare.admin.session import connect
 from consilium.flare.kit import heartbeat_client, revocation
-from consilium.flare.kit.admission import Cause, noted_cause
 from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
+from consilium.flare.kit.connection_refusals import Cause, noted_cause
 from consilium.flare.kit.kit_contents import certificate
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision

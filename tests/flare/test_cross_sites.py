@@ -19,7 +19,7 @@ from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.messages import Hello, Kind, Payload, Stage
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import assemble_job
-from consilium.federation.run_folders import known_run, run_folder
+from consilium.federation.run_folders import claim_run_folder, known_run
 from consilium.privacy.guard.release import check_shares_model
 from consilium.runtime.engine import simulate
 from consilium.server.checks import check_shared_model
@@ -223,7 +223,7 @@ def test_unscorable_run_is_one_line(change: dict, said: str, hospitals: Path, be
 
 
 def test_other_submitters_run_is_refused(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, "first", "lead@hub")
+    folder = claim_run_folder(tmp_path, "first", "lead@hub")
     assert known_run(tmp_path, "first", "lead@hub") == folder
     assert known_run(tmp_path, "other", "lead@hub") is None
     for name, who in (("first", "guest@hub"), ("../runs/first", "lead@hub")):

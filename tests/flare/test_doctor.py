@@ -21,12 +21,12 @@ from consilium.client import machine_check
 from consilium.client.finding import Finding
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, doctor
-from consilium.flare.kit.admission import Cause
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit import AuditLog
+from consilium.privacy.ledger.audit_log import AuditLog
 from tests.deployment.federation import free_port
 from tests.deployment.relayed import RELAY, provision_relayed
 from tests.privacy.test_ledger import RECORD, old_ledger

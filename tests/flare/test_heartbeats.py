@@ -14,8 +14,8 @@ from nvflare.fuel.f3.message import Message
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
-from consilium.flare.kit import admission, heartbeat_client
-from consilium.flare.kit.admission import Cause
+from consilium.flare.kit import connection_refusals, heartbeat_client
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_client import AttendanceReport
 
 
@@ -75,12 +75,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 def test_the_cause_of_a_refusal_stays_until_the_server_lets_the_site_in(server: Server, tmp_path: Path) -> None:
     """An unanswered heartbeat says nothing, whether the server is away or its answer is an error."""
-    admission.note_cause(tmp_path, Cause.REVOKED)
+    connection_refusals.note_cause(tmp_path, Cause.REVOKED)
     for code in ("", ReturnCode.TIMEOUT, ReturnCode.UNAUTHENTICATED, ReturnCode.COMM_ERROR):
         server.beat(code)
-        assert admission.noted_cause(tmp_path) is Cause.REVOKED
+        assert connection_refusals.noted_cause(tmp_path) is Cause.REVOKED
     server.beat(ReturnCode.OK)
-    assert admission.noted_cause(tmp_path) is None
+    assert connection_refusals.noted_cause(tmp_path) is None
 
 
 def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
@@ -99,9 +99,9 @@ def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
         now[0] += 10
     assert caplog.text.count("is valid from 2025-01-01") == 3
     assert "it stays until the connection breaks" in caplog.text
-    assert admission.noted_cause(tmp_path) is None
+    assert connection_refusals.noted_cause(tmp_path) is None
     for _ in range(13):
         server.beat()
         now[0] += 10
     assert "the server does not answer" in caplog.text
-    assert admission.noted_cause(tmp_path) is Cause.ENDED
+    assert connection_refusals.noted_cause(tmp_path) is Cause.ENDED

@@ -162,5 +162,5 @@ def test_upload_time_by_round_timeout(round_timeout: float, upload: float) -> No
     fl_ctx, runner = FLContext(), SimpleNamespace(submit_task_result_timeout=None)
     fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
     config = SimpleNamespace(federation=SimpleNamespace(round_timeout=round_timeout))
-    job_context.allow_upload(fl_ctx, SimpleNamespace(config=config))
+    job_context.set_upload_timeout(fl_ctx, SimpleNamespace(config=config))
     assert runner.submit_task_result_timeout == upload

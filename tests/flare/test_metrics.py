@@ -18,10 +18,10 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.kit_metrics import HELP, collect
-from consilium.flare.kit import admission
+from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit import FILE, AuditLog
+from consilium.privacy.ledger.audit_log import FILE, AuditLog
 from consilium.report.exposition import Sample, exposition
 from consilium.report.run_files import LOCK, RunLog, has_process
 from tests.conftest import run, small_config
@@ -353,7 +353,7 @@ def test_each_alert_fires_at_its_bound_and_not_before(
 def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
     AuditLog(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     stop(server, "no room", 1_000_030.0)
-    admission.note_cause(site, admission.Cause.REVOKED)
+    connection_refusals.note_cause(site, connection_refusals.Cause.REVOKED)
     attend(server, a={"health": HEALTH, "skew": 0.0, "certificate_ends": 2_000_000.0, "version": "0.3.0"})
     assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1
     written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}

@@ -26,15 +26,15 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job, assemble_job
-from consilium.flare.admin.evidence import check_chains, copy_ledger
 from consilium.flare.admin.session import Admin
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
-from consilium.flare.job.private_log import keep_apart, log_failure
+from consilium.flare.job.private_log import log_failure, route_to_private_log
 from consilium.flare.kit import certificates, revocation
-from consilium.privacy.ledger.audit import FILE
+from consilium.flare.kit.evidence_archive import check_chains, copy_ledger
+from consilium.privacy.ledger.audit_log import FILE
 from consilium.report.private_logging import OF_DATA
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config
@@ -166,7 +166,7 @@ def test_picture_errors_go_to_the_private_log(
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
     monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
-    keep_apart(fl_ctx)
+    route_to_private_log(fl_ctx)
     caplog.set_level(logging.INFO)
     job, observer = assemble_job(small_config("fedit")), job_context.observer(SiteExecutor(), fl_ctx, "site-1")
     site = build_site(job, "site-1", SiteConfig(datalist=listed), tmp_path / "one", observer)

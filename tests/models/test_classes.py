@@ -26,7 +26,7 @@ from consilium.models import transformers_folder
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
 from consilium.models.sam.network import absolute_positions
-from consilium.models.sam.promptable import build_promptable
+from consilium.models.sam.transformers_sam import build_promptable
 from consilium.tasks.registry import TASKS
 from tests.conftest import small_config
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, Made, kinds, make
@@ -312,11 +312,11 @@ def test_an_architecture_that_is_none_of_these_is_one_line(tmp_path: Path) -> No
 
 def test_dropout_and_unknown_layers_tie_records_together(clip: Made) -> None:
     config, _ = _job("vision", clip, TWO)
-    config.keep_apart()
+    config.check_per_sample_gradients()
     sizes = clip.config | {"vision_config": clip.config["vision_config"] | {"attention_dropout": 0.1}}
     for changed, message in ((sizes, r"vision_config\.attention_dropout: 0\.1"), ({"model_type": "swin"}, "'swin': not known")):
         with pytest.raises(ValueError, match=message):
-            config.model_copy(update={"config": changed}).keep_apart()
+            config.model_copy(update={"config": changed}).check_per_sample_gradients()
 
 
 def test_nothing_is_fetched_for_a_part_of_a_model(clip: Made) -> None:

@@ -76,10 +76,10 @@ def test_rotary_positions_that_follow_the_longest_text_are_refused_for_records(k
         config = _text({"model_type": "llama"} | one)
         assert config.packs() == static
         if static:
-            config.keep_apart()
+            config.check_per_sample_gradients()
             continue
         with pytest.raises(ValueError, match=r"type: .* follows the longest text of a batch.*; use one of default"):
-            config.keep_apart()
+            config.check_per_sample_gradients()
 
 
 def test_frequencies_that_outlast_a_text_are_refused_without_privacy_too() -> None:
@@ -145,29 +145,29 @@ def _pictures(kind: str, **changes: Any) -> VisionConfig | SamConfig:
 def test_what_an_architecture_nests_by_default_keeps_records_apart(kind: str) -> None:
     sizes = json.loads(AutoConfig.for_model(kind).to_json_string(use_diff=False))
     drawn = {"pos_embed_rescale": None} if kind == "dinov3_vit" else {}
-    _pictures(kind, **(sizes | drawn)).keep_apart()
+    _pictures(kind, **(sizes | drawn)).check_per_sample_gradients()
 
 
 @pytest.mark.parametrize("kind", CausalLmConfig.apart)
 def test_a_language_model_of_default_sizes_keeps_records_apart(kind: str) -> None:
-    _text(json.loads(AutoConfig.for_model(kind).to_json_string(use_diff=False))).keep_apart()
+    _text(json.loads(AutoConfig.for_model(kind).to_json_string(use_diff=False))).check_per_sample_gradients()
 
 
 @pytest.mark.parametrize("changes", [{}, {"pos_embed_rescale": 2.0}, {"pos_embed_rescale": None, "pos_embed_jitter": 1.1}])
 def test_what_dinov3_draws_in_training_is_refused_when_the_job_is_read(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"model\.config\.pos_embed_\w+: .* use null"):
-        _pictures("dinov3_vit", **changes).keep_apart()
+        _pictures("dinov3_vit", **changes).check_per_sample_gradients()
 
 
 def test_a_part_of_another_architecture_is_not_known_to_keep_records_apart() -> None:
     """Swin drops whole layers of a picture by a default that a config.json need not say."""
     sees = {"vision_config": {"backbone_config": {"model_type": "swin"}}}
     with pytest.raises(ValueError, match=r"backbone_config\.model_type: 'swin' is a part of another architecture"):
-        _pictures("sam2", **sees).keep_apart()
+        _pictures("sam2", **sees).check_per_sample_gradients()
 
 
 def test_no_key_gives_another_its_meaning() -> None:
-    """By `attribute_map` transformers would take {"x": 0.5} for a dropout that keep_apart has not seen."""
+    """By `attribute_map` transformers would take {"x": 0.5} for a dropout that check_per_sample_gradients has not seen."""
     with pytest.raises(ConfigError, match=r"attribute_map: not declared by 'llama'"):
         _laid_out(_text({"model_type": "llama", "attribute_map": {"x": "attention_dropout"}, "x": 0.5}))
 

@@ -18,9 +18,9 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.storage import load_state
 from consilium.federation.job import Job
-from consilium.flare.admin.evidence import check_chains
+from consilium.flare.kit.evidence_archive import check_chains
 from consilium.privacy.accounting.accountant import gaussian_epsilon
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.runtime.engine import simulate
 from consilium.strategies.strategy import Role
@@ -39,7 +39,7 @@ def run(job: Job, folder: Path) -> Path:
 def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job("fediat", rounds=1, local_steps=1)
     path = run(job, tmp_path)
-    messages = audit.read(path)["messages"]
+    messages = audit_log.read(path)["messages"]
     assert [m["kind"] for m in messages] == ["hello", "update", "evaluation"]
     assert messages[0]["values"]["num_samples"] == 4
     last, shared = messages[1], job.strategy.names(job.initial, Role.SHARED, 0, 0)
@@ -71,27 +71,27 @@ def private_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def record_of(folder: Path) -> Path:
     """Return site-1's record of a run."""
-    (path,) = (folder / "sites" / "site-1").rglob(audit.FILE)
+    (path,) = (folder / "sites" / "site-1").rglob(audit_log.FILE)
     return path
 
 
 def test_a_records_folder_is_for_its_user_alone(tmp_path: Path) -> None:
-    path = tmp_path / "state" / audit.FILE
-    audit.AuditLog(path).add({"kind": "hello"})
+    path = tmp_path / "state" / audit_log.FILE
+    audit_log.AuditLog(path).add({"kind": "hello"})
     assert [one.stat().st_mode & 0o077 for one in (path, path.parent)] == [0, 0]
 
 
 @pytest.mark.parametrize("unit", ["site", "record"])
 def test_epsilon_on_record_is_the_ledgers(unit: str, private_runs: dict[str, Path]) -> None:
     (spent,) = summary(Ledger(private_runs[unit] / "sites/site-1/ledger.sqlite"))
-    releases = [m["privacy"] for m in audit.read(record_of(private_runs[unit]))["messages"] if "privacy" in m]
+    releases = [m["privacy"] for m in audit_log.read(record_of(private_runs[unit]))["messages"] if "privacy" in m]
     assert len(releases) == 2
     assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"][unit]["1e-05"])
     assert releases[0]["epsilon"] < releases[1]["epsilon"]
 
 
 def test_the_norm_on_record_is_that_of_the_noised_update(private_runs: dict[str, Path]) -> None:
-    messages = audit.read(record_of(private_runs["site"]))["messages"]
+    messages = audit_log.read(record_of(private_runs["site"]))["messages"]
     (first, _) = (m["tensors"] for m in messages if m["kind"] == "update")
     norm = math.sqrt(sum(t["norm"] ** 2 for t in first.values()))
     count = sum(t["bytes"] // 4 for t in first.values())
@@ -99,54 +99,54 @@ def test_the_norm_on_record_is_that_of_the_noised_update(private_runs: dict[str,
 
 
 def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> None:
-    path = tmp_path / "run" / audit.FILE
+    path = tmp_path / "run" / audit_log.FILE
     for number in (1, 2, 3, 1):
-        audit.AuditLog(path).add({"kind": "hello", "values": {"n": number}})
+        audit_log.AuditLog(path).add({"kind": "hello", "values": {"n": number}})
     whole = path.read_text().splitlines()
     assert len(whole) == 3
-    assert audit.read(path)["broken_line"] is None
+    assert audit_log.read(path)["broken_line"] is None
     path.write_text("\n".join([whole[0], whole[1].replace('"n": 2', '"n": 7'), whole[2]]) + "\n")
-    assert audit.read(path)["broken_line"] == 3
+    assert audit_log.read(path)["broken_line"] == 3
     path.write_text("\n".join([whole[0], whole[2]]) + "\n")
-    assert audit.read(path)["broken_line"] == 2
-    seal = audit.read(path)["seal"]
+    assert audit_log.read(path)["broken_line"] == 2
+    seal = audit_log.read(path)["seal"]
     path.write_text("\n".join(whole[:2]) + "\n")  # a cut end follows; only the seal tells
-    assert audit.read(path)["broken_line"] is None
-    assert audit.read(path)["seal"] != seal
+    assert audit_log.read(path)["broken_line"] is None
+    assert audit_log.read(path)["seal"] != seal
 
 
 def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Path) -> None:
-    path = tmp_path / audit.FILE
-    one, other = audit.AuditLog(path), audit.AuditLog(path)
+    path = tmp_path / audit_log.FILE
+    one, other = audit_log.AuditLog(path), audit_log.AuditLog(path)
     for record in (one, other, one, one, other):
         record.add({"kind": "refusal", "reason": "task"}, again=True)
     other.add({"kind": "hello"})
     one.add({"kind": "hello"})
-    assert [m["kind"] for m in audit.read(path)["messages"]] == [*["refusal"] * 5, "hello"]
-    assert audit.read(path)["broken_line"] is None
+    assert [m["kind"] for m in audit_log.read(path)["messages"]] == [*["refusal"] * 5, "hello"]
+    assert audit_log.read(path)["broken_line"] is None
 
 
 def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where a folder must be")
     with pytest.raises(RefusedError, match="cannot be written"):
-        audit.AuditLog(tmp_path / "run" / audit.FILE).add({"kind": "hello"})
+        audit_log.AuditLog(tmp_path / "run" / audit_log.FILE).add({"kind": "hello"})
 
 
 def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Path) -> None:
-    record = audit.AuditLog(tmp_path / audit.FILE)
+    record = audit_log.AuditLog(tmp_path / audit_log.FILE)
     with (
-        patch("consilium.privacy.ledger.audit.os.fsync", side_effect=OSError(28, "No space left")),
+        patch("consilium.privacy.ledger.audit_log.os.fsync", side_effect=OSError(28, "No space left")),
         pytest.raises(RefusedError),
     ):
         record.add({"kind": "hello"})
     record.path.write_text("")  # nothing of it has reached the disk
     record.add({"kind": "hello"})
     record.add({"kind": "hello"})
-    assert [line["kind"] for line in audit.read(record.path)["messages"]] == ["hello"]
+    assert [line["kind"] for line in audit_log.read(record.path)["messages"]] == ["hello"]
 
 
 def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) -> None:
-    record, limits = audit.AuditLog(tmp_path / audit.FILE), resource.getrlimit(resource.RLIMIT_FSIZE)
+    record, limits = audit_log.AuditLog(tmp_path / audit_log.FILE), resource.getrlimit(resource.RLIMIT_FSIZE)
     record.add({"kind": "hello"})
     resource.setrlimit(resource.RLIMIT_FSIZE, (record.path.stat().st_size + 40, limits[1]))
     try:
@@ -154,26 +154,26 @@ def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) 
             record.add({"kind": "update"})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    for one in (record, audit.AuditLog(record.path)):
+    for one in (record, audit_log.AuditLog(record.path)):
         one.add({"kind": "update"})
-    found = audit.read(record.path)
+    found = audit_log.read(record.path)
     assert ([line["kind"] for line in found["messages"]], found["broken_line"]) == (["hello", "update"], None)
 
 
 def test_nothing_is_written_behind_half_a_line(tmp_path: Path) -> None:
-    path = tmp_path / audit.FILE
-    audit.AuditLog(path).add({"kind": "hello"})
+    path = tmp_path / audit_log.FILE
+    audit_log.AuditLog(path).add({"kind": "hello"})
     path.write_text(before := path.read_text().rstrip())
     with pytest.raises(RefusedError, match="a line is damaged"):
-        audit.AuditLog(path).add({"kind": "update"})
+        audit_log.AuditLog(path).add({"kind": "update"})
     assert path.read_text() == before
 
 
 def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:
-    (tmp_path / audit.FILE).write_text("[1]\n")
-    assert audit.read(tmp_path / audit.FILE)["broken_line"] == 1
+    (tmp_path / audit_log.FILE).write_text("[1]\n")
+    assert audit_log.read(tmp_path / audit_log.FILE)["broken_line"] == 1
     with pytest.raises(RefusedError, match="a line is damaged"):
-        audit.AuditLog(tmp_path / audit.FILE).add({"kind": "hello"})
+        audit_log.AuditLog(tmp_path / audit_log.FILE).add({"kind": "hello"})
 
 
 SPEND = {"noise_multiplier": 2.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
@@ -181,7 +181,7 @@ SPEND = {"noise_multiplier": 2.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
 
 def spends(folder: Path, *events: dict) -> Path:
     """Write a record of one release a round, of these costs, and return it."""
-    record = audit.AuditLog(folder / audit.FILE)
+    record = audit_log.AuditLog(folder / audit_log.FILE)
     for round, spend in enumerate(events):
         record.add({"kind": "update", "round": round, "phase": 0, "privacy": {"delta": 1e-5, "spend": spend}})
     return record.path
@@ -190,8 +190,10 @@ def spends(folder: Path, *events: dict) -> Path:
 def test_epsilon_goes_by_what_was_spent_so_far_and_a_place_counts_once(tmp_path: Path) -> None:
     """Gaussians of multiplier 2 and 1 are one of 1 / sqrt(1/4 + 1); round 0 is charged as it was released last."""
     path = spends(tmp_path, SPEND, SPEND | {"noise_multiplier": 1.0})
-    audit.AuditLog(path).add({"round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | {"noise_multiplier": 4.0}}})
-    found = [line["privacy"]["epsilon"] for line in audit.read(path)["messages"]]
+    audit_log.AuditLog(path).add(
+        {"round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | {"noise_multiplier": 4.0}}}
+    )
+    found = [line["privacy"]["epsilon"] for line in audit_log.read(path)["messages"]]
     expected = [gaussian_epsilon(mu, 1e-5) for mu in (1 / 2, (1 / 4 + 1) ** 0.5, (1 / 16 + 1) ** 0.5)]
     assert found == pytest.approx(expected, abs=1e-8)
 
@@ -199,7 +201,7 @@ def test_epsilon_goes_by_what_was_spent_so_far_and_a_place_counts_once(tmp_path:
 def test_a_record_is_verified_without_counting_what_it_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signed archive may hold any number of costs, each of which takes an accountant a while."""
     path = spends(tmp_path, *(SPEND | {"noise_multiplier": 1 + n / 7, "sample_rate": 0.1} for n in range(50)))
-    monkeypatch.setattr(audit, "epsilon_of", lambda *_: pytest.fail("counted"))
+    monkeypatch.setattr(audit_log, "epsilon_of", lambda *_: pytest.fail("counted"))
     assert check_chains({"audit-1.jsonl": path.read_bytes()}) == {"messages": 50, "record": None, "rows": 0, "ledger": None}
 
 
@@ -217,11 +219,16 @@ def test_a_record_is_verified_without_counting_what_it_spent(tmp_path: Path, mon
     ],
 )
 def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_path: Path) -> None:
-    path = tmp_path / audit.FILE
+    path = tmp_path / audit_log.FILE
     spends(tmp_path, SPEND)
-    line = {"round": 1, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | change}, "previous": audit.read(path)["seal"]}
+    line = {
+        "round": 1,
+        "phase": 0,
+        "privacy": {"delta": 1e-5, "spend": SPEND | change},
+        "previous": audit_log.read(path)["seal"],
+    }
     path.write_text(path.read_text() + json.dumps(line) + "\n")
-    for found in (audit.verified(path), audit.read(path)):
+    for found in (audit_log.verified(path), audit_log.read(path)):
         assert (found["broken_line"], len(found["messages"])) == (2, 1)
     assert check_chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
 
@@ -237,7 +244,7 @@ def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_
     ],
 )
 def test_a_message_that_no_guard_writes_ends_in_a_line(change: dict, tmp_path: Path) -> None:
-    (tmp_path / audit.FILE).write_text(
+    (tmp_path / audit_log.FILE).write_text(
         json.dumps({"time": 1.0, "kind": "update", "round": 0, "phase": 0, "previous": ""} | change)
     )
     with pytest.raises(ConfigError, match=r"audit\.jsonl: .*copy"):

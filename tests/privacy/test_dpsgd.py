@@ -22,7 +22,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
-from consilium.privacy.ledger.audit import FILE, read
+from consilium.privacy.ledger.audit_log import FILE, read
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.page.html import privacy_statement

@@ -22,7 +22,7 @@ from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.release import check_upload, upload_shapes
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.strategies.fediat import FedIAT
 from tests.conftest import assembled, small_config
 
@@ -232,8 +232,8 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
     train(make(job), "r", broadcast(job), result(job))
     rows = guard.ledger.entries()
     assert [(row.count, row.digest == "word") for row in rows] == [(1, True), (1, True), (1, False)]
-    (record,) = tmp_path.rglob(audit.FILE)
-    told = [m["privacy"]["epsilon"] for m in audit.read(record)["messages"] if "privacy" in m]
+    (record,) = tmp_path.rglob(audit_log.FILE)
+    told = [m["privacy"]["epsilon"] for m in audit_log.read(record)["messages"] if "privacy" in m]
     assert told == pytest.approx([epsilon_for("site", rows[:n], 1e-5) for n in (1, 2, 3)])  # the page counts words too
     (released,) = tmp_path.rglob("released.safetensors")
     released.unlink()
@@ -285,8 +285,8 @@ def test_in_steps_what_is_trained_after_a_word_costs_again(make: Make, tmp_path:
     train(make(job), "r", broadcast(job), result(job))  # the same bytes again
     rows = guard.ledger.entries()
     assert sum(row.count > 0 for row in rows) == 2
-    (record,) = tmp_path.rglob(audit.FILE)
-    told = [m["privacy"]["epsilon"] for m in audit.read(record)["messages"] if "privacy" in m]
+    (record,) = tmp_path.rglob(audit_log.FILE)
+    told = [m["privacy"]["epsilon"] for m in audit_log.read(record)["messages"] if "privacy" in m]
     assert told[-1] == pytest.approx(epsilon_for("record", rows, 1e-5))
 
 

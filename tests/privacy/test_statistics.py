@@ -11,7 +11,7 @@ import pytest
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, grey_bin_names
-from consilium.privacy.statistics import Terms, answer, disclose, merge_small_cells, question, separable_classes
+from consilium.privacy.disclosure_control import Terms, answer_once, disclose, merge_small_cells, question, separable_classes
 from tests.conftest import small_cells, small_config
 
 
@@ -158,19 +158,19 @@ def test_who_may_have_them(share: bool | None, protects: bool, private: bool, le
 
 
 def test_one_answer_a_data_set(tmp_path: Path) -> None:
-    first = answer(tmp_path, "ward-7", config(), masks({"disc": "+" * 20, "cup": "+" * 20}, 20), Terms())
+    first = answer_once(tmp_path, "ward-7", config(), masks({"disc": "+" * 20, "cup": "+" * 20}, 20), Terms())
     more = masks({"disc": "+" * 21, "cup": "+" * 21}, 21)
-    assert answer(tmp_path, "ward-7", config(), more, Terms()) == first  # the difference would be one patient
+    assert answer_once(tmp_path, "ward-7", config(), more, Terms()) == first  # the difference would be one patient
     for other in ({"bins": 8}, {"minimum": 11}):
         with pytest.raises(RefusedError, match="could be subtracted") as caught:
-            answer(tmp_path, "ward-7", config(**other), more, Terms())
+            answer_once(tmp_path, "ward-7", config(**other), more, Terms())
         assert caught.value.reason is Reason.STATISTICS
-    assert answer(tmp_path, "ward-8", config(bins=8), more, Terms()) != first
+    assert answer_once(tmp_path, "ward-8", config(bins=8), more, Terms()) != first
     (kept,) = (p for p in (tmp_path / "statistics").glob("*.json") if p.read_text().count('"samples": 20'))
     assert kept.stat().st_mode & 0o077 == 0
     kept.write_text("{")
     with pytest.raises(RefusedError, match="cannot be read"):
-        answer(tmp_path, "ward-7", config(), more, Terms())
+        answer_once(tmp_path, "ward-7", config(), more, Terms())
 
 
 def test_what_makes_a_question() -> None:

@@ -45,7 +45,7 @@ def page(folder: Path) -> Page:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the figures, which take most of a page's time."""
-    for name in ("curve_figure", "model_figure", "distribution_figure"):
+    for name in ("curve_figure", "score_intervals_figure", "distribution_figure"):
         monkeypatch.setattr(cases, name, lambda *values: None)
 
 

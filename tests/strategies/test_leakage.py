@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from consilium.strategies.leakage import Move, leakage
+from consilium.strategies.heterogeneity_leakage import Move, leakage
 
 ENC, DEC = "image_encoder.blocks.0.attn.qkv", "mask_decoder.transformer.layers.0.self_attn.q_proj"
 

@@ -140,7 +140,7 @@ def test_a_job_names_the_balance(tmp_path: Path) -> None:
     assert len({round(loss.item(), 6) for loss in losses.values()}) == 2  # all are right: weights change nothing
     assert torch.equal(losses["none"], plain.loss(model, batch))
     with pytest.raises(ValueError, match=r"task\.balance: 'prior': counts a site's classes, so one record is in the gradients"):
-        ClassificationConfig(name="classification", classes=CLASSES, balance="prior").keep_apart()
+        ClassificationConfig(name="classification", classes=CLASSES, balance="prior").check_per_sample_gradients()
 
 
 def test_an_empty_split_and_the_models_mode(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.data.text import read_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
-from consilium.models.vision_language.layout import qwen_patches
+from consilium.models.vision_language.image_inputs import qwen_patches
 from consilium.tasks.registry import TASKS
 from tests.models.classes import SIDE, SPEAKING, Made, kinds, make, write_records
 
@@ -97,7 +97,7 @@ def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(
 
 def test_what_is_wrong_with_a_record_is_one_line(qwen: Made, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'training\.jsonl:1: needs an "image"'):
-        read_texts(write_records(tmp_path / "a", image=None), pictures=True)
+        read_texts(write_records(tmp_path / "a", image=None), require_pictures=True)
     with pytest.raises(DataError, match=r"absent\.png"):
         _task("qwen2_5_vl", qwen, write_records(tmp_path / "b", image="absent.png"))
     with pytest.raises(ConfigError, match=r"model\.max_length: 24: a picture alone takes 18 tokens; use at least 34"):

@@ -22,7 +22,7 @@ from consilium.data import images as pictures
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, valid_size
 from consilium.federation.model_card import Card
-from consilium.use import bundle_export, bundle_template, merge
+from consilium.use import bundle_export, bundle_scripts, merge
 from tests.conftest import small_text
 from tests.use.handing import CELLS, FUNDUS, changed, trained
 
@@ -130,9 +130,9 @@ def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> No
     file = picture(tmp_path / "one.png", (128, 96, 3))
     (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
     own = {key: made["datalist"][key] for key in ("classes", "columns")}
-    (data,) = bundle_template.find_pictures(str(file), str(tmp_path / "points.csv"), **own)
+    (data,) = bundle_scripts.find_pictures(str(file), str(tmp_path / "points.csv"), **own)
     told = made["preprocessing"]["transforms"][0]
-    found = bundle_template.ReadPicture(told["side"], told["resize"], told["padding"], told["window"])(data)["prompts"]
+    found = bundle_scripts.ReadPicture(told["side"], told["resize"], told["padding"], told["window"])(data)["prompts"]
     assert found[1].tolist() == [32, 16]  # 64 pixels a side
     assert found[0].isnan().all()
 
@@ -143,7 +143,7 @@ def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window
     config = changed(FUNDUS, task={"classes": ["a"], "resize": resize, "window": window})
     settings: Any = config.task
     made = bundle_export.inference(config)["preprocessing"]["transforms"][0]
-    reader = bundle_template.ReadPicture(made["side"], made["resize"], made["padding"], made["window"])
+    reader = bundle_scripts.ReadPicture(made["side"], made["resize"], made["padding"], made["window"])
     files = [picture(tmp_path / "colours.png", (33, 90, 3)), picture(tmp_path / "grey.png", (90, 33))]
     files += [picture(tmp_path / "deep.png", (70, 70), np.uint16), picture(tmp_path / "deep.tif", (40, 64), np.float32)]
     black = tmp_path / "bits.png"
@@ -159,11 +159,11 @@ def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window
 
 def test_pictures_of_one_name_and_none_at_all_are_said_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no pictures there"):
-        bundle_template.find_pictures(str(tmp_path))
+        bundle_scripts.find_pictures(str(tmp_path))
     for name in ("a.png", "a.jpg"):
         picture(tmp_path / name, (8, 8, 3))
     with pytest.raises(ValueError, match="two pictures are called 'a'"):
-        bundle_template.find_pictures(str(tmp_path))
+        bundle_scripts.find_pictures(str(tmp_path))
 
 
 def test_a_language_model_has_no_bundle() -> None:

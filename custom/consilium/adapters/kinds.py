@@ -72,7 +72,7 @@ class LoraConfig(AdapterConfig):
         """The alpha for which plain LoRA's alpha / rank equals this scaling. Exported folders use it for PEFT."""
         return self.product_scaling * self.rank
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """See AdapterConfig."""
         _refuse_dropout_under_dpsgd(self.dropout)
 
@@ -91,7 +91,7 @@ class DualRankConfig(AdapterConfig):
         """See AdapterConfig."""
         return self.scaling
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """See AdapterConfig."""
         _refuse_dropout_under_dpsgd(self.dropout)
 

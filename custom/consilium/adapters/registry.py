@@ -39,8 +39,8 @@ class AdapterConfig(Section):
         """The factor on a product B A in the forward pass; 1 for an adapter without such products."""
         return 1.0
 
-    def keep_apart(self) -> None:
-        """Raise ValueError if a record's gradient would depend on other records of its batch.
+    def check_per_sample_gradients(self) -> None:
+        """Raise ValueError if a record's gradient would depend on other records of its batch (DP-SGD clips each record's).
 
         The message names field, value and remedy. It is called under record-level privacy.
         """

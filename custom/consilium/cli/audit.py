@@ -1,4 +1,4 @@
-"""The command `consilium audit`, which shows all messages that left a site, run by run."""
+"""The command `consilium audit`: shows a site's audit log, that is, all messages that left it, run by run."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit import FILE, is_void, read
+from consilium.privacy.ledger.audit_log import FILE, is_void, read
 from consilium.report.audit_tables import audit_tables
 from consilium.report.tables import markdown as markdown_of, only_true
 

@@ -23,16 +23,16 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import number_of, shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import OWNER, RUNS, STATE
-from consilium.flare.admin.evidence import pack
 from consilium.flare.admin.kit_metrics import budget_samples, run_state
 from consilium.flare.admin.session import experiment_of
-from consilium.flare.kit.admission import noted_cause
 from consilium.flare.kit.certificates import days_left
+from consilium.flare.kit.connection_refusals import noted_cause
+from consilium.flare.kit.evidence_archive import pack
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.kit_contents import certificate, is_open, kit_name, kit_role, load_certificate
 from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger import audit, ledger as ledgers
+from consilium.privacy.ledger import audit_log, ledger as ledgers
 from consilium.report.page.html import render
 from consilium.report.tables import Column, Table, only_true, size, stamp
 from consilium.report.untrusted_files import MOST_BYTES, finite, read_events, read_json, subfolders
@@ -193,7 +193,7 @@ def _kit_sections(kit: Path) -> Iterator[Section]:
 # The sections of a site's overview.
 
 
-Read = Mapping[Path, tuple[list[audit.Line], bool]]
+Read = Mapping[Path, tuple[list[audit_log.Line], bool]]
 """By the path of a record: its messages, and whether it is unaltered."""
 
 
@@ -203,14 +203,14 @@ class Run(NamedTuple):
     name: str
     owner: str
     records: Read
-    messages: list[audit.Line]
+    messages: list[audit_log.Line]
     whole: bool
 
 
 def _site_sections(kit: Path) -> Iterator[Section]:
     records = find_site_records(kit)
     runs = [_read_run(folder) for folder in subfolders(records.root / RUNS)]
-    read = {(own := records.root / audit.FILE): _read_record(own)}
+    read = {(own := records.root / audit_log.FILE): _read_record(own)}
     for run in runs:
         read |= run.records
     links = [f"runs/{quote(run.name, safe='')}" for run in runs]
@@ -233,7 +233,7 @@ def _site_sections(kit: Path) -> Iterator[Section]:
 
 
 def _record_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob(audit.FILE) if path.is_file() and not path.is_symlink())
+    return sorted(path for path in folder.rglob(audit_log.FILE) if path.is_file() and not path.is_symlink())
 
 
 def _read_run(folder: Path) -> Run:
@@ -243,18 +243,18 @@ def _read_run(folder: Path) -> Run:
     return Run(folder.name, owner, records, messages, all(whole for _, whole in records.values()))
 
 
-def _read_record(path: Path) -> tuple[list[audit.Line], bool]:
+def _read_record(path: Path) -> tuple[list[audit_log.Line], bool]:
     """Return the messages in an audit.jsonl and whether it is unaltered; no messages for a file that cannot be read."""
     try:
         if path.stat().st_size <= MOST_BYTES:
-            found = audit.read(path)
+            found = audit_log.read(path)
             return found["messages"], found["broken_line"] is None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         pass
     return [], False
 
 
-def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit.Line]) -> Iterator[list[str]]:
+def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit_log.Line]) -> Iterator[list[str]]:
     """Yield a row of the table of jobs for each run that has a folder. `own`: the site's record of deletions."""
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
@@ -320,7 +320,7 @@ def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     if not private:
         return ["No message has noise."]
     try:
-        last, seeded, void = private[-1], sum(bool(one.get("seeded")) for one in private), sum(map(audit.is_void, private))
+        last, seeded, void = private[-1], sum(bool(one.get("seeded")) for one in private), sum(map(audit_log.is_void, private))
         named = f"{last.get('unit')} level, {last.get('adjacency')}, trust {last.get('trust')}"
         spent = f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."
     except (KeyError, TypeError, ValueError, AttributeError):  # an altered record

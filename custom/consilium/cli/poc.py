@@ -88,7 +88,7 @@ def poc(
             federation = LocalFederation(folder, found)
             stack.callback(federation.stop)
             console.print(line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
-            _use_loopback()
+            _set_path_and_no_proxy()
             threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless OMP_NUM_THREADS is set
             for one in ("server", *names):
                 federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
@@ -108,11 +108,11 @@ def poc(
     if "folder" not in status:
         reason = status.get("reason", f"see the logs in {folder}")
         raise JobError(f"{name}: {status['status']}: {reason}", exit_code(status["status"]))
-    call("consilium.cli.simulate_prepare:finish", status["folder"], {}, [], format)
+    call("consilium.cli.run_results:show_results", status["folder"], {}, [], format)
     raise typer.Exit(exit_code(status["status"]))
 
 
-def _use_loopback() -> None:
+def _set_path_and_no_proxy() -> None:
     """Set the environment for this process and its children: this Python first in PATH, and no proxy to this machine."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     for name in NO_PROXIES:
@@ -145,7 +145,7 @@ def _await(federation: LocalFederation) -> None:
 def _run(federation: LocalFederation, job: Path, overrides: dict[str, Any], name: str, console: Console) -> dict[str, Any]:
     """Submit the job as the lead and watch it. Return its last status, with the folder of its results if it completed."""
     with connect(federation.kit(LEAD)) as admin:
-        with submitting(ready := prepare(job, overrides, name, admin.uploads)):
+        with submitting(ready := prepare(job, overrides, name, admin.upload_folder)):
             job_id = admin.submit(ready)
         console.print(line(f"submitted as experiment {name}, job {job_id}"))
         status = watch_job(admin, job_id, console)

@@ -1,4 +1,4 @@
-"""The command `consilium serve`: a kit's pages in the browser, for readers who use no terminal.
+"""The command `consilium serve`: a read-only dashboard of a kit in the browser (it serves no model).
 
 aiohttp serves the pages, because FLARE depends on it, so it is installed at every participant, and because it parses HTTP more
 strictly than http.server, which its own documentation does not recommend for use.

@@ -106,7 +106,7 @@ def simulate(
         if note := unused_state({name: find_site(name, given) for name in names}):
             show([line(note, "yellow")], errors=True)
         folder, losses = _over_flare(request) if engine == "flare" else _in_process(request)
-    call("consilium.cli.simulate_prepare:finish", folder, losses, names, format)
+    call("consilium.cli.run_results:show_results", folder, losses, names, format)
 
 
 def _sites_to_resume(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:

@@ -25,12 +25,12 @@ from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name
-from consilium.flare.admin.evidence import ACCEPTED, LEDGER, check_chains, copy_ledger, pack, verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
+from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, check_chains, copy_ledger, pack, verify as verify_archive
 from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit import FILE, is_void, read as read_record
+from consilium.privacy.ledger.audit_log import FILE, is_void, read as read_record
 from consilium.privacy.ledger.ledger import Ledger, accepted
 from consilium.report.run_files import versions
 from consilium.report.tables import only_true
@@ -230,7 +230,7 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     read = [read_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
     words = "\n\n".join(map(markdown, read))
     entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
-    warnings = _warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])
+    warnings = _privacy_warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])
     installed = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
     packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
     claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
@@ -238,15 +238,18 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     return found | _job(kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
 
 
-def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
-    """Return warnings about rows and messages without a valid privacy promise; "" for none."""
-    seeded, void = sum(bool(one.get("seeded")) for one in left), sum(map(is_void, left))
-    rows = [entry for entry in entries if entry.is_void]
-    jobs = ", ".join(sorted({shown(entry.job) for entry in rows}))
+def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
+    """Return warnings, as Markdown, about what has no valid privacy promise; "" for none.
+
+    `rows`: of the ledger. `messages`: the privacy part of each message that left the site.
+    """
+    seeded, void = sum(bool(one.get("seeded")) for one in messages), sum(map(is_void, messages))
+    void_rows = [row for row in rows if row.is_void]
+    jobs = ", ".join(sorted({shown(entry.job) for entry in void_rows}))
     warnings = {
         f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**": seeded,
         f"**{void} messages of this run are {VOID}.**": void,
-        f"**{len(rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": rows,
+        f"**{len(void_rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": void_rows,
     }
     return "".join(f"{one}\n\n" for one in only_true(warnings))
 

@@ -14,8 +14,8 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
 from consilium.federation.compatibility import OWN, Verdict, differences
 from consilium.flare.admin.session import connect
-from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.certificates import WARN_DAYS
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.report.tables import Column, Table, only_true
 

@@ -34,7 +34,7 @@ def submit(
     overrides = dict(parse_override(one) for one in override or [])
     name = experiment or f"{load_job(job, overrides, plugins=None, author=True).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with connect(kit) as admin:
-        with submitting(folder := prepare(job, overrides, name, admin.uploads)):
+        with submitting(folder := prepare(job, overrides, name, admin.upload_folder)):
             job_id = admin.submit(folder)
         _submitted(admin, job_id, name, wait, format)
 
@@ -50,7 +50,7 @@ def resume(
     """Continue an interrupted run from its last finished round. On CPU the result equals an uninterrupted run's to the bit."""
     with connect(kit) as admin:
         sites = admin.former_sites(experiment)
-        folder = prepare_again(experiment, admin.uploads, job)
+        folder = prepare_again(experiment, admin.upload_folder, job)
         with submitting(folder) if job else nullcontext():
             for site in sorted(admin.await_sites(sites, PATIENCE)):
                 said = f"{site} took part before and is not connected: the run is resumed without it"

@@ -17,12 +17,12 @@ from consilium.core.messages import Observer, allowed_metrics, loading
 from consilium.data.datalist import DataList, pool
 from consilium.data.patients import warn_of_alike
 from consilium.federation.job import Job, build_model, build_task, checkpoint_of, metric_names
+from consilium.privacy.disclosure_control import Terms
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import GENERATED, SumLedger
-from consilium.privacy.statistics import Terms
 from consilium.tasks.base import Task
 
 

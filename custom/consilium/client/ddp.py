@@ -101,7 +101,7 @@ class Ranks:
             self.end()
             raise
 
-    def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
+    def joint_task(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
         self.start_ranks()
         with self._end_on_error():
@@ -184,7 +184,7 @@ class Ranks:
     @property
     def group(self) -> "ProcessGroup":
         """The process group of all ranks."""
-        assert self._group is not None  # `joined` has created it
+        assert self._group is not None  # `joint_task` has created it
         return self._group
 
     def failed(self, error: Exception) -> ConsiliumError:

@@ -232,8 +232,8 @@ def _free_bytes(device: torch.device) -> int:
 def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
     """Log the peak memory measured on a GPU and the predicted peak, to show how accurate predictions are.
 
-    In private training the peak depends on how many samples a step drew. It is then written only to the site's private log; see
-    report/private_logging.py.
+    In private training the peak depends on how many samples a step drew, so the line is written only to the site's private log;
+    see report/private_logging.py.
     """
     say = log_privately if config.privacy else _log.info
     try:

@@ -128,7 +128,7 @@ class Trainer:
         context, payload, number = self._context, self._payload, self._fits - 1
         if context.ranks:
             scaling = scaling_of(context.strategy, payload)
-            task = cast(Task, context.ranks.joined(task, layers.values(context.model), trained, scaling))
+            task = cast(Task, context.ranks.joint_task(task, layers.values(context.model), trained, scaling))
         phases = context.strategy.traits.phases_of
         before = sum(phases(round) for round in range(payload.round)) + payload.phase
 

@@ -311,12 +311,12 @@ def check_apart(
     if training.precision == "bf16":
         what = f"rounds a record's gradient by who is beside it, so no privacy.unit {unit}"
         raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
-    adapter.keep_apart()
-    model.keep_apart()
+    adapter.check_per_sample_gradients()
+    model.check_per_sample_gradients()
     if model.dtype == "int8":
         what = "chooses by the whole batch what it computes in 16 bits, which ties its samples together"
         raise ValueError(f"model.dtype: 'int8' {what} under privacy.unit {unit}; use nf4 or bf16")
-    task.keep_apart()
+    task.check_per_sample_gradients()
     if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
         what = f"under {SMALLEST_NOISE} no accountant tells it from none"
         raise ValueError(f"privacy.noise_multiplier: {noise_multiplier}: {what}; raise it, or use 0 to clip only")

@@ -52,7 +52,7 @@ class SampleCache:
         self.store: DiskCache | None = open_store(data.loading.folder, data.loading.most) if settings else None
         self._kept: dict[Place, CachedSample] = {}
         self._lost, self._unfit = set[Place](), set[Place]()
-        self._small: list[tuple[str, str]] = []
+        self._vanished: list[tuple[str, str]] = []
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
         samples = (((split, index), item) for split, items in data.splits.items() for index, item in enumerate(items))
@@ -62,7 +62,7 @@ class SampleCache:
         loading = data.loading
         if loading.prechecked and not loading.decode_all:
             return
-        for _, error in find_errors(data, check, settings, self.store, self._small) if check else ():
+        for _, error in find_errors(data, check, settings, self.store, self._vanished) if check else ():
             if not loading.skip:
                 raise error
         if not loading.decode_all and (loading.skip or check is not None):
@@ -78,9 +78,9 @@ class SampleCache:
             )
 
     @property
-    def small(self) -> Counter[tuple[str, str]]:
-        """By (split, class), the number of samples in which resizing would leave no pixel of the class."""
-        return Counter(self._small)
+    def vanished_classes(self) -> Counter[tuple[str, str]]:
+        """How many samples lose all pixels of a class when they are resized, by (split, class)."""
+        return Counter(self._vanished)
 
     @property
     def skipped(self) -> int:

@@ -58,8 +58,8 @@ class SampleReport:
     """The findings of a check about one entry of a list.
 
     `stop`: why training cannot read the entry. `problems` and `warnings`: (kind, line) pairs. `values`: its label values.
-    `classes`: the job's classes that it shows. `small`: by class, the number of planes or tiles in which resizing to the
-    model's size would leave no pixel of it. `marks` and `hash`: see Trace.
+    `classes`: the job's classes that it shows. `vanished_classes`: by class, the number of planes or tiles in which resizing to
+    the model's size would leave no pixel of it. `marks` and `hash`: see Trace.
     """
 
     stop: DataError | None = None
@@ -69,7 +69,7 @@ class SampleReport:
     planes: int = 1
     values: set[Value] = field(default_factory=set)
     classes: tuple[str, ...] = ()
-    small: Counter[str] = field(default_factory=Counter)
+    vanished_classes: Counter[str] = field(default_factory=Counter)
     marks: tuple[tuple[str, str], ...] = ()
     hash: bytes | None = None
 
@@ -145,7 +145,7 @@ def _check_entry(
         if size and found.classes and isinstance(classes, Mapping):
             for part in _planes_or_tiles(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
-                found.small.update(too_small(part, read_labels(part, settings), classes, size, settings))
+                found.vanished_classes.update(too_small(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
         found.stop = error
     return found
@@ -351,13 +351,13 @@ def too_small(
 
 
 def find_errors(
-    data: DataList, check: Check, settings: str, store: DiskCache | None, small: list[tuple[str, str]] | None = None
+    data: DataList, check: Check, settings: str, store: DiskCache | None, vanished: list[tuple[str, str]] | None = None
 ) -> Iterator[tuple[Place, DataError]]:
     """Yield ((split, index), error) for each sample that fails the check, in the list's order, all planes of a volume together.
 
     If the list ignores unfit samples, no UnfitError is yielded. Samples whose check is noted as passed in the store are not
-    checked again. `small` receives (split, class) for each class that a check returns. Threads share the work; all planes of a
-    volume are checked by one thread.
+    checked again. `vanished` receives (split, class) for each class that a check returns. Threads share the work; all planes of
+    a volume are checked by one thread.
     """
     samples = [((split, index), item) for split, items in data.splits.items() for index, item in enumerate(items)]
     groups = grouped((place if item.slice is None else item.image, (place, item)) for place, item in samples)
@@ -371,8 +371,8 @@ def find_errors(
                     if store and store.passed(mark):
                         continue
                     noted = [(place[0], name) for name in check(item) or ()]
-                    if small is not None:
-                        small.extend(noted)
+                    if vanished is not None:
+                        vanished.extend(noted)
                     if store and not noted and mark == store.name(item, settings, "check"):  # no file has changed
                         store.note_passed(mark)
                 except DataError as error:

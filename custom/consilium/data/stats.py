@@ -1,6 +1,6 @@
 """Statistics of one site's data: counts, sizes, spacing, intensities, classes. They show how sites differ.
 
-The numbers are exact and stay at the site. Statistics that may leave it are in privacy/statistics.py.
+The numbers are exact and stay at the site. Statistics that may leave it are in privacy/disclosure_control.py.
 """
 
 from collections import Counter

@@ -95,16 +95,16 @@ def read_named_list(path: Path) -> DataList:
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
 
-def read_texts(path: Path, pictures: bool = False) -> DataList:
+def read_texts(path: Path, require_pictures: bool = False) -> DataList:
     """Read a site's instruction data: a folder, or its training file. Raises DataError with the file, line and remedy.
 
-    `pictures`: every record must have a picture. Texts that lie beside a list of pictures are not read: a site that names the
-    list does not offer them, and sets no privacy budget for them.
+    `require_pictures`: every record must have a picture. Texts that lie beside a list of pictures are not read: a site
+    that names the list does not offer them, and sets no privacy budget for them.
     """
     folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):
         raise DataError(f"{path}: holds no training.jsonl or train.jsonl; give a folder with one record a line in it")
-    records = {split: tuple(read_records(path, None, pictures)) for split, path in split_files(folder).items()}
+    records = {split: tuple(read_records(path, None, require_pictures)) for split, path in split_files(folder).items()}
     return DataList(folder, {split: records.get(split, ()) for split in SPLITS})
 
 
@@ -118,7 +118,7 @@ def record_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False) -> Iterator[Text]:
+def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool = False) -> Iterator[Text]:
     """Yield the records of a file. Raises DataError for an unusable line, or adds the error to `bad` and goes on.
 
     With `bad`, records need no answer. With `pictures`, every record needs a picture, whose relative path starts at the file's
@@ -136,12 +136,12 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
                 raise DataError(
                     f"{where}: a record with {form!r}, where line {first[1]} has {first[0]!r}; write one form in a file"
                 )
-            if pictures and record.history:  # the record does not say which turn the picture belongs to
+            if require_pictures and record.history:  # the record does not say which turn the picture belongs to
                 raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
             named = raw.get("image")
-            if pictures and (not isinstance(named, str) or not named or "\0" in named):
+            if require_pictures and (not isinstance(named, str) or not named or "\0" in named):
                 raise DataError(f'{where}: needs an "image", the path of its picture; a relative one starts at {path.parent}')
-            yield replace(record, image=path.parent / named) if pictures else record
+            yield replace(record, image=path.parent / named) if require_pictures else record
         except DataError as error:
             if bad is None:
                 raise

@@ -21,8 +21,11 @@ from consilium.models.meta_device import numberless
 from consilium.strategies.strategy import trained_names
 from consilium.tasks.segmentation import prompts_of
 
-WRITTEN = frozenset({"label", "exact", "generation"})
-"""Evaluations of texts that generate answers beside the loss. With a cache that costs each token once more."""
+GENERATES = frozenset({"label", "exact", "generation"})
+"""Values of `task.evaluate` with which a language model generates answers beside the loss.
+
+With a key-value cache, generating costs about one more forward pass per token.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     fits = strategy.traits.phases_of(0) * strategy.traits.fits
     rounds = training.rounds * asked * (fits * seen + strategy.traits.probe_fraction * own) * work.training
     closing = sites * strategy.traits.fits_after_last_round * seen * work.training
-    writes = getattr(job.config.task, "evaluate", "") in WRITTEN
+    writes = getattr(job.config.task, "evaluate", "") in GENERATES
     return rounds + closing + _scored(job, samples, sites, asked) * work.scoring * (2 if writes else 1)
 
 

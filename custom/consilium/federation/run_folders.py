@@ -6,7 +6,7 @@ from pathlib import Path
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import locked, private_folder, read_json, write_json
-from consilium.privacy.ledger.audit import FILE, verified
+from consilium.privacy.ledger.audit_log import FILE, verified
 
 RUNS, OWNER = "runs", "owner.json"
 LENGTH = 64
@@ -43,7 +43,7 @@ def all_runs(state: Path) -> list[Path]:
     return sorted(path for path in (state / RUNS).glob("*") if path.is_dir())
 
 
-def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
+def claim_run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
     """Return STATE/runs/NAME, created if necessary, and record `submitter` and, if given, `site` as its owner.
 
     Raises ConfigError if the name is invalid, belongs to another submitter or site, or differs from another run's only in case.

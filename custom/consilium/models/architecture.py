@@ -112,7 +112,7 @@ class FolderConfig(ModelConfig):
             raise ValueError(f"none: variant {variant!r} has an architecture of its own; remove it, or use variant folder")
         return value
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """See ModelConfig. Raises ValueError."""
         if self.config is None:
             return
@@ -127,9 +127,12 @@ class FolderConfig(ModelConfig):
                 raise ValueError(f"model.config.{key}: {value!r} {what} under privacy.unit record; {remedy}")
 
     @property
-    def follows_longest(self) -> bool:
-        """Whether rotary frequencies depend on the longest text of a batch."""
-        return any(_follows(key, value) for key, value in _config_values(self.config or {}))
+    def rope_depends_on_batch(self) -> bool:
+        """Whether the frequencies of the rotary position embedding (RoPE) depend on the longest text of a batch.
+
+        Records of a batch would then influence each other.
+        """
+        return any(_rope_depends_on_batch(key, value) for key, value in _config_values(self.config or {}))
 
 
 Channels = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]]
@@ -283,7 +286,7 @@ def _config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from _config_values(item, f"{key}.{name}" if key else str(name))
 
 
-def _follows(key: str, value: Any) -> bool:
+def _rope_depends_on_batch(key: str, value: Any) -> bool:
     """Return whether an entry of a config.json names rotary positions that depend on the text (or picture)."""
     own = key.rpartition(".")[2]
     return (own.endswith("rope_type") or (own == "type" and "rope" in key)) and value not in (*_STATIC, "axial")
@@ -296,7 +299,7 @@ def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
         return "draws all masks of a batch at once, which ties records together", "use 0"
     if value and own in _DRAWS:
         return "is drawn for a whole batch at once, which has no gradient of one record", "use null"
-    if _follows(key, value):
+    if _rope_depends_on_batch(key, value):
         return "follows the longest text of a batch, which ties records together", f"use one of {', '.join(_STATIC)}"
     if own == "model_type" and str(value).partition("_")[0] != kind.partition("_")[0]:
         return "is a part of another architecture, not known to keep records apart", f"use {kind}'s own"

@@ -57,7 +57,7 @@ class ModelConfig(Section):
         """Return whether several texts can be packed into one row without influencing each other."""
         return False
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """Raise ValueError if a record's gradient would depend on other records of its batch.
 
         The message names field, value and remedy. It is called under record-level privacy.

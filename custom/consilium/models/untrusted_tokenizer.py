@@ -179,7 +179,7 @@ def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[
 
 
 def _checked(step: Mapping[str, Any], where: str) -> float:
-    """Return how many characters a step may make from one character. Raises ValueError if a part of it is unbounded."""
+    """Return how many characters a step may make from one character. Raises ValueError if a part of it is why_slow."""
     kind = step["type"]
     if kind == "Precompiled":
         return _longest_replacement(step.get("precompiled_charsmap"), f"{where}.precompiled_charsmap")
@@ -237,12 +237,12 @@ def _check_pattern(value: Any, where: str) -> int:
         return len(text)
     if not (isinstance(pattern := named.get("Regex"), str) and 0 < len(pattern) <= LONGEST_PATTERN):
         raise ValueError(f"{where}: {quoted(value)} is not a text or pattern")
-    if why := unbounded(pattern):
+    if why := why_slow(pattern):
         raise ValueError(f"{where}.Regex: {quoted(pattern)}: {why}")
     return 1
 
 
-def unbounded(pattern: str) -> str:
+def why_slow(pattern: str) -> str:
     """Return why an Oniguruma pattern's search may take more than linear time; "" if it cannot.
 
     Each alternative must be in _KNOWN, or be a sequence of characters and classes in which no mandatory one follows one with

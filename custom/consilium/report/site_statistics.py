@@ -14,7 +14,7 @@ from consilium.report.tables import Column, Table, folding
 
 WIDTH = 80
 Answers = Mapping[str, Mapping[str, Any]]
-"""By site its statistics, see privacy/statistics.py, or {"refused": why}."""
+"""By site its statistics, see privacy/disclosure_control.py, or {"refused": why}."""
 
 
 def text(job: str, sites: Answers) -> str:

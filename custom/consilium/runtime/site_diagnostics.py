@@ -19,10 +19,10 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
 from consilium.federation.job import Job
+from consilium.strategies.heterogeneity_leakage import Move, leakage
 from consilium.strategies.heterogeneous_ranks.exact_server import whole_update
 from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, moves, oracle_drift
-from consilium.strategies.leakage import Move, leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 
 ORACLE = "oracle"

@@ -10,7 +10,7 @@ from consilium.core.messages import Observer
 from consilium.core.storage import write_atomic, write_json
 from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
 from consilium.data.datalist import SPLITS
-from consilium.privacy.statistics import Group, Portion, SiteStatistics
+from consilium.privacy.disclosure_control import Group, Portion, SiteStatistics
 from consilium.report import site_statistics
 
 FILE = "statistics.json"

@@ -3,7 +3,8 @@
 The server keeps the exact global update W of every layer and its spectrum. Two water-fillings per site decide for each layer
 how many ranks the site downloads (Algorithm 1) and trains (Algorithm 2). The trained ranks, a prefix, are uploaded. The other
 ranks, the tail, are frozen in the forward pass. A gate multiplies the tail; it is larger for sites whose updates align with the
-federation's (adaptive tail warm-up, Eq. 11 and 12). Aggregation is one of three rules:
+federation's (adaptive tail warm-up, Eq. 11 and 12). Aggregation is one of three rules. p_i is a
+site's weight in the mean, s the adapter's scaling, B0_i A0_i the product that the site was sent:
 - `residual`: W += sum p_i s (B_i A_i - B0_i A0_i) (Eq. 10);
 - `literal`: the same without subtracting B0_i A0_i (the paper's "standard", Appendix F.6);
 - `replace`: W = sum p_i s B_i A_i over the sites' whole products, tails included (the default of the authors' code).

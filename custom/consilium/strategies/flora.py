@@ -50,7 +50,7 @@ class FLoRA(ExactServer):
         return self._payload(state, self.train_rank(site))
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the whole global update as a frozen tail."""
+        """Return the whole global update as frozen factors, without fresh factors to train."""
         return self._payload(state, 0)
 
     def _payload(self, state: ServerState, wanted: int) -> Payload:

@@ -64,7 +64,7 @@ class HetLoRA(UnequalRanks):
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
         shared = mean_others(state, results, shares(results)) | self._averages(state, ends, share)
-        sites = state.sites | {name: {"rank": self._pruned(results[name], end)} for name, end in ends.items()}
+        sites = state.sites | {name: {"rank": self._next_rank(results[name], end)} for name, end in ends.items()}
         reported = state.reported | dict.fromkeys(results, state.round)
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
@@ -80,7 +80,7 @@ class HetLoRA(UnequalRanks):
             found |= pair(layer, (b.float(), a.float()))
         return found
 
-    def _pruned(self, upload: SiteResult, end: Tensors) -> Tensor:
+    def _next_rank(self, upload: SiteResult, end: Tensors) -> Tensor:
         """Return the site's next rank (1,): g times its last rank if the norms of the ranks beyond that shrank in the round."""
         rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
         kept = max(1, int(self.prune * rank))

@@ -33,7 +33,7 @@ class TaskConfig(Section):
         """The number of outputs of a model's head per sample; 0 for a task whose models have no such head."""
         return 0
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """Raise ValueError for a setting with which a record's gradient depends on other records of the site.
 
         The message names field, value and remedy. It is called under record-level privacy.

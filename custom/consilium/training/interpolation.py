@@ -77,7 +77,11 @@ def fixed_share(interpolation: Interpolation) -> float:
 
 
 def sample_shares(interpolation: Interpolation, found: Tensor, known: Tensor) -> Tensor:
-    """Return the local adapter's weights (N,) for samples with representations (N, F), compared with `known` ones (S, F)."""
+    """Return the weight of the local adapter for each of N samples, (N,).
+
+    It follows from the mean cosine similarity of a sample's representation `found` (N, F) to the site's own samples `known`
+    (S, F).
+    """
     cosines = F.normalize(found, dim=1) @ F.normalize(known, dim=1).T
     if interpolation.as_in_code:
         return 1 - interpolation.most * cosines.mean(1)

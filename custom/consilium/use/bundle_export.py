@@ -25,10 +25,10 @@ from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible,
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 FIRE = "0.7.1"
 """Version of fire, which `python -m monai.bundle` needs. The extra `bundle` installs it."""
-CODE = Path(__file__).with_name("bundle_template.py")
+CODE = Path(__file__).with_name("bundle_scripts.py")
 """The source file that is copied to the bundle's scripts/pictures.py."""
 WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
-"""For each task, the class in bundle_template.py that writes the network's outputs."""
+"""For each task, the class in bundle_scripts.py that writes the network's outputs."""
 
 
 _CODE = re.compile(r"^[$@%]|[@%][^\s@%]")

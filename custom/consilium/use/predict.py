@@ -73,7 +73,7 @@ def answers(opened: TrainedModel, inputs: Sequence[Input], batch_size: int) -> I
 def _read_file(opened: TrainedModel, one: Input) -> Read:
     bad = list[DataError]()
     try:
-        return one, list(read_records(one.path, bad, pictures=opened.config.model.image_side > 0)), bad
+        return one, list(read_records(one.path, bad, require_pictures=opened.config.model.image_side > 0)), bad
     except DataError as error:
         return one, [], [error]
 

@@ -13,7 +13,7 @@ from consilium.core.messages import Stage
 from consilium.report import predictions
 from consilium.report.compare.figures import draw_examples
 from consilium.report.predictions import LAYOUT, join_predictions, write_predictions
-from consilium.use.bundle_template import read
+from consilium.use.bundle_scripts import read
 from tests.report.runs import group_of, make
 from tests.report.test_examples import masks
 

@@ -13,7 +13,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError, Reason, RefusedError
 from consilium.core.messages import Kind
 from consilium.flare.job import wire
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import admitted, answered, failing
 from tests.conftest import small_config
@@ -94,13 +94,13 @@ def test_what_a_word_costs_comes_into_the_record_once_however_late(privacy: dict
     """Its row was written, its line was not, and never came."""
     site = failing(client(privacy))
     task = admitted(site)
-    with patch("consilium.privacy.ledger.audit.os.write", side_effect=FULL):
+    with patch("consilium.privacy.ledger.audit_log.os.write", side_effect=FULL):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER
     again = client(privacy)
     for _ in range(3):
         assert wire.reason_of(again.ask("train", again.task())) is Reason.TRAINING
     (path,) = tmp_path.rglob("audit.jsonl")
-    rows = [line["row"] for line in audit.read(path)["messages"] if "privacy" in line]
+    rows = [line["row"] for line in audit_log.read(path)["messages"] if "privacy" in line]
     assert rows == [f"run-1.{site.job.config.digest[:16]}"]
 
 

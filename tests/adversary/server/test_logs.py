@@ -11,8 +11,8 @@ from nvflare.apis.fl_context import FLContext
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.data.counts import Tally
-from consilium.flare.job.private_log import keep_apart
-from consilium.privacy.statistics import TERMS, answer, check_question
+from consilium.flare.job.private_log import route_to_private_log
+from consilium.privacy.disclosure_control import TERMS, answer_once, check_question
 from consilium.report.private_logging import OF_DATA
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL
 from tests.conftest import small_config
@@ -34,7 +34,7 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> py
 def test_no_number_of_private_training_is_logged(privacy: dict, kit: Any, tmp_path: Path, log: Any) -> None:
     """The loss, and how long the update was before noise, were; the site's own file has them."""
     site = kit(privacy, datalist=make_site(tmp_path / "list"))
-    keep_apart(FLContext())
+    route_to_private_log(FLContext())
     assert site.train() is None
     texts = [json.loads(text[text.index("{") :]) for text in log.messages if '"event"' in text]
     assert {event["event"] for event in texts} >= ({"metrics", "release"} if privacy is SITE_LEVEL else {"metrics", "warning"})
@@ -76,7 +76,7 @@ def test_a_list_without_a_test_split_is_told_of_without_its_folder(kit: Any, tmp
 
 def test_another_question_about_data_without_a_name(tmp_path: Path) -> None:
     listed, (one, other) = str(tmp_path / WARD / "datalist.json"), (asking(minimum) for minimum in (10, 20))
-    answer(tmp_path, listed, one, Tally(), TERMS)
+    answer_once(tmp_path, listed, one, Tally(), TERMS)
     with pytest.raises(RefusedError, match=WARD) as caught:
         check_question(tmp_path, listed, other)
     assert caught.value.told == "another question about the data was answered before"

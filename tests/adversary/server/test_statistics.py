@@ -11,7 +11,7 @@ from nvflare.apis.shareable import Shareable
 from consilium.client.approval import check_approved
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.flare.job import wire
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.privacy.test_statistics import masks
 
@@ -152,17 +152,17 @@ def test_a_job_that_is_not_approved_is_told_nothing(tmp_path: Path, client: Make
 def test_what_left_is_on_record_and_a_refusal_too(client: MakeClient) -> None:
     site = client(more=ASKED)
     found = told(ask(site))
-    (line,) = audit.read(next(site.guard.folder.rglob(audit.FILE)))["messages"]
+    (line,) = audit_log.read(next(site.guard.folder.rglob(audit_log.FILE)))["messages"]
     assert (line["kind"], line["values"]) == ("statistics", json.loads(json.dumps(found)))
     other = client(more={"statistics": {"bins": 8}}, folder="two")
     ask(other)
-    (line,) = audit.read(next(other.guard.folder.rglob(audit.FILE)))["messages"]
+    (line,) = audit_log.read(next(other.guard.folder.rglob(audit_log.FILE)))["messages"]
     assert (line["kind"], line["reason"]) == ("refusal", "statistics")
 
 
 def test_without_a_record_nothing_leaves(client: MakeClient) -> None:
     site = client(more=ASKED)
-    with patch.object(audit.AuditLog, "add", side_effect=RefusedError("full", Reason.LEDGER)):
+    with patch.object(audit_log.AuditLog, "add", side_effect=RefusedError("full", Reason.LEDGER)):
         assert wire.reason_of(ask(site)) is Reason.LEDGER
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from consilium.core.errors import RefusedError
-from consilium.flare.admin.evidence import LEDGER, check_chains
+from consilium.flare.kit.evidence_archive import LEDGER, check_chains
 from consilium.privacy.ledger.ledger import COLUMNS, Ledger
 from tests.privacy.test_ledger import ONE
 

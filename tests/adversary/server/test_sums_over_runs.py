@@ -22,7 +22,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import Job
 from consilium.privacy.guard.release import upload_shapes
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.simulated_identities import make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
@@ -115,7 +115,7 @@ class Hospitals:
 
     def said(self, name: str) -> str:
         """Return the last refusal that a site has put on record."""
-        lines = [line for path in self.records(name).rglob(audit.FILE) for line in audit.read(path)["messages"]]
+        lines = [line for path in self.records(name).rglob(audit_log.FILE) for line in audit_log.read(path)["messages"]]
         return max((line for line in lines if "what" in line), key=lambda line: line["time"])["what"]
 
 
@@ -212,7 +212,7 @@ def test_an_administrator_lets_one_set_pass_by_the_command_that_the_refusal_name
         result = CliRunner().invoke(app, shlex.split(command.replace("TEXT", "'site-4 agreed to be shown'")))
         assert result.exit_code == 0, result.output
         assert "allowed: site-1, site-2, site-3, site-4" in result.output
-        (line,) = (one for one in audit.read(hospitals.records(name) / audit.FILE)["messages"])
+        (line,) = (one for one in audit_log.read(hospitals.records(name) / audit_log.FILE)["messages"])
         assert (line["kind"], line["sites"], line["reason"]) == ("sum allowed", FOUR, "site-4 agreed to be shown")
     hospitals.sum(FOUR)
     hospitals.sum(THREE)
@@ -310,7 +310,9 @@ def kept(folder: Path) -> Path:
     ledger = SumLedger(folder, ["ward"])
     for number, sites in enumerate((THREE, ["site-1", "site-5", "site-6"])):
         seal, masked = ledger.add(sites, 3, f"run-{number}"), {"threshold": 3, "sites": sites}
-        audit.AuditLog(folder / "runs" / str(number) / audit.FILE).add({"kind": "update", "masked": masked, "sums": seal})
+        audit_log.AuditLog(folder / "runs" / str(number) / audit_log.FILE).add(
+            {"kind": "update", "masked": masked, "sums": seal}
+        )
     return ledger.path
 
 
@@ -367,7 +369,7 @@ def test_a_line_with_a_value_of_another_type_was_altered(field: str, value: obje
 )
 def test_a_former_run_without_noise_in_its_sums_counts_though_it_was_resumed(noise: dict, tmp_path: Path) -> None:
     """The run has a sum of the former version, and one more of this version over other hospitals."""
-    record, ledger = audit.AuditLog(tmp_path / "runs" / "old" / audit.FILE), SumLedger(tmp_path, ["ward"])
+    record, ledger = audit_log.AuditLog(tmp_path / "runs" / "old" / audit_log.FILE), SumLedger(tmp_path, ["ward"])
     spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
     line = {"kind": "update", "phase": 0, "privacy": {"trust": "local", "delta": 1e-5, "spend": spend} | noise}
     record.add(line | {"round": 0, "masked": {"threshold": 3}})
@@ -384,7 +386,9 @@ def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:
     path.unlink()
     sum_ledger.accept(tmp_path, "first")
     seal = SumLedger(tmp_path, ["ward"]).add(THREE, 3, "run-2")
-    audit.AuditLog(tmp_path / "runs" / "2" / audit.FILE).add({"kind": "update", "masked": {"sites": THREE}, "sums": seal})
+    audit_log.AuditLog(tmp_path / "runs" / "2" / audit_log.FILE).add(
+        {"kind": "update", "masked": {"sites": THREE}, "sums": seal}
+    )
     sum_ledger.check_whole(tmp_path)
     cut(path)
     with pytest.raises(RefusedError, match="the ledger of sums lacks what"):
@@ -418,10 +422,10 @@ def test_a_ledger_of_sums_that_is_lost_while_a_job_runs_is_noticed(tmp_path: Pat
 
 def test_sums_of_a_former_version_count_by_its_records(tmp_path: Path) -> None:
     """It put on record whom it confirmed a sum of, and kept no ledger of sums."""
-    record = audit.AuditLog(tmp_path / "runs" / "old" / "r.0" / audit.FILE)
+    record = audit_log.AuditLog(tmp_path / "runs" / "old" / "r.0" / audit_log.FILE)
     record.add({"kind": "update", "masked": {"asked": 4, "threshold": 3, "least": 3, "colluders": 1}})
     record.add({"kind": "masks", "step": "confirm", "survivors": THREE})
-    private = audit.AuditLog(tmp_path / "runs" / "private" / "r.0" / audit.FILE)
+    private = audit_log.AuditLog(tmp_path / "runs" / "private" / "r.0" / audit_log.FILE)
     spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
     private.add({"kind": "update", "round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": spend}})
     private.add({"kind": "masks", "step": "confirm", "survivors": [*THREE, "site-5"]})

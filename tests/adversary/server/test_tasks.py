@@ -7,7 +7,7 @@ from nvflare.apis.shareable import Shareable
 from consilium.core.errors import Reason
 from consilium.core.messages import HELD_OUT, Kind, Payload
 from consilium.flare.job import wire
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 
 
@@ -76,8 +76,8 @@ def test_equal_refusals_are_each_on_record(client: MakeClient) -> None:
     site = client(RECORD_LEVEL)
     for _ in range(5):
         site.ask("train", site.task(-5, -1))
-    (path,) = site.guard.folder.rglob(audit.FILE)
-    messages = audit.read(path)["messages"]
+    (path,) = site.guard.folder.rglob(audit_log.FILE)
+    messages = audit_log.read(path)["messages"]
     assert [(m["kind"], m["reason"]) for m in messages] == [("refusal", "task")] * 5
 
 

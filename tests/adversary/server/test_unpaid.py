@@ -103,7 +103,9 @@ def test_of_an_evaluation_whose_scores_stay_no_word_leaves(full: bool, client: M
     for reason in Reason:
         with (
             patch.object(site.trainer, "evaluate", side_effect=CheckpointError("cannot", reason)),
-            patch("consilium.privacy.ledger.audit.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write),
+            patch(
+                "consilium.privacy.ledger.audit_log.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write
+            ),
         ):
             failed = site.ask("evaluate", message)
         assert (failed["DXO"]["meta"], failed["__headers__"]) == (well["DXO"]["meta"], well["__headers__"])

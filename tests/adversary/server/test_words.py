@@ -94,7 +94,7 @@ def test_where_nothing_can_be_recorded_an_update_and_a_failure_look_the_same(cli
     for number, make in enumerate([lambda site: site, failing, lambda site: failing(site, ValueError("x"))]):
         site = make(client(SITE_LEVEL, folder=f"job-{number}"))
         task = admitted(site, f"run-{number}")
-        with patch("consilium.privacy.ledger.audit.os.write", full):
+        with patch("consilium.privacy.ledger.audit_log.os.write", full):
             told.append(wire.reason_of(answered(site, task)))
     assert told == [Reason.LEDGER] * 3
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_kept_is_not_paid(fails: bool, privacy: dict, client: Mak
     task = admitted(site)
     rows, full = site.guard.ledger.entries(), OSError(errno.ENOSPC, "full")
     with (
-        patch("consilium.privacy.guard.audit_trail.write_json", side_effect=full),
+        patch("consilium.privacy.guard.audit_entries.write_json", side_effect=full),
         patch(f"{KEPT}.save_state", side_effect=full),
     ):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER

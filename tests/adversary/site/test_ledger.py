@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.privacy.accounting.composition import Entry
-from consilium.privacy.ledger import audit, ledger as recovery
+from consilium.privacy.ledger import audit_log, ledger as recovery
 from consilium.privacy.ledger.ledger import Ledger
 
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1.abc", 0, 0, 20.0, 1.0, 1, 0.3)
@@ -23,7 +23,7 @@ ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1.abc", 0, 0, 20.
 def ledger(tmp_path: Path) -> Ledger:
     """A ledger of three releases, and the record of the run that made them."""
     found = Ledger(tmp_path / "ledger.sqlite")
-    record = audit.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE)
+    record = audit_log.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit_log.FILE)
     for round in range(3):
         found.spend(replace(ONE, round=round), {})
         record.add({"kind": "update", "round": round, "ledger": found.seal()})
@@ -86,7 +86,7 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
     recovery.check(tmp_path, ledger)
     ledger.spend(replace(ONE, round=9), {})
     recovery.check(tmp_path, ledger)
-    (line,) = audit.read(tmp_path / audit.FILE)["messages"]
+    (line,) = audit_log.read(tmp_path / audit_log.FILE)["messages"]
     assert (line["kind"], line["reason"]) == ("acceptance", "disk failed")
     assert line["by"]
     assert (Path(said["kept"]).read_bytes() if left is not None else None) == left
@@ -97,7 +97,7 @@ def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, 
     ledger = Ledger(ledger.path)  # a new process
     recovery.accept(tmp_path, ledger, "disk failed")
     ledger.spend(replace(ONE, round=5), {})
-    audit.AuditLog(tmp_path / "runs" / "next" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
+    audit_log.AuditLog(tmp_path / "runs" / "next" / audit_log.FILE).add({"kind": "update", "ledger": ledger.seal()})
     lose(ledger.path)
     with pytest.raises(RefusedError, match="is gone"):
         recovery.check(tmp_path, Ledger(ledger.path))
@@ -116,7 +116,9 @@ def test_the_seal_in_a_jobs_results_tells_of_a_cut_beyond_the_sites_reach(ledger
 def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Path) -> None:
     backup = ledger.path.read_bytes()
     ledger.spend(replace(ONE, round=3), {})
-    audit.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
+    audit_log.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit_log.FILE).add(
+        {"kind": "update", "ledger": ledger.seal()}
+    )
     ledger.path.write_bytes(backup)
     with pytest.raises(RefusedError, match="lacks rows"):
         recovery.check(tmp_path, ledger)
@@ -138,13 +140,13 @@ def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Pa
     for _ in range(3):
         with pytest.raises(RefusedError, match="is gone"):
             recovery.check(tmp_path, new)
-        path = tmp_path / "runs" / "experiment" / "run-1" / audit.FILE
-        audit.AuditLog(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
+        path = tmp_path / "runs" / "experiment" / "run-1" / audit_log.FILE
+        audit_log.AuditLog(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
 
 
 @pytest.mark.parametrize("text", [b"not json\n", b"5\n", b"\xff\n", b'{"ledger": []}\n'])
 def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: Ledger, tmp_path: Path) -> None:
-    (tmp_path / audit.FILE).write_bytes(text)
+    (tmp_path / audit_log.FILE).write_bytes(text)
     with pytest.raises(RefusedError, match="a line is damaged"):
         recovery.check(tmp_path, ledger)
     said = recovery.accept(tmp_path, ledger, "disk failed")
@@ -155,7 +157,7 @@ def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: L
 def test_what_two_acceptances_of_one_second_keep_stays(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hour that clocks repeat in October is two hours in UTC, and a second may see two acceptances."""
     monkeypatch.setattr(recovery.time, "gmtime", lambda: time.struct_time((2026, 10, 25, 1, 30, 0, 6, 298, 0)))
-    record, kept = tmp_path / audit.FILE, []
+    record, kept = tmp_path / audit_log.FILE, []
     for content in ("first", "second"):
         ledger.path.write_text(content)
         record.write_text(content)

@@ -18,7 +18,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
 from consilium.core.sanitize import cell, line, shown, tag
 from consilium.data.check_report import Findings
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.report import live_view
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
@@ -115,9 +115,9 @@ def test_the_page_of_an_audit(tmp_path: Path) -> None:
     line = {"site": HOSTILE, "job": HOSTILE, "experiment": HOSTILE, "run": HOSTILE, "kind": HOSTILE}
     tensor = {HOSTILE: {"shape": [1], "dtype": "float32", "bytes": 4, "norm": 1.0}}
     beside = {"round": 0, "phase": 0, "tensors": tensor, "scalars": {HOSTILE: 1.0}, "metrics": {HOSTILE: HOSTILE}}
-    audit.AuditLog(tmp_path / audit.FILE).add(line | beside)
-    audit.AuditLog(tmp_path / audit.FILE).add(line | {"reason": HOSTILE})
-    page = cli_audit.markdown(audit.read(tmp_path / audit.FILE))
+    audit_log.AuditLog(tmp_path / audit_log.FILE).add(line | beside)
+    audit_log.AuditLog(tmp_path / audit_log.FILE).add(line | {"reason": HOSTILE})
+    page = cli_audit.markdown(audit_log.read(tmp_path / audit_log.FILE))
     check(page, markdown=True)
     titles = ["### Messages that left this site", "### Tensors that left, as sent"]
     assert [x for x in page.splitlines() if x.startswith("#")] == [page.splitlines()[0], *titles]
@@ -161,7 +161,7 @@ def test_tensorboard_and_the_record(tmp_path: Path) -> None:
 
 
 def test_json_for_programs_stays_json_in_a_terminal(tmp_path: Path) -> None:
-    audit.AuditLog(tmp_path / audit.FILE).add({"kind": HOSTILE})
+    audit_log.AuditLog(tmp_path / audit_log.FILE).add({"kind": HOSTILE})
     out = CliRunner().invoke(cli.app, ["audit", str(tmp_path), "--format", "json"]).stdout
     assert not FORBIDDEN.search(out)
     assert json.loads(out)[0]["messages"][0]["kind"] == HOSTILE

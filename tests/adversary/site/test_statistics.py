@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
-from consilium.privacy.statistics import SiteStatistics, disclose
+from consilium.privacy.disclosure_control import SiteStatistics, disclose
 from consilium.server.statistics_round import FILE, StatisticsRound
 from tests.adversary.fuzzing import VALUES, attack, fuzzed
 from tests.conftest import small_cells, small_config

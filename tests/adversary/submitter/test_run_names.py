@@ -14,11 +14,11 @@ from consilium.config.run_sections import CrossSiteConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import Job, assemble_job
-from consilium.federation.run_folders import check_name, run_folder
+from consilium.federation.run_folders import check_name, claim_run_folder
 from consilium.flare.job import job_context
 from consilium.flare.job.simulation import OUTPUT
 from consilium.privacy.accounting.composition import Entry
-from consilium.privacy.ledger.audit import AuditLog
+from consilium.privacy.ledger.audit_log import AuditLog
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
@@ -104,9 +104,9 @@ def test_nobody_resumes_or_writes_into_a_run_of_another(resume: bool, submitted:
 
 
 def test_names_that_differ_in_case_only_are_one_on_some_disks_so_the_second_is_refused(tmp_path: Path) -> None:
-    run_folder(tmp_path, "Study", "ann")
+    claim_run_folder(tmp_path, "Study", "ann")
     with pytest.raises(ConfigError, match="there is a run 'Study'"):
-        run_folder(tmp_path, "study", "ann")
+        claim_run_folder(tmp_path, "study", "ann")
 
 
 @pytest.mark.parametrize("former", [False, True], ids=["new", "former version"])
@@ -163,9 +163,9 @@ def test_a_run_that_is_not_there_cannot_be_resumed_and_takes_no_name(submitted: 
 
 
 def test_a_record_of_the_owner_that_is_damaged_lets_nobody_in(tmp_path: Path) -> None:
-    (run_folder(tmp_path, "study", "ann") / "owner.json").write_text("{")
+    (claim_run_folder(tmp_path, "study", "ann") / "owner.json").write_text("{")
     with pytest.raises(ConfigError, match="is damaged; restore it"):
-        run_folder(tmp_path, "study", "ann")
+        claim_run_folder(tmp_path, "study", "ann")
 
 
 def test_a_long_job_name_makes_a_name_that_can_be(submitted: Place) -> None:

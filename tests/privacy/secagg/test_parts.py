@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, limit, quantize, size_of, unflat
-from consilium.privacy.secagg.sealing import encode_fields, sign, signed
+from consilium.privacy.secagg.sealing import encode_fields, is_signed_by, sign
 from consilium.privacy.secagg.terms import Terms, terms_of
 from tests.privacy.secagg.conftest import NOISE, secure_config
 
@@ -96,11 +96,11 @@ def test_what_is_signed_begins_as_no_text_does_and_fields_do_not_run_together() 
 
 def test_a_signature_is_of_one_type_and_one_message(keys: dict[str, rsa.RSAPrivateKey]) -> None:
     signature = sign(keys["a"], "confirm", b"x", b"y")
-    assert signed(keys["a"].public_key(), signature, "confirm", b"x", b"y")
-    assert not signed(keys["a"].public_key(), signature, "reveal", b"x", b"y")
-    assert not signed(keys["a"].public_key(), signature, "confirm", b"xy", b"")
-    assert not signed(keys["b"].public_key(), signature, "confirm", b"x", b"y")
-    assert not signed(keys["a"].public_key(), "no hex digits", "confirm", b"x", b"y")
+    assert is_signed_by(keys["a"].public_key(), signature, "confirm", b"x", b"y")
+    assert not is_signed_by(keys["a"].public_key(), signature, "reveal", b"x", b"y")
+    assert not is_signed_by(keys["a"].public_key(), signature, "confirm", b"xy", b"")
+    assert not is_signed_by(keys["b"].public_key(), signature, "confirm", b"x", b"y")
+    assert not is_signed_by(keys["a"].public_key(), "no hex digits", "confirm", b"x", b"y")
 
 
 def test_a_mask_is_the_key_stream_as_little_endian_words() -> None:

@@ -15,8 +15,8 @@ from consilium.privacy.guard.masking import Masking
 from consilium.privacy.plan import site_plan
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.record import FILE, SiteRecord
 from consilium.privacy.secagg.sealing import canonical, sign
+from consilium.privacy.secagg.site_record import FILE, SiteRecord
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent
 
@@ -142,5 +142,5 @@ def test_a_sum_of_many_clipped_gradients_is_cut_off_before_the_noise_and_never_r
     site, plan = object.__new__(Masking), cast(Any, SimpleNamespace(clip=1.0, site_noise=1.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Masking, "_open_party", lambda self, run: SimpleNamespace(room=lambda: 45.0))
-        found = site.within_room("r", {"w": torch.tensor([7, -9, 3, 0]) * 2**36}, plan)
+        found = site.clamp_sums("r", {"w": torch.tensor([7, -9, 3, 0]) * 2**36}, plan)
     assert (found["w"] / 2**36).tolist() == [5.0, -5.0, 3.0, 0.0]

@@ -73,7 +73,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     if options.patient_folders and all(isinstance(own.label, str) for found, _ in sites.values() for own in found):
         called = any(map(_SITE.search, sites))
         whole = (None if called else _read_classes_by_patient(source)) or _read_patients_by_class(source, True)
-        if whole is None and _classes_with_patients(sites):
+        if whole is None and _why_not_sites(sites):
             whole = _read_classes_by_patient(source, True)
     if whole is not None or not sites or all(map(_named_split, sites)):
         whole = whole or _read_site(source, options)
@@ -148,8 +148,8 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
         )
 
 
-def _classes_with_patients(sites: Mapping[str, Site]) -> str:
-    """Return why folders taken as sites may be classes with folders of patients in them; "" if nothing suggests it.
+def _why_not_sites(sites: Mapping[str, Site]) -> str:
+    """Return why the folders taken as sites are probably classes that hold a folder per patient; "" if nothing suggests it.
 
     Suspected are folders that all hold classes, if no folder is called after a site and no sample has a patient. One sign is
     enough: no class is in two folders, class names contain patient-like numbers, or a folder is called after a diagnosis.
@@ -186,7 +186,7 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
         )
     masked = [name for name, (found, _) in sites.items() if any(isinstance(one.label, Path) for one in found)]
     called = [] if any(map(_SITE.search, masked)) else list(filter(_DIAGNOSIS.search, masked))
-    why = _classes_with_patients(sites)
+    why = _why_not_sites(sites)
     what = ""
     if options.patient_folders and why:
         what = f"{why}, and not every folder has a folder for each patient in it"

@@ -279,7 +279,7 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
 
     Masks are dark in the cup and bright in the background. Their edges are smoothed, so thresholds of 50 and 200 are applied,
     as in the publishers' loader. The two eyes of a RIM-ONE patient, named -L and -R, are one group. Raises DataError for
-    another layout, or a mask with a dark corner.
+    another layout, or a mask whose corners are not bright as background is, such as an inverted one.
     """
     found: list[SourceSample] = []
     for site in DOMAINS:

@@ -18,12 +18,12 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.federation.run_folders import STATE, all_runs
 from consilium.flare.kit import heartbeat_server
-from consilium.flare.kit.admission import noted_cause
 from consilium.flare.kit.certificates import days_left
+from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.kit_contents import certificate, kit_name, kit_role, load_certificate
 from consilium.flare.kit.revocation import revoked_until
 from consilium.privacy.accounting.composition import epsilon_for
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.report.exposition import Sample
 from consilium.report.run_files import has_process
@@ -166,7 +166,7 @@ def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | N
 def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
     yield from budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     for run in all_runs(state):
-        found = [_check_record(path) for path in run.rglob(audit.FILE)]
+        found = [_check_record(path) for path in run.rglob(audit_log.FILE)]
         yield Sample("record_intact", float(all(whole for _, whole in found)), {"run": run.name})
         yield Sample("messages_total", sum(count for count, _ in found), {"run": run.name})
 
@@ -174,7 +174,7 @@ def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
 def _check_record(path: Path) -> tuple[int, bool]:
     """Return the number of messages in a record, and whether it is unaltered."""
     try:
-        found = audit.verified(path)
+        found = audit_log.verified(path)
     except (OSError, ValueError, KeyError, TypeError):
         return 0, False
     return len(found["messages"]), found["broken_line"] is None

@@ -25,8 +25,8 @@ from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
 from consilium.federation.run_folders import default_name
-from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
+from consilium.flare.kit.connection_refusals import cause_of, refusal
 from consilium.flare.kit.heartbeat_client import KEY
 from consilium.flare.kit.kit_contents import server_folders
 from consilium.report.live_view import progress
@@ -69,7 +69,7 @@ class Admin:
         self.session = session
 
     @property
-    def uploads(self) -> Path:
+    def upload_folder(self) -> Path:
         """The folder in the kit from which FLARE submits job folders."""
         return Path(self.session.upload_dir)
 
@@ -99,7 +99,7 @@ class Admin:
         Jobs that FLARE's own tools submitted have no experiment in their metadata, so their job.yaml is downloaded and read.
         """
 
-        def in_file(job_id: str) -> str | None:
+        def experiment_in_job_yaml(job_id: str) -> str | None:
             with tempfile.TemporaryDirectory() as folder, suppress(*NO_JOB):
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
@@ -107,7 +107,9 @@ class Admin:
             return None
 
         by_metadata = (job for job in reversed(jobs) if experiment_of(job) == experiment)
-        by_files = (job for job in reversed(jobs) if not job.get("experiment") and in_file(job["job_id"]) == experiment)
+        by_files = (
+            job for job in reversed(jobs) if not job.get("experiment") and experiment_in_job_yaml(job["job_id"]) == experiment
+        )
         return next(by_metadata, None) or next(by_files, None)
 
     def submit(self, folder: Path) -> str:
@@ -167,9 +169,9 @@ class Admin:
         return found
 
     def reasons(self, jobs: list[Job]) -> list[str]:
-        """Return one line per job: why it failed. The line is "" for jobs that did not fail, and for old ones.
+        """Return one line per job: why it failed.
 
-        Only the newest MAX_REASONS failed jobs get a reason.
+        The line is "" for a job that did not fail, and for all failed jobs except the newest MAX_REASONS.
         """
         failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MAX_REASONS:]
         return [self._failure_line(job) if job["job_id"] in failed else "" for job in jobs]

@@ -12,7 +12,7 @@ from consilium.client.client import Client, perform
 from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.gc import collect_garbage
-from consilium.flare.job.private_log import keep_apart, log_failure
+from consilium.flare.job.private_log import log_failure, route_to_private_log
 from consilium.flare.patches import share_timers
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.training.loop import Stopped
@@ -29,7 +29,7 @@ class SiteExecutor(Executor):
         if event_type == EventType.START_RUN:
             wire.register()
             job_context.leave_to_quorum(fl_ctx)
-            keep_apart(fl_ctx)
+            route_to_private_log(fl_ctx)
             share_timers()
         if event_type == EventType.END_RUN:
             site_registry.close(fl_ctx)

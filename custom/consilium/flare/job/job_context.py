@@ -25,7 +25,7 @@ from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import private_folder, read_json, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
-from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, claim_run_folder, default_name, known_run
 from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
 from consilium.flare.kit.revocation import revoked_since, revoked_until
@@ -51,11 +51,11 @@ def load(fl_ctx: FLContext) -> Job:
     return federated_job(folder / "config" / "job.yaml", plugins)
 
 
-def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
-    """Return (this run's job, the site's configuration). Both are read once per process.
+def load_approved_job(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
+    """Return (this run's job, the site's configuration), after the check that its administrator approved the job if needed.
 
-    So guard and executor use the same values, even if FLARE rewrites the job's folder while the job runs. Raises ConfigError,
-    and RefusedError if the site's administrator must approve the job first.
+    Both are read once per process. So guard and executor use the same values, even if FLARE rewrites the job's folder while the
+    job runs. Raises ConfigError, and RefusedError if the site's administrator must approve the job first.
     """
     key = (fl_ctx.get_job_id(), name)
     if key not in _opened:
@@ -69,7 +69,7 @@ def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
 
 
 _opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
-"""The values of `approved` in this process, by (FLARE's job id, site name)."""
+"""The values of `load_approved_job` in this process, by (FLARE's job id, site name)."""
 
 
 def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
@@ -191,7 +191,7 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
         write_atomic(folder / FLMetaKey.PROCESS_RC_FILE, str(JobReturnCode.SUCCESS).encode())
 
 
-def allow_upload(fl_ctx: FLContext, job: Job) -> None:
+def set_upload_timeout(fl_ctx: FLContext, job: Job) -> None:
     """Set the timeout for sending a reply to a twelfth of the round's time, and to at least UPLOAD seconds.
 
     This time includes the server's download of the reply's tensors. Other timeouts come from the site's resources.json.
@@ -297,7 +297,7 @@ def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Pat
     if simulated():
         return state
     private_folder(state_folder(fl_ctx)).chmod(0o700)  # also if `state` is another folder; former versions left it readable
-    found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx), site)
+    found = claim_run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found
 

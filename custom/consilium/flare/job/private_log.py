@@ -40,7 +40,7 @@ class PrivateFile(RotatingFileHandler):
         self.lost = True
 
 
-def keep_apart(fl_ctx: FLContext) -> None:
+def route_to_private_log(fl_ctx: FLContext) -> None:
     """From now on in this process, write log lines of the code that reads samples to the job's private file."""
     if not job_context.simulated():
         route_data_logs(logging.NullHandler())

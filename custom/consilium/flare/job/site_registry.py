@@ -66,13 +66,13 @@ def data(fl_ctx: FLContext) -> DataList:
     """Return the site's samples, which are read at the first call. Raises ConsiliumError."""
     state = of(fl_ctx)
     if state.data is None:
-        job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
+        job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
         state.data = site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
     return state.data
 
 
 def _folder(fl_ctx: FLContext) -> Path:
-    job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
+    job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
     return job_context.former_site(fl_ctx, job, name, site) or job_context.site_folder(fl_ctx, job, name, site)
 
 
@@ -83,7 +83,7 @@ def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
     """
     state = of(fl_ctx)
     if state.site is None:
-        job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
+        job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
         observer = job_context.observer(component, fl_ctx, name, job.config.privacy is not None)
         root, samples = job_context.site_root(fl_ctx, job, name, site), data(fl_ctx)
         try:
@@ -102,8 +102,8 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
     state = of(fl_ctx)
     if state.guard is None:
         name = fl_ctx.get_identity_name()
-        job, site = job_context.approved(fl_ctx, name)
-        job_context.allow_upload(fl_ctx, job)
+        job, site = job_context.load_approved_job(fl_ctx, name)
+        job_context.set_upload_timeout(fl_ctx, job)
         folder, root = job_context.site_folder(fl_ctx, job, name, site), job_context.site_root(fl_ctx, job, name, site)
         observe = job_context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
         job_id, samples = fl_ctx.get_job_id() or "", data(fl_ctx)

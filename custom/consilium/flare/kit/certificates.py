@@ -17,7 +17,7 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json
-from consilium.flare.kit.admission import Cause
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.kit_contents import certificate, load_certificate, private_key, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30

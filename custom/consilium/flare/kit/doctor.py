@@ -26,7 +26,7 @@ from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
-from consilium.flare.kit import admission
+from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read_attendance
@@ -176,10 +176,10 @@ def _admission(kit: Path) -> Finding:
     try:
         if not (running := processes(kit)) and relay_of(kit):
             return Finding("admission", "not asked through a relay; start the site, and its log says so")
-        said = "as the running site found" if running else admission.ask_server(kit)
+        said = "as the running site found" if running else connection_refusals.ask_server(kit)
     except FLCommunicationError as error:
         return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
-    cause = admission.noted_cause(kit) if running else None if said is None else admission.cause_of(said)
+    cause = connection_refusals.noted_cause(kit) if running else None if said is None else connection_refusals.cause_of(said)
     if cause is None:
         return Finding("admission", "the server lets this site in")
     return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)

@@ -28,7 +28,7 @@ from consilium import __version__
 from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
 from consilium.flare import patches
-from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, note_cause
+from consilium.flare.kit.connection_refusals import Cause, HeartbeatFilter, await_admission, note_cause
 from consilium.flare.kit.health import HealthReport
 
 KEY = "consilium_attendance"

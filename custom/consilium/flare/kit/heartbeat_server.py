@@ -26,8 +26,8 @@ from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare import patches
 from consilium.flare.kit import revocation
-from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.audit_rotation import rotate
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.health import checked_health, is_time
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
 from consilium.flare.kit.kit_contents import server_folders

@@ -34,7 +34,7 @@ class CausalLmConfig(FolderConfig):
         """See ModelConfig. A sliding window is its own mask, which one for several texts replaces."""
         shape = self.config or {"model_type": "llama"}
         window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
-        known = shape.get("model_type") in self.apart and not self.follows_longest
+        known = shape.get("model_type") in self.apart and not self.rope_depends_on_batch
         return known and (window is None or window >= self.max_length)
 
 

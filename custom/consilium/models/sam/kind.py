@@ -1,4 +1,4 @@
-"""SAM by variant: Meta's layout (network.py, export.py), or a folder of `transformers` (promptable.py)."""
+"""SAM by variant: Meta's layout (network.py, export.py), or a folder of `transformers` (transformers_sam.py)."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, export
 from consilium.models.sam.network import Prompt, build_sam
 
-_PROMPTABLE = "consilium.models.sam.promptable"
+_PROMPTABLE = "consilium.models.sam.transformers_sam"
 """Loads `transformers`, which Meta's layout does without."""
 
 

@@ -23,7 +23,7 @@ class VisionLanguageConfig(PictureFolderConfig):
         1024
     )
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """See ModelConfig. Raises ValueError."""
         raise ValueError(
             "model.name: 'vision_language' is not known to keep records apart for privacy.unit record; use unit site"

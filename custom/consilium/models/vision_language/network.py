@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTraine
 from consilium.models import transformers_folder
 from consilium.models.model_writer import page, save_text_model
 from consilium.models.vision_language import VisionLanguageConfig
-from consilium.models.vision_language.layout import LAYOUTS, Picture, picture_of
+from consilium.models.vision_language.image_inputs import LAYOUTS, Picture, picture_of
 
 KNOWN = transformers_folder.Known("vision-language model", ", ".join(LAYOUTS))
 _LOAD = """import torch

@@ -18,9 +18,9 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.core.storage import locked, note, room_for
 from consilium.data.counts import Tally
-from consilium.privacy import mechanism, statistics
+from consilium.privacy import disclosure_control, mechanism
 from consilium.privacy.guard import task_schedule
-from consilium.privacy.guard.audit_trail import DATA_DEPENDENT_REASONS, AuditTrail, Charges
+from consilium.privacy.guard.audit_entries import DATA_DEPENDENT_REASONS, AuditTrail, Charges
 from consilium.privacy.guard.masking import Masking
 from consilium.privacy.guard.release import (
     check_complete,
@@ -75,7 +75,7 @@ class Guard:
     observer: Callable[[Mapping[str, Any]], None]
     job_id: str = ""
     listed: str = ""
-    terms: statistics.Terms = statistics.TERMS
+    terms: disclosure_control.Terms = disclosure_control.TERMS
     tensors: Collection[str] = ()
     test_only: bool = False
     share_personalized: bool = False
@@ -130,7 +130,7 @@ class Guard:
         ledger.check_seal(self.records, self.ledger, seal)
         if kind is Kind.STATISTICS:
             self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
-            statistics.check_question(self.records, self.dataset, self.config, self.listed)
+            disclosure_control.check_question(self.records, self.dataset, self.config, self.listed)
         if kind is Kind.MODEL:
             check_shares_model(self.name, self.config, self.share_personalized, self.policy.protects)
         if kind is Kind.EVALUATE and self.config.cross_site:
@@ -261,7 +261,7 @@ class Guard:
     def release_statistics(self, task: AuthorizedTask, counted: Tally) -> dict[str, Any]:
         """Return the statistics that may leave, the same every time. Raises RefusedError, and then nothing may be sent."""
         self._mark_answered(task, Kind.STATISTICS)
-        shown = statistics.answer(self.records, self.dataset, self.config, counted, self.terms, self.listed)
+        shown = disclosure_control.answer_once(self.records, self.dataset, self.config, counted, self.terms, self.listed)
         self.trail.note("statistics", values=shown)
         return shown
 
@@ -303,7 +303,7 @@ class Guard:
         check_complete(self.name, self.strategy, checked, task.payload)
         if plan.by_step:
             assert self.masking is not None  # trust distributed requires secure aggregation
-            checked = replace(checked, tensors=self.masking.within_room(task.run, checked.tensors, plan))
+            checked = replace(checked, tensors=self.masking.clamp_sums(task.run, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
         bits, as_sums = noise_source(self.policy, self.name, result), sent_as_sums(self.config)
         released, outcome = privatized(plan, checked.tensors, maps, bits, as_sums)

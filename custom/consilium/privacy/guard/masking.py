@@ -11,15 +11,15 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors
 from consilium.privacy.guard import task_schedule
-from consilium.privacy.guard.audit_trail import AuditTrail
+from consilium.privacy.guard.audit_entries import AuditTrail
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.plan import DEVIATIONS, Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.client import Party
-from consilium.privacy.secagg.record import FILE, SiteRecord
 from consilium.privacy.secagg.server import MASKED
+from consilium.privacy.secagg.site_record import FILE, SiteRecord
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_whole
 from consilium.privacy.secagg.terms import Message, Terms, read_attempt
 from consilium.strategies.strategy import Strategy
@@ -118,8 +118,8 @@ class Masking:
                 Reason.JOB,
             )
 
-    def within_room(self, run: str, sums: Tensors, plan: Plan) -> Tensors:
-        """Return a step's sums (whole units of the grid), each number limited so that there is room for the noise.
+    def clamp_sums(self, run: str, sums: Tensors, plan: Plan) -> Tensors:
+        """Return a step's sums (whole units of the grid), each number clamped to leave room for noise in the masks' integers.
 
         The sum of many units' gradients may be larger than one clip, and a refusal would reveal that. Limiting each number
         before the noise never increases the distance between the sums of two data sets.

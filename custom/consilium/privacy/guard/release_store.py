@@ -16,8 +16,8 @@ from consilium.core.errors import CheckpointError, ConsiliumError, Reason, Refus
 from consilium.core.messages import Payload
 from consilium.core.storage import digest, load_state, locked, noted, room_for, save_state, unreadable, write_json
 from consilium.privacy.accounting.composition import VOID, Entry
-from consilium.privacy.guard import audit_trail, task_schedule
-from consilium.privacy.guard.audit_trail import AuditTrail, Charges
+from consilium.privacy.guard import audit_entries, task_schedule
+from consilium.privacy.guard.audit_entries import AuditTrail, Charges
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 
 FILE = "released.safetensors"
@@ -168,9 +168,9 @@ class ReplayPolicy:
         known = [row for row in self.charges.ledger.entries(self.charges.dataset) if row.run.startswith(run)]
         names = {}
         for place in places:
-            names[place] = audit_trail.ledger_run_id(known, run, place)
+            names[place] = audit_entries.ledger_run_id(known, run, place)
             with suppress(RefusedError):  # an unreadable refusal counts as unpaid here; its own round raises the error
-                if (refusal := audit_trail.load_refusal(self.folder / run, place)) is not None:
+                if (refusal := audit_entries.load_refusal(self.folder / run, place)) is not None:
                     names[place] = refusal.row
         return [self.charges.row(name, place) for place, name in names.items() if name]
 
@@ -181,7 +181,7 @@ class ReplayPolicy:
         terms, and if training has begun in a newer round or phase and the answer was not paid.
         """
         charges, folder, place = self.charges, self.folder / task.run, "round {} phase {}".format(*task.place)
-        refusal = audit_trail.load_refusal(folder, task.place)
+        refusal = audit_entries.load_refusal(folder, task.place)
         row = charges.row(refusal.row if refusal else task.ledger_run, task.place)
         paid = charges.ledger.released(row) or (refusal is not None and not refusal.row)
         if not paid:
@@ -223,8 +223,8 @@ class ReplayPolicy:
         try:
             if (stored := self.stored_answer(task)) is None:
                 row = self.charges.row(task.ledger_run, task.place)
-                refusal = audit_trail.StoredRefusal(reason, task.ledger_run, row)
-                audit_trail.save_refusal(self.folder / task.run, task.place, refusal)
+                refusal = audit_entries.StoredRefusal(reason, task.ledger_run, row)
+                audit_entries.save_refusal(self.folder / task.run, task.place, refusal)
                 self._pay_refusal(task, refusal)
                 return reason
         except ConsiliumError as error:
@@ -232,11 +232,11 @@ class ReplayPolicy:
             return error.reason
         return stored
 
-    def _pay_refusal(self, task: AuthorizedTask, refusal: audit_trail.StoredRefusal) -> None:
+    def _pay_refusal(self, task: AuthorizedTask, refusal: audit_entries.StoredRefusal) -> None:
         """Pay for a stored refusal and record its cost, each once. Refusals of a former version are paid and have no row."""
         if refusal.row:
             row = self.charges.row(refusal.row, task.place)
             self.charges.check_terms(refusal.terms, row)
-            self.charges.pay(row, audit_trail.REFUSAL_DIGEST)
+            self.charges.pay(row, audit_entries.REFUSAL_DIGEST)
             about: dict[str, Any] = {"round": row.round, "phase": row.phase, "row": refusal.row}
             self.trail.note("refusal", spends=True, reason=refusal.reason.value, **about)

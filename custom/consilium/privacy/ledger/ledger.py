@@ -28,7 +28,7 @@ from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import open_private, private_folder
 from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
-from consilium.privacy.ledger.audit import FILE, AuditLog, Line, lines
+from consilium.privacy.ledger.audit_log import FILE, AuditLog, Line, lines
 from consilium.privacy.secagg import sum_ledger
 
 Sealed = tuple[float, Entry, str]

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.privacy.secagg.sealing import check_public, sign, signed
+from consilium.privacy.secagg.sealing import check_public, is_signed_by, sign
 from consilium.privacy.secagg.terms import Message, is_field, refused
 
 LEAST_BITS = 2048
@@ -140,7 +140,9 @@ def _signed_fields(job: str, run: str, name: str, key: str) -> tuple[bytes, ...]
 
 def check_entry(found: Any, key: rsa.RSAPublicKey, job: str, run: str, name: str) -> None:
     """Raise RefusedError unless the key in an entry is signed by the site `name` for this run of this job."""
-    if len(found["key"]) != _KEY or not signed(key, found["signature"], "hello", *_signed_fields(job, run, name, found["key"])):
+    if len(found["key"]) != _KEY or not is_signed_by(
+        key, found["signature"], "hello", *_signed_fields(job, run, name, found["key"])
+    ):
         raise refused(f"the key of {name[:80]!r} is not signed by it")
 
 

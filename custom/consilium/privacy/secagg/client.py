@@ -28,8 +28,8 @@ from consilium.privacy.secagg.messages import (
     note_trained,
     read_cohort,
 )
-from consilium.privacy.secagg.record import SiteRecord
 from consilium.privacy.secagg.sealing import canonical, sign
+from consilium.privacy.secagg.site_record import SiteRecord
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
 from consilium.privacy.secagg.terms import (
     Message,

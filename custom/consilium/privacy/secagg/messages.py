@@ -9,7 +9,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.privacy.secagg.arithmetic import Layout
-from consilium.privacy.secagg.sealing import canonical, signed
+from consilium.privacy.secagg.sealing import canonical, is_signed_by
 from consilium.privacy.secagg.terms import Message, Place, Terms, is_field, mask_context, refused
 
 Keys = Mapping[str, rsa.RSAPublicKey]
@@ -53,7 +53,7 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
         if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
             raise refused(f"the prepared keys of {party!r} are invalid")
         signed_fields = context, party.encode(), found["key"].encode(), found["seed"].encode()
-        if not signed(keys[party], found["signature"], "prepare", *signed_fields):
+        if not is_signed_by(keys[party], found["signature"], "prepare", *signed_fields):
             raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
     answer = attempt["prepare"]["answer"]
     if any(prepared[name][field] != answer[field] for field in ("key", "seed")):
@@ -100,7 +100,7 @@ def cancellations(terms: Terms) -> int:
 def _count_valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: bytes) -> int:
     if not isinstance(found, dict) or not all(map(is_field, found.values())):
         return 0
-    return sum(name in found and signed(keys[name], found[name], kind, *fields) for name in names)
+    return sum(name in found and is_signed_by(keys[name], found[name], kind, *fields) for name in names)
 
 
 # the phase before -----------------------------------------------------------------------------------------------------

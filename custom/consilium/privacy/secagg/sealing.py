@@ -56,7 +56,7 @@ def sign(key: rsa.RSAPrivateKey, kind: str, *fields: bytes) -> str:
     return key.sign(encode_fields(kind, *fields), _PADDING, _HASH).hex()
 
 
-def signed(key: rsa.RSAPublicKey, signature: str, kind: str, *fields: bytes) -> bool:
+def is_signed_by(key: rsa.RSAPublicKey, signature: str, kind: str, *fields: bytes) -> bool:
     """Tell whether `signature` is a valid signature of this message by `key`."""
     try:
         key.verify(bytes.fromhex(signature), encode_fields(kind, *fields), _PADDING, _HASH)

@@ -21,7 +21,7 @@ from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
 from consilium.privacy.secagg.certificates import admit, public_key
 from consilium.privacy.secagg.messages import Keys, cancellations
-from consilium.privacy.secagg.sealing import canonical, signed
+from consilium.privacy.secagg.sealing import canonical, is_signed_by
 from consilium.privacy.secagg.terms import (
     Message,
     Place,
@@ -102,7 +102,7 @@ class Attempt:
         fields = {field: _read_text(answer, field) for field in ("key", "seed", "signature")}
         told = self.context, name.encode(), fields["key"].encode(), fields["seed"].encode()
         shares = answer.get("shares")
-        if not signed(self.keys[name], fields["signature"], "prepare", *told):
+        if not is_signed_by(self.keys[name], fields["signature"], "prepare", *told):
             raise RefusedError("its prepared keys are not signed by it for this attempt")
         if (
             not isinstance(shares, dict)
@@ -174,7 +174,7 @@ class Attempt:
     def take_confirmed(self, name: str, answer: Message, survivors: list[str], masks: bytes) -> None:
         """Store a site's signature on the sum: on the mask context `masks` and the survivors."""
         signature = _read_text(answer, "signature")
-        if not signed(self.keys[name], signature, "confirm", masks, canonical(survivors)):
+        if not is_signed_by(self.keys[name], signature, "confirm", masks, canonical(survivors)):
             raise RefusedError("its confirmation is not of this sum, or it was sent another model than others")
         self.answers.put("confirm", name, {"signature": signature})
 
@@ -188,7 +188,7 @@ class Attempt:
         signature, shares = _read_text(answer, "signature"), answer.get("shares")
         if not isinstance(shares, dict) or shares.keys() != set(parties) or not all(map(_is_share, shares.values())):
             raise RefusedError("its shares are not one of every party")
-        if not signed(self.keys[name], signature, "reveal", masks, canonical(shares)):
+        if not is_signed_by(self.keys[name], signature, "reveal", masks, canonical(shares)):
             raise RefusedError("its shares are not signed by it for this sum")
         self.answers.put("reveal", name, {"shares": shares})
 
@@ -211,7 +211,7 @@ class Attempt:
     def take_cancelled(self, name: str, answer: Message) -> None:
         """Store a site's signed cancellation."""
         signature = _read_text(answer, "signature")
-        if not signed(self.keys[name], signature, "cancel", self.context):
+        if not is_signed_by(self.keys[name], signature, "cancel", self.context):
             raise RefusedError("its cancellation is not of this attempt")
         self.answers.put("cancel", name, {"signature": signature})
 
@@ -251,7 +251,10 @@ class Attempt:
         return words
 
     def _reconstruct(self, name: str, signed_value: str, public: Callable[[bytes], str]) -> bytes:
-        """Return a secret of a site from its shares. Raises ConsiliumError unless `public` of it is what the site signed."""
+        """Return a secret of a site, reconstructed from its shares.
+
+        Raises ConsiliumError if `public(secret)` is not `signed_value`, which the site signed when it prepared.
+        """
         revealed = sorted(self.answers.of("reveal").items())[: self.terms.threshold]
         points = {self.cohort.index(who) + 1: int(one["shares"][name], 16) for who, one in revealed}
         secret = sealing.reconstruct(points)

@@ -39,7 +39,7 @@ from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.sanitize import few
 from consilium.core.schema import SMALLEST_NOISE
 from consilium.core.storage import file_lock, room_for
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 
 # differencing ----------------------------------------------------------------------------------------------------------
 # Differencing: what a server learns by combining sums over several sets of hospitals, if training is repeatable and no noise is
@@ -209,7 +209,7 @@ class SumLedger:
                 if same and line["least"] >= least and self.data <= set(line["data"]):
                     return str(line["seal"])
             said = {"sites": sorted(new), "data": sorted(self.data), "least": least, "weights": self.weights}
-            audit.AuditLog(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
+            audit_log.AuditLog(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
             return str(self._read()[-1]["seal"])
 
     def _read(self) -> list[dict[str, Any]]:
@@ -293,14 +293,16 @@ def check_whole(records: Path) -> int:
 def lost(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
     """Yield (record, seal) for every seal in a record under `records` that no line has or accepts as lost."""
     known = {line["seal"] for line in lines} | {seal for line in lines if line["kind"] == ACCEPTED for seal in line["lost"]}
-    for path in sorted(records.rglob(audit.FILE)):
-        yield from ((path, seal) for line in audit.lines(path) if (seal := line.get(SEAL)) is not None and seal not in known)
+    for path in sorted(records.rglob(audit_log.FILE)):
+        yield from (
+            (path, seal) for line in audit_log.lines(path) if (seal := line.get(SEAL)) is not None and seal not in known
+        )
 
 
 def unlisted(records: Path) -> list[PastSum]:
     """Return the sums that records of what left name and the ledger lacks: from a former version, or from lost lines."""
     known = {line["seal"] for line in read(records / FILE)}
-    return [one for path in sorted(records.rglob(audit.FILE)) for one in _unlisted(audit.lines(path), known)]
+    return [one for path in sorted(records.rglob(audit_log.FILE)) for one in _unlisted(audit_log.lines(path), known)]
 
 
 def _unlisted(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]:
@@ -346,8 +348,8 @@ def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
     check_whole(records)
     said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
     with _locked(records / FILE):
-        audit.AuditLog(records / FILE).add(said, again=True)
-    audit.AuditLog(records / audit.FILE).add(said | {"kind": "sum allowed"}, again=True)
+        audit_log.AuditLog(records / FILE).add(said, again=True)
+    audit_log.AuditLog(records / audit_log.FILE).add(said | {"kind": "sum allowed"}, again=True)
     return said
 
 
@@ -364,10 +366,10 @@ def accept(records: Path, stamp: str) -> dict[str, Any]:
         except RefusedError:
             aside = path.rename(path.with_name(f"{FILE}.{stamp}"))
             for line in _readable_sums(aside):
-                audit.AuditLog(path).add(line, again=True)
+                audit_log.AuditLog(path).add(line, again=True)
             lines = read(path)
         if gone := sorted({seal for _, seal in lost(records, lines)}):
-            audit.AuditLog(path).add({"kind": ACCEPTED, "lost": gone}, again=True)
+            audit_log.AuditLog(path).add({"kind": ACCEPTED, "lost": gone}, again=True)
     return {"lost_sums": gone, "sums_set_aside": str(aside) if aside else None}
 
 
@@ -384,7 +386,7 @@ def _readable_sums(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time check and write. The AuditLog that writes the file uses a different lock, see audit.py."""
+    """Let one process at a time check and write. The AuditLog that writes the file uses a different lock, see audit_log.py."""
     with room_for(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = file_lock(path.with_name(f".{path.name}.lock"))

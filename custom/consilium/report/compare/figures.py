@@ -191,7 +191,7 @@ def draw(
 
 def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw validation scores by round, CURVES methods per panel: means over sites and seeds, and single seeds as thin lines."""
-    found = {method: _curve(scores, method) for method in scores.group.methods}
+    found = {method: _curves_by_seed(scores, method) for method in scores.group.methods}
     drawn = [method for method, seeds in found.items() if seeds and len(next(iter(seeds.values()))) > 1]
     if not drawn:
         return "no run validated this model at all sites in two rounds"
@@ -231,8 +231,8 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins), rows)
 
 
-def _curve(scores: GroupScores, method: str) -> dict[str, Curve]:
-    """Return a method's mean validation score over sites, by seed and round.
+def _curves_by_seed(scores: GroupScores, method: str) -> dict[str, Curve]:
+    """Return a method's curves by seed: the validation score by round, as mean over sites.
 
     The sites are those that any run of the group validated. A seed is left out if it lacks a site, and a round is left out
     unless all seeds have it at all sites.

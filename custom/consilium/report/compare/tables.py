@@ -194,7 +194,9 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
     `there`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
     """
     group, count, sites = scores.group, len(scores.group.seeds), number_of(len(scores.inside), "site")
-    title = f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
+    title = group.with_group_name(
+        f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
+    )
     each = "site" if scores.columns == scores.sites else f"at the worst, the median and the best of {sites}"
     spread = f"the mean over {count} seeds ± their standard deviation" if count > 1 else "of one seed"
     over = f"{sites} and {count} seeds, ± the standard deviation over seeds" if count > 1 else f"{sites}, of one seed"

@@ -94,8 +94,8 @@ def _in_words(told: Mapping[str, str]) -> str:
     return "; ".join(texts[:COLOURED]) + (f"; and {len(texts) - COLOURED} more sites." if len(texts) > COLOURED else ".")
 
 
-def model_figure(name: str, results: Results, metric: str, label: str) -> Markup | None:
-    """Draw the scores of the three models with their 95 % intervals, in a row per site. None without scores."""
+def score_intervals_figure(name: str, results: Results, metric: str, label: str) -> Markup | None:
+    """Draw the scores of the three models side by side, with 95 % intervals, in a row per site. None without scores."""
     keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
     found = {site: {s: one[key] for s, key in keys.items() if known(one.get(key)) is not None} for site, one in results.items()}
     rows = dict([(site, found[site]) for site in sorted(found) if found[site]][:MOST_ROWS])

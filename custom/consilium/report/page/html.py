@@ -146,7 +146,10 @@ Statement = tuple[list[str], list[tuple[str, str]]]
 
 
 def privacy_statement(record: RunRecord) -> Statement:
-    """Return the privacy statement of a run: what is promised, from whom it protects, and the noise."""
+    """Return a run's privacy statement, not yet HTML: sentences, and facts as (name, value).
+
+    It says what is promised, from whom it protects, and the noise.
+    """
     if (private := record.config.privacy) is None:
         return [NONE], []
     if record.privacy is not None:

@@ -12,7 +12,7 @@ from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
 from consilium.core.sanitize import few, number_of, shown
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit import FILE, read
+from consilium.privacy.ledger.audit_log import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.audit_tables import audit_tables
 from consilium.report.best_worst_cases import CASES
@@ -23,7 +23,7 @@ from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
 from consilium.report.live_view import early_stop_text, when
-from consilium.report.page.cases import curve_figure as draw_curves, model_figure as draw_models, read_cases, site_section
+from consilium.report.page.cases import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
 from consilium.report.run_files import versions
@@ -74,7 +74,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "facts": _facts(record, simulated),
         "running": record.results is None,
         "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
-        "models": draw_models("models", record.closing, record.metric, label),
+        "models": score_intervals_figure("models", record.closing, record.metric, label),
         "meant": MEANT,
         "crossed": None if crossed is None else crossed.table(),
         "confused": confused,

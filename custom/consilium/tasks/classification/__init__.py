@@ -63,7 +63,7 @@ class ClassificationConfig(PictureSettings, TaskConfig):
         """See TaskConfig."""
         return len(self.classes)
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """See TaskConfig. With `balance` the site's class counts influence every record's gradient."""
         if self.balance != "none":
             raise ValueError(

@@ -23,7 +23,7 @@ from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Answered, Batch, Classified, SampledTask, UnitScores, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.classification import ClassificationConfig, F1Classes
-from consilium.tasks.classification.texts import TextSamples, padded, require_kind, words_of
+from consilium.tasks.classification.text_samples import TextSamples, padded, require_kind, words_of
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6

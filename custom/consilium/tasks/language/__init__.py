@@ -115,7 +115,7 @@ class LanguageConfig(TaskConfig):
             raise ValueError("false where learn is preference, which compares two answers to a prompt; use false")
         return value
 
-    def keep_apart(self) -> None:
+    def check_per_sample_gradients(self) -> None:
         """See TaskConfig. Raises ValueError."""
         if self.packed:
             raise ValueError(

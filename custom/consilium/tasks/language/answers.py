@@ -164,7 +164,10 @@ def metamath_reference(text: str) -> str | None:
 
 
 def _normalized(answer: str) -> str:
-    """Return the first line of an answer without characters that do not change its meaning."""
+    """Return the first line of an answer, or of its \\boxed{}, without LaTeX, Markdown and the left side of "x = 5".
+
+    Case and punctuation stay.
+    """
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))

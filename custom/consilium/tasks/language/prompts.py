@@ -1,4 +1,4 @@
-"""Prompts: the text of a record by the job's template or the tokenizer's chat template."""
+"""Prompts as text, before tokenization: a record put into the job's template or the tokenizer's chat template."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

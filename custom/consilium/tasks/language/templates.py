@@ -36,12 +36,12 @@ class _Renderer:
 
     _process: subprocess.Popen[str] | None
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def send_request(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the reply. Raises TemplateFailure if the process ends instead."""
         with self._lock:
             process = self._process = self._process or self._begin()
             try:
-                if reply := _exchange(process, json.dumps(question, default=str) + "\n"):
+                if reply := _exchange(process, json.dumps(request, default=str) + "\n"):
                     return dict(json.loads(reply))
             except BaseException:  # after an interrupted exchange the next request would read this one's reply
                 process.kill()
@@ -104,7 +104,7 @@ def marked(
 
     Without `marks` there are no parts. Raises TemplateFailure.
     """
-    answer = _renderer.ask({"template": template, "turns": list(turns), "values": dict(values), "marked": marks})
+    answer = _renderer.send_request({"template": template, "turns": list(turns), "values": dict(values), "marked": marks})
     if "text" not in answer:
         raise TemplateFailure(answer["kind"], answer["error"])
     return answer["text"], [(begin, end) for begin, end in answer["marked"]]

@@ -37,7 +37,7 @@ REPORT = TaskKind(
     ReportConfig,
     scores,
     metric_names,
-    partial(read_texts, pictures=True),
+    partial(read_texts, require_pictures=True),
     lazy(f"{_TASK}:build"),
     file="training.jsonl",
     rehearse=lazy(f"{_TASK}:rehearse"),

@@ -18,7 +18,7 @@ from consilium.data.sample_check import image_shape
 from consilium.data.settings import PictureSettings, read_as
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
-from consilium.models.vision_language.layout import Picture
+from consilium.models.vision_language.image_inputs import Picture
 from consilium.models.vision_language.network import picture
 from consilium.tasks.base import Batch
 from consilium.tasks.language.losses import Row

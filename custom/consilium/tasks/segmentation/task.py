@@ -23,7 +23,7 @@ from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
-from consilium.tasks.embeddings import Embeddings
+from consilium.tasks.embedding_cache import EmbeddingCache
 from consilium.tasks.segmentation import SegmentationConfig, prompts_of
 from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
@@ -68,7 +68,7 @@ class SegmentationTask(SampledTask):
         self.num_samples = len(data.splits["training"])
         self.scored: UnitScores | None = None
         self.workers = data.loading.workers
-        self._embeddings: Embeddings | None = None
+        self._embeddings: EmbeddingCache | None = None
         self._kept, self._room = dict[Item, tuple[tuple[int, ...], np.ndarray]](), MASK_BYTES
         self._samples = SampleCache(
             data,
@@ -83,12 +83,12 @@ class SegmentationTask(SampledTask):
         what = f"at the model's {self.size} pixels; single pixels are marked instead: raise model.image_size, or set task.tiles"
         return [
             f"nothing of {name} is left in {count} of {len(self.data.splits[split])} {split} pictures {what}"
-            for (split, name), count in sorted(self._samples.small.items())
+            for (split, name), count in sorted(self._samples.vanished_classes.items())
         ]
 
     def remember(self, encoder: str) -> None:
         """Cache the embeddings of pictures from now on, under the name of the frozen encoder. Augmented pictures differ."""
-        self._embeddings = Embeddings(self._samples.store, encoder)
+        self._embeddings = EmbeddingCache(self._samples.store, encoder)
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return these samples of the training split, augmented with `seed`; {} if none of them can be read."""
@@ -141,7 +141,11 @@ class SegmentationTask(SampledTask):
         For a list that ignores unfit samples only those of `split` are returned, because such a job protects training pictures.
         """
         told = {split} if self.data.loading.ignore_unfit else set(SPLITS)
-        return {f"{TOO_SMALL}/{where}/{name}": float(n) for (where, name), n in self._samples.small.items() if where in told}
+        return {
+            f"{TOO_SMALL}/{where}/{name}": float(n)
+            for (where, name), n in self._samples.vanished_classes.items()
+            if where in told
+        }
 
     def _unit_scores(self, items: Sequence[Item], units: Sequence[Item], shown_by: Sequence[Item], dice: Tensor) -> UnitScores:
         """Return each unit's mean Dice over its classes.

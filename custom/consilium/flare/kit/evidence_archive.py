@@ -36,7 +36,7 @@ from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
 from consilium.flare.kit.kit_contents import certificate, kit_name, private_key
 from consilium.flare.kit.root_ca import fingerprints, named_root
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
 
 MANIFEST, SIGNATURE, CERTIFICATE, ROOT = "manifest.json", "manifest.sig", "kit.crt", "rootCA.pem"
@@ -90,7 +90,7 @@ def check_chains(files: Mapping[str, bytes]) -> dict[str, Any]:
             path = Path(place) / name
             path.write_bytes(files[name])
             try:
-                read = audit.verified(path)
+                read = audit_log.verified(path)
             except Exception as error:  # a site can sign arbitrary bytes
                 found["record"] = f"{name} cannot be read ({error})"
                 continue

@@ -1,4 +1,7 @@
-"""Admission: why a server refuses a participant. Logs, doctor, `consilium sites` and metrics use the same list of causes."""
+"""Why a server refuses the connection or registration of a participant.
+
+Logs, doctor, `consilium sites` and metrics use the same list of causes.
+"""
 
 import io
 import logging

@@ -1,6 +1,6 @@
 """The guard's entries in the record of what left a site, its stored refusals, and the charges of a private job.
 
-The record itself is privacy/ledger/audit.py.
+The record itself is privacy/ledger/audit_log.py.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from consilium.core.linalg.norms import norms
 from consilium.core.messages import Payload, Tensors
 from consilium.core.storage import noted, room_for, unreadable, write_json
 from consilium.privacy.accounting.composition import DISCRETE, Entry
-from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import Plan
 
@@ -67,7 +67,7 @@ class AuditTrail:
     job_id: str
     run: str = ""
     digest: str = field(init=False)
-    _records: dict[Path, audit.AuditLog] = field(default_factory=dict, init=False)
+    _records: dict[Path, audit_log.AuditLog] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.digest = self.config.digest
@@ -98,8 +98,8 @@ class AuditTrail:
             }
         if spends and self.plan is not None:
             line["privacy"] = privacy_of(self.plan, self.seeded)
-        path = self.folder / self.run / audit.FILE
-        self._records.setdefault(path, audit.AuditLog(path)).add(line, again)
+        path = self.folder / self.run / audit_log.FILE
+        self._records.setdefault(path, audit_log.AuditLog(path)).add(line, again)
 
 
 # refusals --------------------------------------------------------------------------------------------------------------

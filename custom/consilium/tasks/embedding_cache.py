@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from consilium.data.disk_cache import DiskCache, salted_hash
 
 
-class Embeddings:
-    """Embeddings of pictures by one encoder; `identity` names its weights and settings. Without a store none is cached."""
+class EmbeddingCache:
+    """Computes embeddings of pictures by one encoder, or takes them from `store`. None: nothing is cached.
+
+    `identity` names the encoder's weights and settings.
+    """
 
     def __init__(self, store: DiskCache | None, identity: str) -> None:
         self._store, self._identity = store, identity

@@ -1,4 +1,4 @@
-"""Texts as samples of the classification task, as token ids."""
+"""Texts to be classified, as token ids: the samples of the classification task where a record is a text."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

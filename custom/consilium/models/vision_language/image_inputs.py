@@ -1,4 +1,4 @@
-"""The input of pictures by architecture: a picture's tokens in a text, and the layout of its pixels.
+"""What each architecture makes of a picture: which tokens stand for it in the text, and how its pixels are laid out.
 
 It equals that of `transformers`' processors for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, PaliGemma, Gemma 3 and LLaVA, with one picture
 per text and a side fixed by the job. So all pictures have the same number of tokens, and no processor is needed; most need

@@ -1,4 +1,4 @@
-"""Statistics that may leave a site: counts that cover no person or at least `minimum` persons, once per data set.
+"""Statistical disclosure control, without noise: counts of no person or at least `minimum` persons, once per data set.
 
 **Small counts.** A cell is one class, one size range or one range of grey levels. The order of the cells does not depend on the
 data. A cell of 1 to minimum - 1 people is merged with the cells after it until the group has at least `minimum` people. A
@@ -125,11 +125,13 @@ def question(config: JobConfig) -> str:
 
 
 def check_question(folder: Path, dataset: str, config: JobConfig, listed: str = "") -> None:
-    """Raise RefusedError if the site has answered a different question about this data set; `listed` as in `answer`."""
+    """Raise RefusedError if the site has answered a different question about this data set; `listed` as in `answer_once`."""
     _read_stored_answer(folder, _stored_name(folder, dataset, listed), config)
 
 
-def answer(folder: Path, dataset: str, config: JobConfig, counted: Tally, terms: Terms, listed: str = "") -> dict[str, Any]:
+def answer_once(
+    folder: Path, dataset: str, config: JobConfig, counted: Tally, terms: Terms, listed: str = ""
+) -> dict[str, Any]:
     """Return the one answer about a data set. The first call computes it and stores it in `folder`.
 
     `listed`: the path of the data list, the former name of the data set; an answer stored under it stays valid. Raises

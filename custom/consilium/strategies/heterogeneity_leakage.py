@@ -1,5 +1,7 @@
 """The two parts of a shared factor's update: common drift, and leakage from the sites' private factors.
 
+Leakage here is the part of the gradient that comes from differences between the sites. It is no leak of private data.
+
 Let B be shared and A_k private, G_k the gradient of the layer's product at site k, and Abar = sum p_k A_k (Eq. 13):
 
     sum p_k G_k A_k' = sum p_k G_k Abar' (common drift) + sum p_k G_k (A_k - Abar)' (heterogeneity leakage)
