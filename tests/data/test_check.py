@@ -44,6 +44,7 @@ def test_every_kind_of_problem_is_counted_and_named(tmp_path: Path) -> None:
         "duplicate between splits": 1,
     }
     assert report.warnings == {
+        "small split": [f"{split}; its scores will say little" for split in ("validation: 1 sample", "test: 2 samples")],
         "empty mask": ["training: d.png", "test: g.png"],
         "class of the job that a split lacks": ["test: nucleus"],
     }

@@ -24,7 +24,7 @@ from consilium.estimates.flops import Samples, own_samples, run_flops, step_flop
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.trainable_checks import trained_set
-from consilium.report.tables import Table, columns
+from consilium.report.tables import Table, columns, size
 from consilium.training.device import multiplies_bf16
 
 
@@ -60,11 +60,13 @@ def cost(
             yield f"{k} adapters of {each:,} parameters; {low} are sent: {saved:g} times fewer bytes than all of them"
         rows = []
         for index, one in enumerate(costs):
-            numbers = (one.trainable, one.up, one.down, one.total, one.bytes_up // 1024, one.bytes_down // 1024)
-            rows.append([one.strategy + " *" * (index == 0), *(f"{n:,}" for n in numbers)])
-        heads = columns("strategy", "trainable", "up", "down", "up + down", "KiB up", "KiB down")
+            numbers = (one.trainable, one.up, one.down, one.total)
+            rows.append(
+                [one.strategy + " *" * (index == 0), *(f"{n:,}" for n in numbers), size(one.bytes_up), size(one.bytes_down)]
+            )
+        heads = columns("strategy", "trainable", "up", "down", "up + down", "bytes up", "bytes down")
         yield Table(f"{config.name}: parameters per site and round; * this job", heads, rows)
-        mib = {name: f"{size / 2**20:,.1f} MiB" for name, size in whole.items()}
+        mib = {name: size(count) for name, count in whole.items()}
         moved = f"{config.training.rounds} rounds move {mib['run_site']} up and down at a site"
         yield f"* trains {mib['trained']}; {moved}, {mib['run']} at {number_of(sites, 'site')}"
         yield f"* a step computes {computes['step'] / 1e9:,.4g} GFLOP, a scored sample {computes['scored'] / 1e9:,.4g}"

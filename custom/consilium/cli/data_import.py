@@ -11,8 +11,9 @@ import typer
 from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import few, shown
 from consilium.core.storage import nothing_left_on_failure
+from consilium.data.check_report import FEW
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import IMPORTERS, import_sets
 from consilium.data.pairs import parse
@@ -115,6 +116,14 @@ def _lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
         rows = [[site, *map(str, counts.values())] for site, counts in summary["sites"].items()]
         yield Table(f"{summary['name']}: samples per site", columns("site", "training", "validation", "test"), rows)
         yield from (f"note: {shown(note, 1000)}" for note in summary["notes"])
+        small = [
+            f"{shown(site)} {split} {count}"
+            for site, counts in summary["sites"].items()
+            for split, count in counts.items()
+            if split != "training" and 0 < count < FEW
+        ]
+        if small:
+            yield f"note: small splits, whose scores will say little: {few(small, 8)}"
         if summary["classes"] is not None:
             yield f"task.classes: {json.dumps(summary['classes'])}"
         files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"

@@ -46,7 +46,7 @@ def check_datalist(
         report.samples[split] += 1
         report.bad[split] += 1
         report.problem(error.kind, str(error).removeprefix(f"{path}: "))
-    report.check_empty_splits()
+    report.check_split_sizes()
     for kind, line in data.notes:
         report.warn(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from consilium.core.sanitize import number_of
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.settings import Value
 
@@ -20,6 +21,8 @@ WORTHLESS = frozenset(
 )  # fmt: skip
 """Problems that let training run but make its scores worthless. All others stop it."""
 NO_TRAINING = "no training samples"
+FEW = 5
+"""A split of fewer samples is reported as small."""
 TEST_ALONE = "no training samples: with test_only: true in its site.yaml such a site tests, else it is refused"
 
 
@@ -65,11 +68,11 @@ class Findings:
     def of(cls, path: Path, data: DataList) -> Self:
         """Return the findings before any sample is opened: the number of samples, and empty splits."""
         found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
-        found.check_empty_splits()
+        found.check_split_sizes()
         return found
 
-    def check_empty_splits(self) -> None:
-        """Report empty splits: a problem if there are neither training nor test samples, otherwise warnings."""
+    def check_split_sizes(self) -> None:
+        """Report empty and small splits: a problem if there are neither training nor test samples, otherwise warnings."""
         if not self.samples["training"] and self.samples["test"]:
             self.warn(TEST_ALONE, self.path)
         elif not self.samples["training"]:
@@ -77,6 +80,8 @@ class Findings:
         for split in SPLITS:
             if split != "training" and not self.samples[split]:
                 self.warn("empty split", split)
+            elif split != "training" and self.samples[split] < FEW:
+                self.warn("small split", f"{split}: {number_of(self.samples[split], 'sample')}; its scores will say little")
 
     def problem(self, kind: str, line: str, item: Item | None = None) -> None:
         """Add a problem of this kind. `item`: the sample, to show its picture in the report."""

@@ -251,14 +251,14 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
     found = {
         meaning: meaning,
         f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
-        f"mean over {len(scores.inside)} sites{' ± standard deviation over seeds' if seeds > 1 else ''}; seeds: those with all "
-        f"sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
+        f"mean over {number_of(len(scores.inside), 'site')}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
+        f"seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
         f"no score of this metric at: {few(scores.unscored)}": scores.unscored,
         too_few if seeds < FEWEST_SEEDS else f"95 % seeds: {bootstrap}": True,
         f"95 % test set: from {_drawn(scores)} {apart}, by MOVER": True,
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
-        f"rank: 1 is best; averaged over {blocks} sites": blocks,
+        f"rank: 1 is best; averaged over {number_of(blocks, 'site')}": blocks,
         f"{MARK} seeds are missing, see below": marked,
         f"no such model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
