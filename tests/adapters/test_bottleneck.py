@@ -99,7 +99,7 @@ def test_only_adapters_train_and_a_decoder_where_it_may() -> None:
 
 def test_the_base_is_evaluated_with_its_own_decoder() -> None:
     model, images, before = tiny(decoder="keep")
-    layers.load(model, initial(model, 0) | layers.unchanged(model))
+    layers.load(model, initial(model, 0) | layers.zero_base_changes(model))
     with torch.no_grad():
         assert torch.equal(model(images), before)
         for parameter in layers.tensors(model).values():
@@ -115,7 +115,7 @@ def test_a_change_of_the_base_is_what_was_added_to_its_parameter() -> None:
     model, _, _ = tiny(decoder="share")
     parameter = dict(model.named_parameters())["mask_decoder.iou_token.weight"]
     before, change = parameter.detach().clone(), {"base.mask_decoder.iou_token.weight": torch.full((1, 64), 0.25)}
-    layers.load(model, initial(model, 0) | layers.unchanged(model) | change)
+    layers.load(model, initial(model, 0) | layers.zero_base_changes(model) | change)
     assert torch.equal(parameter, before + 0.25)
     assert torch.allclose(layers.values(model)["base.mask_decoder.iou_token.weight"], torch.full((1, 64), 0.25), atol=1e-6)
     assert torch.equal(layers.parameters_of(model, change)["mask_decoder.iou_token.weight"], before + 0.25)

@@ -180,7 +180,7 @@ def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_pa
     with torch.device("meta"):
         shapes = LORA.shapes(build_sam("tiny", None, 64, 1, weights=False), config, SAM)
     assert {name: tuple(tensor.shape) for name, tensor in layers.tensors(model).items()} == dict(shapes)
-    layers.load(model, initial(model, seed=1) | layers.unchanged(model))
+    layers.load(model, initial(model, seed=1) | layers.zero_base_changes(model))
     base = build_sam("tiny", None, 64, 1)
     torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
     randomize(model)

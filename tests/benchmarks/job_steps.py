@@ -34,7 +34,7 @@ from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError
-from consilium.estimates.flops import step_flops, work_of
+from consilium.estimates.flops import flops_per_sample, step_flops
 from consilium.estimates.memory import Live
 from consilium.federation.job import Job, assemble_job, build_model, build_task
 from consilium.tasks.base import Batch, Task
@@ -176,7 +176,7 @@ def bench(
     unit, units = _units(task, config, steps)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
     peak = next((float(tflops) for part, tflops in PEAKS.items() if device.type == "cuda" and part in name), None)
-    return Bench(name, tuple(ways), unit, units, step_flops(job, work_of(job)), peak, device.type == "cpu")
+    return Bench(name, tuple(ways), unit, units, step_flops(job, flops_per_sample(job)), peak, device.type == "cpu")
 
 
 def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> list[Way]:

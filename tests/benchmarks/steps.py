@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.client.evaluator import remember
+from consilium.client.evaluator import remember_embeddings
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.site import CacheConfig, SiteConfig
@@ -67,7 +67,7 @@ def embeddings(folder: Path) -> tuple[Step, Step]:
     config, site = JobConfig.model_validate(raw), SiteConfig(cache=CacheConfig(folder=folder), workers=0)
     model = build_model(config, site).train()
     known, plain = (build_task(config, site_data(config, "site-1", site, folder), site) for _ in range(2))
-    remember(config, model, known)
+    remember_embeddings(config, model, known)
     batch = plain.batch([0, 1, 2, 3], 0)
     assert all(tensor.requires_grad for tensor in layers.tensors(model).values())
     return lambda: known.loss(model, batch).backward(), lambda: plain.loss(model, batch).backward()

@@ -117,7 +117,9 @@ def test_a_partition_is_made_checked_and_trained_on(
 def test_errors_are_one_line_and_exit_code_2(
     words: list, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", lambda _, work, *given: work(*given))  # seconds less
+    monkeypatch.setattr(
+        "consilium.flare.job.simulator.Simulator.run_in_child", lambda _, work, *given: work(*given)
+    )  # seconds less
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, *words) == 2
     error = capsys.readouterr().err

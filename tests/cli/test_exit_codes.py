@@ -102,7 +102,7 @@ def test_an_unreachable_server_is_no_failed_job(
     (kit / "startup").mkdir(parents=True)
     (kit / "startup/fed_admin.json").write_text('{"admin": {"username": "a"}}')
     session = "consilium.flare.admin.session"
-    monkeypatch.setattr(f"{session}.check_time", lambda kit: None)
+    monkeypatch.setattr(f"{session}.check_certificate_time", lambda kit: None)
     monkeypatch.setattr(f"{session}.why_no_connection", lambda kit: "hub:8002: connection refused; start it")
     monkeypatch.setattr(f"{session}.new_secure_session", Mock(side_effect=NoConnection("cannot connect for 15 seconds")))
     monkeypatch.chdir(tmp_path)

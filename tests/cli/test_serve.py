@@ -538,7 +538,7 @@ def test_each_record_is_read_once(kit: Path, monkeypatch: pytest.MonkeyPatch) ->
     def counted(function: Any) -> Any:
         return lambda path: (read.update([path]), function(path))[1]
 
-    monkeypatch.setattr(audit_log, "verified", counted(audit_log.verified))
+    monkeypatch.setattr(audit_log, "load_record", counted(audit_log.load_record))
     monkeypatch.setattr(ledger, "lines", counted(ledger.lines))
     page = kit_pages.overview(kit)
     assert row(page, "secret", "4")[5] == "unaltered"

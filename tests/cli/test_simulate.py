@@ -19,7 +19,7 @@ from consilium.cli.main import main
 from consilium.cli.simulate import site_names
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.simulated_sites import kept
+from consilium.federation.simulated_sites import record_sites
 from consilium.report.live_view import LiveView
 from tests.conftest import JOBS, small_config
 
@@ -58,7 +58,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 def test_a_wrong_option_is_one_line_and_nothing_starts(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", lambda _, work, *given: work(*given))  # seconds less
+    monkeypatch.setattr(
+        "consilium.flare.job.simulator.Simulator.run_in_child", lambda _, work, *given: work(*given)
+    )  # seconds less
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for name in ("site-1", "site-2"):
@@ -84,7 +86,7 @@ def test_a_wrong_option_is_one_line_and_nothing_starts(
 def test_a_run_that_is_refused_leaves_no_folder(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", lambda _, work, *given: work(*given))
+    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.run_in_child", lambda _, work, *given: work(*given))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config().model_dump()))
     assert run(monkeypatch, "simulate", "job.yaml", *options) == 2
@@ -223,7 +225,7 @@ def test_who_takes_part_in_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytes
         asked.append(wanted.sites)
         raise ConfigError("stop")
 
-    monkeypatch.setattr("consilium.cli.simulate._in_process", stop)
+    monkeypatch.setattr("consilium.cli.simulate._simulate_in_process", stop)
     keep(tmp_path / "w", {"north": None, "a": None})
     run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume")
     run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume", "--sites", "a,north")
@@ -241,7 +243,7 @@ def test_what_a_run_keeps_of_its_sites() -> None:
         "settings": SiteConfig(device="cpu"),
     }
     lists = {"generated": None, "one": ["/e.json"], "two": ["/d/b.json", "/d/x.json"], "settings": []}
-    assert kept(sites) == (lists, {"generated": "", "one": "", "two": " ", "settings": ""})
+    assert record_sites(sites) == (lists, {"generated": "", "one": "", "two": " ", "settings": ""})
 
 
 def test_ctrl_c_before_the_first_round_and_with_flare(
@@ -253,7 +255,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
     monkeypatch.setattr("consilium.federation.job.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
     assert "interrupted; no round is finished: start it anew" in capsys.readouterr().err
-    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", stop)
+    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.run_in_child", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--engine", "flare") == 130
     assert "a run of --engine flare cannot be resumed: start it anew" in capsys.readouterr().err
 

@@ -41,7 +41,7 @@ def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def listed(*jobs: dict[str, Any]) -> str:
         admin = SimpleNamespace(jobs=lambda: list(jobs), reasons=lambda all: [""] * len(all))
         monkeypatch.setattr("consilium.cli.jobs.connect", lambda kit: nullcontext(admin))
-        monkeypatch.setattr("consilium.cli.jobs.warnings", lambda kit: [])
+        monkeypatch.setattr("consilium.cli.jobs.expiry_warnings", lambda kit: [])
         assert run(monkeypatch, "status", "--kit", tmp_path) == 0
         return capsys.readouterr().out
 

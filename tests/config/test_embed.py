@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from consilium.cli.options import load
-from consilium.config.inline_model_config import job_text
+from consilium.config.inline_model_config import read_job_bytes
 from consilium.config.job import load_job
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
@@ -34,7 +34,7 @@ def test_the_contents_stand_in_the_place_of_the_path(named: str, tmp_path: Path)
         f"model.layers.{i}.self_attn.{p}_proj.lora_{f}" for i in (0, 1) for p in "qkv" for f in "AB"
     }
     sent = tmp_path / "sent.yaml"
-    sent.write_bytes(job_text(path))
+    sent.write_bytes(read_job_bytes(path))
     (tmp_path / "base/config.json").unlink()  # nobody needs it any more
     assert load_job(sent) == config
 
@@ -59,7 +59,7 @@ def test_a_site_opens_no_path_that_a_job_names(tmp_path: Path, monkeypatch: pyte
 def test_a_job_without_a_path_stays_as_its_author_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("# kept\nname: a\n")
-    assert job_text(path) == path.read_bytes()
+    assert read_job_bytes(path) == path.read_bytes()
 
 
 @pytest.mark.parametrize(

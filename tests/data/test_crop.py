@@ -149,17 +149,17 @@ def test_a_short_side_is_padded_and_its_padding_not_scored(tmp_path: Path) -> No
     """10 x 40 at side 20 is 10 x 20: at 20 pixels a side its lower half is padding."""
     entry = picture(tmp_path, "p", np.ones((10, 40), bool), area(10, 40, 0, 10, 30, 40))
     task = scored(tmp_path, [entry], Crop(20, 0.5, 0.999), 20, resize="pad")
-    assert task._inner(task.data.splits["test"][0]) == (10, 20)
+    assert task._size_without_padding(task.data.splits["test"][0]) == (10, 20)
     assert task.evaluate(Bright(), "test", 1)["dice"] == pytest.approx(2 * 100 / (100 + 200))
 
 
 def test_boxes_stand_around_what_the_crop_shows(tmp_path: Path) -> None:
     entry = picture(tmp_path, "p", area(40, 40, 0, 1, 0, 1), area(40, 40, 20, 38, 22, 36))
     task = scored(tmp_path, [entry], Crop(16, 0.999, 0.999), 16, prompt="box")
-    sample = task._prompted(task._samples("test", 0))
+    sample = task._add_prompt(task._samples("test", 0))
     assert sample["prompt"].tolist() == [[0, 0, 11, 13]]  # columns 24 to 36, rows 24 to 38, from the corner (24, 24)
     outside = scored(tmp_path, [entry], Crop(16, 0.0, 0.0), 16, prompt="box")
-    assert outside._prompted(outside._samples("test", 0))["prompt"].isnan().all()
+    assert outside._add_prompt(outside._samples("test", 0))["prompt"].isnan().all()
     assert "dice" not in outside.evaluate(_Boxed(), "test", 1)  # an empty reference is not scored
 
 

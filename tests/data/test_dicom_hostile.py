@@ -18,7 +18,7 @@ from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.codestreams import codestream_shape
 from consilium.data.dicom import files as dicom_files, parsing
-from consilium.data.dicom.masks import contours
+from consilium.data.dicom.masks import read_contours
 from consilium.data.file_kinds import is_dicom
 
 GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
@@ -202,7 +202,7 @@ def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, 
         volumes.labels(tmp_path / "seg.dcm", image)
     monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 215)
     with pytest.raises(DataError, match="3 structures, 216 bytes; at most 215 are"):
-        contours(tmp_path / "rt.dcm", drawn, image)
+        read_contours(tmp_path / "rt.dcm", drawn, image)
 
 
 def test_the_size_of_a_code_is_read_from_its_header() -> None:

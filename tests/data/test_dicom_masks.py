@@ -16,7 +16,7 @@ from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.check_report import Findings
 from consilium.data.datalist import Item
-from consilium.data.dicom.masks import inside
+from consilium.data.dicom.masks import points_inside
 from consilium.data.images import read_labels, read_sample
 from consilium.data.label_map import with_job_labels
 from consilium.data.label_masks import Labels
@@ -203,17 +203,17 @@ def circle(radius: float, count: int = 40, center: tuple[float, float] = (9.3, 1
 def test_a_polygon_holds_the_points_that_matplotlib_finds_in_it(seed: int) -> None:
     points = circle(1, 15) + np.random.default_rng(seed).uniform(-8, 8, (15, 1)) * (circle(1, 15) - [9.3, 10.1])
     grid = np.stack(np.indices((20, 22)), axis=-1).reshape(-1, 2)
-    assert np.array_equal(inside([points], (20, 22)).reshape(-1), Outline(points).contains_points(grid))
+    assert np.array_equal(points_inside([points], (20, 22)).reshape(-1), Outline(points).contains_points(grid))
 
 
 def test_of_a_square_on_the_grid_the_lower_sides_belong_to_it() -> None:
     square = np.array([[1, 1], [4, 1], [4, 3], [1, 3]])
-    assert np.argwhere(inside([square], (6, 5))).tolist() == [[i, j] for i in (1, 2, 3) for j in (1, 2)]
+    assert np.argwhere(points_inside([square], (6, 5))).tolist() == [[i, j] for i in (1, 2, 3) for j in (1, 2)]
 
 
 def test_a_polygon_that_reaches_beyond_the_picture_is_cut_at_its_rim() -> None:
-    assert inside([np.array([[-9, -9], [99, -9], [99, 99], [-9, 99]])], (4, 3)).all()
-    assert not inside([np.array([[-9, -9], [-2, -9], [-2, 99], [-9, 99]])], (4, 3)).any()
+    assert points_inside([np.array([[-9, -9], [99, -9], [99, 99], [-9, 99]])], (4, 3)).all()
+    assert not points_inside([np.array([[-9, -9], [-2, -9], [-2, 99], [-9, 99]])], (4, 3)).any()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from consilium.cli.data_lists import _check, lists_of
+from consilium.cli.data_lists import _check_data_set, find_data_sets
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
@@ -48,7 +48,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def checked(site: Path) -> Findings:
-    return _check(next(iter(lists_of(site).values())), None, None)
+    return _check_data_set(next(iter(find_data_sets(site).values())), None, None)
 
 
 def test_an_image_of_two_places_is_named_and_neither_is_advised(site: Path) -> None:

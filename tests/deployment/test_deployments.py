@@ -11,7 +11,7 @@ import peft
 import pytest
 import yaml
 
-from consilium.cli.audit import _read_record, _records, markdown
+from consilium.cli.audit import _find_record_files, _read_record, markdown
 from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export
@@ -162,7 +162,7 @@ def check_pins(federation: Federation) -> None:
         )
     pin(federation, sites)
     assert federation.wait(federation.submit(job)) == "FINISHED:COMPLETED"
-    page = markdown(_read_record(_records(federation.kit("site-1"))[-1]))
+    page = markdown(_read_record(_find_record_files(federation.kit("site-1"))[-1]))
     assert "masked; read by nobody alone; threshold 3 of 3" in page
     for name in sites:
         rows = [row for row in Ledger(federation.kit(name) / STATE / "ledger.sqlite").entries() if row.count]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.cli.audit import _read_record, _records, markdown
+from consilium.cli.audit import _find_record_files, _read_record, markdown
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.core.errors import Reason
@@ -71,7 +71,7 @@ def test_masked_noise_survives_killed_sites(federation: Federation, tmp_path: Pa
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     claims = [json.loads((one / "privacy.json").read_text()) for one in (folder, reference)]
     assert claims[0] == claims[1]
-    page = markdown(_read_record(_records(federation.kit("site-1"))[-1]))
+    page = markdown(_read_record(_find_record_files(federation.kit("site-1"))[-1]))
     assert "masked; read by nobody alone; threshold 3 of 4" in page
     assert (
         f"epsilon {claims[0]['epsilon']['1e-05']:.4g} at delta 1e-05 so far in this run (site level, zero-out, trust distr"

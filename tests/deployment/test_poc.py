@@ -16,7 +16,7 @@ import yaml
 
 from consilium.cli import kit_pages
 from consilium.core.errors import Reason
-from consilium.flare.admin.kit_metrics import collect
+from consilium.flare.admin.kit_metrics import collect_metrics
 from consilium.flare.kit import key_lock, processes
 from consilium.flare.kit.local_federation import LEAD, LocalFederation
 from tests.conftest import run, small_config
@@ -139,7 +139,7 @@ def _all_sites_refuse_a_private_job(
         assert run(monkeypatch, "status", *words, "--kit", kit) == 0
         told[name] = capsys.readouterr().out
     server = kit.parent / "localhost"
-    (stopped,) = [one for one in collect(server) if one.name == "run_stopped" and one.labels["run"] == "refused"]
+    (stopped,) = [one for one in collect_metrics(server) if one.name == "run_stopped" and one.labels["run"] == "refused"]
     told |= {"metrics": stopped.labels["cause"], "page": html.unescape(kit_pages.overview(server))}
     told["log"] = (server / "log.txt").read_text() + (server.parents[3] / "server.log").read_text()
     for where, text in told.items():

@@ -13,11 +13,11 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
-from consilium.flare.admin.kit_metrics import collect
+from consilium.flare.admin.kit_metrics import collect_metrics
 from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.kit_contents import certificate
+from consilium.flare.kit.kit_contents import certificate_path
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
 from tests.conftest import small_config
@@ -29,7 +29,7 @@ from tests.deployment.network import Relay
 def age(kit: Path, state: Path, days: float) -> None:
     """Let a kit's two certificates be as they are after so many days more, signed by the project's root as they were."""
     key = load_pem_private_key(json.loads(state.read_text())["root_pri_key"].encode(), None)
-    for path in (certificate(kit), kit / "startup/rootCA.pem"):
+    for path in (certificate_path(kit), kit / "startup/rootCA.pem"):
         old = x509.load_pem_x509_certificate(path.read_bytes())
         new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
         new = new.not_valid_before(old.not_valid_before_utc - timedelta(days)).not_valid_after(
@@ -96,7 +96,7 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
         rows = json.loads(consilium(federation, "sites", "--format", "json"))["sites"]
         assert {row["site"]: row["state"] for row in rows} == {"site-1": "here", "site-2": "here", "site-3": "revoked"}
         for name in ("server", "site-3"):
-            assert [one.labels for one in collect(federation.kit(name)) if one.name == "refused"] == [
+            assert [one.labels for one in collect_metrics(federation.kit(name)) if one.name == "refused"] == [
                 {"site": "site-3", "cause": "revoked"}
             ]
         with pytest.raises(ConfigError, match="stop it first: kill"):
@@ -133,7 +133,7 @@ def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_
         assert "GiB of disk free" in consilium(federation, "sites")
         line.reset()
         federation.until(lambda: connection_refusals.noted_cause(kit) is Cause.ENDED, 150, "the cause at site 2")
-        assert [one.labels["cause"] for one in collect(kit) if one.name == "refused"] == ["ended"]
+        assert [one.labels["cause"] for one in collect_metrics(kit) if one.name == "refused"] == ["ended"]
         new = renew(federation.file, federation.kits.parents[1], ["site-2"])
         with pytest.raises(ConfigError, match="stop it first"):
             update_kit(kit, new / "site-2")
@@ -143,7 +143,7 @@ def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_
         federation.kill("server")
         time.sleep(25)  # four heartbeats without an answer
         assert connection_refusals.noted_cause(revoked) is Cause.REVOKED
-        assert [one.labels["cause"] for one in collect(revoked) if one.name == "refused"] == ["revoked"]
+        assert [one.labels["cause"] for one in collect_metrics(revoked) if one.name == "refused"] == ["revoked"]
 
 
 def certificate_days(federation: Federation, site: str) -> int:

@@ -10,7 +10,7 @@ from consilium.adapters.names import is_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job import Job, assemble_job, build_model, laid_out
+from consilium.federation.job import Job, assemble_job, build_meta_model, build_model
 from tests.conftest import small_cells, small_config, small_text
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
@@ -37,7 +37,7 @@ def test_the_server_lays_out_what_a_site_injects(model: str, adapter: dict[str, 
 @pytest.mark.parametrize("model", MAKERS)
 def test_what_is_laid_out_has_no_memory_and_draws_nothing(model: str) -> None:
     config, before = MAKERS[model]("fedit"), torch.random.get_rng_state()
-    made = laid_out(config)
+    made = build_meta_model(config)
     assert {tensor.device.type for tensor in (*made.parameters(), *made.buffers())} == {"meta"}
     assert torch.equal(torch.random.get_rng_state(), before)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from consilium.config.job import JobConfig, load_job
-from consilium.estimates.communication import Cost, adapters, compare, whole_run
+from consilium.estimates.communication import Cost, bottleneck_counts, compare, run_bytes
 from consilium.federation.job import assemble_job
 from consilium.federation.trainable_checks import trained_set
 from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
@@ -108,7 +108,7 @@ def test_biomedclip_counts_the_head_and_leaves_out_what_does_not_fit() -> None:
 def test_bottlenecks_travel_by_their_number() -> None:
     raw = small_config("fedsca").model_dump() | {"strategy": {"name": "fedsca", "low": 3}}
     job = assemble_job(JobConfig.model_validate(raw))
-    found = adapters(job)
+    found = bottleneck_counts(job)
     assert (found["adapters"], found["sent"], found["times_fewer_bytes"]) == (12, 3, 4.0)
     own, everything = compare(job)[0], next(c for c in compare(job) if c.strategy == "fedsca 0")
     assert own.bytes_up * 4 == everything.bytes_up
@@ -145,7 +145,7 @@ def test_fedsca_s_table_3() -> None:
     """
     job = assemble_job(load_job(JOBS / "polyp_fedsca"))
     trained = 4 * (36 * (2 * 768 * 192 + 768 + 192) + 4_058_340)
-    found = whole_run(job, compare(job)[0], 4)
+    found = run_bytes(job, compare(job)[0], 4)
     assert found["trained"] == trained
     assert found["trained"] / 2**20 == pytest.approx(56.2, abs=0.1)
     assert found["one_way"] / 2**30 == pytest.approx(5.5, abs=0.05)

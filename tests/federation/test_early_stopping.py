@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from consilium import __version__
-from consilium.cli.jobs import place
+from consilium.cli.jobs import progress_line
 from consilium.cli.run_results import print_results
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
@@ -26,7 +26,7 @@ from consilium.privacy.guard.masking import FILE, FOLDER, Masking
 from consilium.privacy.guard.task_schedule import AuthorizedTask, check_place
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.costs import cost_table
-from consilium.report.live_view import LiveView, progress, when
+from consilium.report.live_view import LiveView, progress, refusal_time_text
 from consilium.report.page.run_page import run_page
 from consilium.report.run_record import read_finished, read_run
 from consilium.report.untrusted_files import read_lines
@@ -100,11 +100,11 @@ def test_a_run_ends_when_the_mean_has_not_improved_and_says_so(tmp_path: Path) -
     assert seen[-1] == {"event": "ended", **expected}
     told = progress(tmp_path)
     assert (told["ended"], told["eta_seconds"]) == (expected, None)
-    assert place(told) == f"{ENDED}; the closing evaluation goes on"
+    assert progress_line(told) == f"{ENDED}; the closing evaluation goes on"
     assert server.refuse("site-1", "gone")
-    assert when(read_lines(tmp_path / "metrics.jsonl")[0][-1], expected["round"]) == "in the closing evaluation"
+    assert refusal_time_text(read_lines(tmp_path / "metrics.jsonl")[0][-1], expected["round"]) == "in the closing evaluation"
     server.finish()
-    assert place(progress(tmp_path)) == f"{ENDED}; the closing evaluation is done"
+    assert progress_line(progress(tmp_path)) == f"{ENDED}; the closing evaluation is done"
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
     assert again.done
     again.final_payloads()
     again.finish()
-    assert place(progress(tmp_path / "broken")).startswith(ENDED)
+    assert progress_line(progress(tmp_path / "broken")).startswith(ENDED)
     again.close()
     longer = opened(job_of(rounds=20), tmp_path / "broken", resume=True)  # it would have ended there as well
     assert longer.done
@@ -256,7 +256,7 @@ def test_the_closing_evaluation_and_the_adapters_are_those_of_its_last_round(end
 def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     folder, live = ended
     assert live.count(f"{SAID}\n") == 1
-    assert place(progress(folder)) == f"{SAID}; the closing evaluation is done"
+    assert progress_line(progress(folder)) == f"{SAID}; the closing evaluation is done"
     results, config = json.loads((folder / "results.json").read_text()), load_job(folder / "job.yaml")
     print_results(results, {}, config, folder, "txt")
     assert f"E{SAID[1:]}\n" in capsys.readouterr().out
@@ -295,6 +295,6 @@ def test_a_masked_run_ends_early_as_a_plain_one_does(tmp_path: Path) -> None:
     raw = small_config("fedit", **STILL).model_dump() | {"secure_aggregation": {"colluders": 1}}
     raw["federation"]["min_sites"] = 3
     simulate(assembled(JobConfig.model_validate(raw)), SITES | {"site-3": SiteConfig()}, tmp_path, lambda event: None)
-    assert place(progress(tmp_path)) == f"{SAID}; the closing evaluation is done"
+    assert progress_line(progress(tmp_path)) == f"{SAID}; the closing evaluation is done"
     (record,) = (tmp_path / "sites/site-1").glob("*/masks/masks.json")
     assert json.loads(record.read_text()) == {"ended": True}

@@ -8,7 +8,7 @@ import pytest
 
 import consilium.models
 from consilium.config.job import JobConfig
-from consilium.estimates.flops import Samples, Work, own_samples, run_flops, step_flops, work_of
+from consilium.estimates.flops import Samples, Work, flops_per_sample, own_samples, run_flops, step_flops
 from consilium.federation.job import assemble_job
 from tests.conftest import small_cells, small_config, small_text
 
@@ -31,7 +31,7 @@ def test_a_language_model_s_sample_is_what_its_layers_sizes_say() -> None:
     first = [(width, width), (width, keys), (width, keys)]
     others = [(width, width), (width, inner), (width, inner), (inner, width)]
     adapter = {"kind": "lora", "rank": RANK, "targets": "all-linear"}
-    work = work_of(job_of(small_text("fedit"), adapter=adapter))
+    work = flops_per_sample(job_of(small_text("fedit"), adapter=adapter))
 
     def linear(pairs: list[tuple[int, int]]) -> int:
         return sum(2 * TOKENS * i * o for i, o in pairs)
@@ -63,7 +63,7 @@ def test_experts_count_as_often_as_a_token_asks_one() -> None:
 
     def scoring(experts: int, asked: int) -> int:
         config = shape | {"num_experts": experts, "num_experts_per_tok": asked}
-        return work_of(job_of(small_text("fedit"), model=given | {"config": config})).scoring
+        return flops_per_sample(job_of(small_text("fedit"), model=given | {"config": config})).scoring
 
     one = scoring(experts, 1)
     assert scoring(experts, 3) - one == layers * 2 * 3 * 2 * TOKENS * width * inner
@@ -113,6 +113,6 @@ def test_generated_data_say_their_own_size() -> None:
     ],
 )
 def test_every_kind_is_counted_without_weights(sections: dict[str, Any]) -> None:
-    work = work_of(job_of(small_config("fedit"), **sections))
+    work = flops_per_sample(job_of(small_config("fedit"), **sections))
     assert work.scoring > 10**5
     assert 1.5 * work.scoring < work.training <= 3.1 * work.scoring

@@ -100,7 +100,7 @@ def test_checkpointing_is_named_only_where_the_model_can() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "unit", "gpu", "lower"),
+    ("precision", "unit", "gpu", "computes_in_bf16"),
     [
         ("auto", "site", True, True),
         ("auto", "site", False, False),
@@ -108,11 +108,13 @@ def test_checkpointing_is_named_only_where_the_model_can() -> None:
         ("auto", "record", True, False),
     ],
 )
-def test_auto_is_bf16_on_a_gpu_alone_and_never_under_dp_sgd(precision: str, unit: str, gpu: bool, lower: bool) -> None:
+def test_auto_is_bf16_on_a_gpu_alone_and_never_under_dp_sgd(
+    precision: str, unit: str, gpu: bool, computes_in_bf16: bool
+) -> None:
     raw = _job("clip", 4).model_dump()
     raw["training"]["precision"] = precision
     raw["privacy"] = {"unit": unit, "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
-    assert memory.lower(JobConfig.model_validate(raw), gpu) == lower
+    assert memory.computes_in_bf16(JobConfig.model_validate(raw), gpu) == computes_in_bf16
 
 
 def test_the_parts_are_what_they_are_called() -> None:

@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.ddp import ranks_of
-from consilium.client.ddp_worker import Share, loss_and_gradients, store_of
+from consilium.client.ddp import build_ranks
+from consilium.client.ddp_worker import Share, loss_and_gradients, rendezvous_store
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Payload, SiteInfo
 from consilium.data.datalist import DataList, Item
 from consilium.federation.job import Job, assemble_job
-from consilium.training.sharding import kept_whole
+from consilium.training.sharding import unsharded_parameters
 from tests.conftest import small_cells, small_config, small_text
 from tests.data.storing import make_site
 
@@ -33,7 +33,7 @@ def ranks() -> list[psutil.Process]:
 
 
 def test_ranks_on_one_machine_find_each_other_by_a_file(tmp_path: Path) -> None:
-    one, other = store_of(tmp_path, 2), store_of(tmp_path, 2)
+    one, other = rendezvous_store(tmp_path, 2), rendezvous_store(tmp_path, 2)
     one.set("address", "here")
     assert other.get("address") == b"here"
 
@@ -105,7 +105,7 @@ def test_a_sharded_language_model_trains_and_scores_as_a_whole_one_in_its_part_o
     same(update, joint_update)
     assert scores.keys() == joint_scores.keys()
     assert all(joint_scores[name] == pytest.approx(value, abs=1e-3) for name, value in scores.items())
-    whole = kept_whole(alone.context.model)
+    whole = unsharded_parameters(alone.context.model)
     split = sum(p.numel() for p in alone.context.model.parameters() if p not in whole)
     held = sum(p.to_local().numel() for p in joint.context.model.parameters() if isinstance(p, DTensor))
     assert split > 100_000
@@ -194,7 +194,7 @@ def test_training_that_is_more_than_a_batchs_loss_is_refused(
 ) -> None:
     config = JobConfig.model_validate(small_cells(strategy).model_dump() | {"privacy": privacy})
     with pytest.raises(ConsiliumError, match=f"site.yaml: devices: {why}.*; give one device"):
-        ranks_of(config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
+        build_ranks(config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
 
 
 def test_site_yaml_names_gpus_by_number(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.client.site_data import cut, site_data
+from consilium.client.site_data import limit_training, site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, Item
@@ -22,19 +22,24 @@ def names(data: DataList) -> list[str]:
 
 def test_a_smaller_cut_lies_in_a_larger_one_and_stays_as_listed() -> None:
     whole = listed(40)
-    three, ten, thirty = (names(cut(whole, most, 0, "site-1")) for most in (3, 10, 30))
+    three, ten, thirty = (names(limit_training(whole, most, 0, "site-1")) for most in (3, 10, 30))
     assert [len(three), len(ten), len(thirty)] == [3, 10, 30]
     assert set(three) < set(ten) < set(thirty) < set(names(whole))
     assert thirty == sorted(thirty, key=int)
-    assert names(cut(whole, 10, 0, "site-1")) == ten
+    assert names(limit_training(whole, 10, 0, "site-1")) == ten
 
 
 def test_seed_and_site_draw_other_samples_and_the_other_splits_stay() -> None:
     whole = listed(40)
-    ten = cut(whole, 10, 0, "site-1")
-    assert names(cut(whole, 10, 1, "site-1")) != names(ten) != names(cut(whole, 10, 0, "site-2"))
+    ten = limit_training(whole, 10, 0, "site-1")
+    assert names(limit_training(whole, 10, 1, "site-1")) != names(ten) != names(limit_training(whole, 10, 0, "site-2"))
     assert [len(ten.splits[split]) for split in ("validation", "test")] == [4, 5]
-    assert cut(whole, None, 0, "site-1") is cut(whole, 40, 0, "site-1") is cut(whole, 99, 0, "site-1") is whole
+    assert (
+        limit_training(whole, None, 0, "site-1")
+        is limit_training(whole, 40, 0, "site-1")
+        is limit_training(whole, 99, 0, "site-1")
+        is whole
+    )
 
 
 def test_a_job_says_how_many(tmp_path: Path) -> None:

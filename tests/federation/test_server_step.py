@@ -17,7 +17,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.core.schema import validate
 from consilium.federation.job import assemble_job
-from consilium.server.aggregation import RoundAggregate, merged, robust_mean, step
+from consilium.server.aggregation import RoundAggregate, aggregate_results, robust_mean, step
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
@@ -183,7 +183,7 @@ def test_what_travels_untrained_is_no_descent(server: dict[str, Any]) -> None:
     job, mean = assemble_job(job_of(server, "feddbe")), torch.tensor([3.0, -4.0])
     lora = next(name for name in job.initial if name.endswith("lora_A"))
     state = ServerState(0, 0, {lora: torch.zeros(2), MEAN: torch.zeros(2)}, {})
-    after = merged(job, state, {lora: mean.double(), MEAN: mean.double()})
+    after = aggregate_results(job, state, {lora: mean.double(), MEAN: mean.double()})
     assert torch.equal(after.shared[MEAN], mean)
     assert torch.equal(after.shared[lora], step(job.config.server, state, {lora: mean})[1][lora].float())
     assert not torch.equal(after.shared[lora], mean)

@@ -10,15 +10,15 @@ from torch import nn
 
 from consilium.adapters import layers
 from consilium.client.build import build_site
-from consilium.client.ddp import ranks_of
+from consilium.client.ddp import build_ranks
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig, SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.data.datalist import DataList
 from consilium.estimates.memory import memory_of
-from consilium.federation.job import laid_out
+from consilium.federation.job import build_meta_model
 from consilium.training import sharding
-from consilium.training.sharding import backend, kept_whole, spared_bytes, stacks
+from consilium.training.sharding import backend, spared_bytes, stacks, unsharded_parameters
 from tests.conftest import assembled, run, small_cells, small_config, small_text
 
 
@@ -39,7 +39,7 @@ class Model(nn.Module):
 def test_blocks_are_split_but_for_what_trains_what_is_shared_and_single_numbers() -> None:
     model = Model()
     assert [name for name, _ in stacks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
-    split = {name for name, one in model.named_parameters() if one not in kept_whole(model)}
+    split = {name for name, one in model.named_parameters() if one not in unsharded_parameters(model)}
     assert split == {"blocks.1.weight", "blocks.2.weight"}
 
 
@@ -53,16 +53,16 @@ def test_a_rank_is_spared_the_others_parts_but_two_of_the_largest_block() -> Non
 
 @pytest.mark.parametrize("maker", [small_config, small_cells])
 def test_most_of_a_models_frozen_numbers_are_in_its_blocks(maker: Any) -> None:
-    model = laid_out(maker("fedit"))
+    model = build_meta_model(maker("fedit"))
     frozen = sum(p.numel() for p in model.parameters()) - sum(t.numel() for t in layers.tensors(model).values())
-    whole = kept_whole(model)
+    whole = unsharded_parameters(model)
     assert sum(p.numel() for p in model.parameters() if p not in whole) > 0.5 * frozen
 
 
 def test_fit_counts_a_ranks_part() -> None:
     """Of the tiny language model on four: 4 bytes a frozen number but those spared, 16 of each that trains under Adam."""
     job = assembled(small_text("fedit", batch_size=4))
-    part, model = memory_of(job, 4, sharded=True), laid_out(job.config)
+    part, model = memory_of(job, 4, sharded=True), build_meta_model(job.config)
     own = sum(tensor.numel() for tensor in layers.tensors(model).values())
     held = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
     assert part.base == held - 4 * own - spared_bytes(model, 4)
@@ -82,7 +82,7 @@ def test_a_rank_s_gpu_is_chosen_before_its_mesh_is_made(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **rest: calls.append((name, rest["rank"])))
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda kind, shape: calls.append((kind, shape)))
     store: Any = None
-    sharding.world(store, 1, 2, torch.device("cuda:3"), lambda *words: store, timedelta(seconds=1))
+    sharding.make_device_mesh(store, 1, 2, torch.device("cuda:3"), lambda *words: store, timedelta(seconds=1))
     assert calls == ["init", torch.device("cuda:3"), ("nccl", 1), ("cuda", (2,))]
 
 
@@ -107,15 +107,15 @@ def test_what_needs_the_whole_base_is_refused(job: JobConfig, change: dict[str, 
     raw = job.model_dump()
     config = JobConfig.model_validate(raw | {section: raw[section] | fields for section, fields in change.items()})
     with pytest.raises(ConsiliumError, match=f"site.yaml: base: 'sharded': {why}.*; use replicated"):
-        ranks_of(config, SiteConfig(devices=("cpu", "cpu"), base="sharded"), DataList(tmp_path, {}), tmp_path)
+        build_ranks(config, SiteConfig(devices=("cpu", "cpu"), base="sharded"), DataList(tmp_path, {}), tmp_path)
 
 
 def test_capacity_and_unequal_ranks_need_the_whole_base(tmp_path: Path) -> None:
     """Capacity alone does not: a strategy of one rank for all never measures it."""
     site = SiteConfig(devices=("cpu", "cpu"), base="sharded", capacity=CapacityConfig(train=2))
     with pytest.raises(ConsiliumError, match=r"base: 'sharded': capacity is measured by steps.*; use replicated"):
-        ranks_of(small_text("hetlora"), site, DataList(tmp_path, {}), tmp_path)
-    ranks_of(small_text("fedit"), site, DataList(tmp_path, {}), tmp_path)
+        build_ranks(small_text("hetlora"), site, DataList(tmp_path, {}), tmp_path)
+    build_ranks(small_text("fedit"), site, DataList(tmp_path, {}), tmp_path)
 
 
 def test_sites_that_share_a_process_cannot_have_it_in_parts(tmp_path: Path) -> None:

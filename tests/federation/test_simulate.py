@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import load_state
-from consilium.estimates.communication import compare, whole_run
+from consilium.estimates.communication import compare, run_bytes
 from consilium.federation.job import Job, assemble_job
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
@@ -79,7 +79,7 @@ def test_a_run_moves_the_bytes_that_cost_counts(strategy: str, finished: Callabl
     lines = [json.loads(line) for line in (finished(strategy) / "metrics.jsonl").read_text().splitlines()]
     told = [line["metrics"] for line in lines if line["event"] == "result"]
     job = small_job(strategy, rounds=2)
-    assert whole_run(job, compare(job)[0], 2)["run"] == sum(one["comm/bytes_up"] + one["comm/bytes_down"] for one in told) > 0
+    assert run_bytes(job, compare(job)[0], 2)["run"] == sum(one["comm/bytes_up"] + one["comm/bytes_down"] for one in told) > 0
 
 
 @pytest.mark.parametrize(("strategy", "whole"), [("fedit", True), ("ffa_lora", True), ("deer", True), ("fediat", False)])

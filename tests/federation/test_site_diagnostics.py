@@ -12,7 +12,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.storage import load_state
 from consilium.federation.job import Job, assemble_job
-from consilium.flare.job.job_context import federated_job
+from consilium.flare.job.job_context import load_federated_job
 from consilium.runtime.engine import simulate
 from tests.conftest import Snapshot, small_config, small_text, training_only
 
@@ -87,7 +87,7 @@ def test_neither_hospitals_nor_private_jobs_are_looked_into(tmp_path: Path) -> N
     job = iat({"leakage": True})
     (tmp_path / "job.yaml").write_text(json.dumps(job.config.model_dump(mode="json")))
     with pytest.raises(ConfigError, match=r"leakage and oracle .*--engine inprocess"):
-        federated_job(tmp_path / "job.yaml")
+        load_federated_job(tmp_path / "job.yaml")
     raw = job.config.model_dump() | {"privacy": {"unit": "site", "epsilon": 3, "clip": 0.1}}
     with pytest.raises(ValueError, match=r"diagnostics: leakage and oracle .*privacy"):
         JobConfig.model_validate(raw)

@@ -13,9 +13,9 @@ from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.cli.sites import site_rows
-from consilium.flare.admin.kit_metrics import HELP, collect
+from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import connection_refusals
-from consilium.flare.kit.connection_refusals import Cause, HeartbeatFilter, await_admission, cause_of, refusal
+from consilium.flare.kit.connection_refusals import Cause, HeartbeatFilter, await_admission, cause_of, refusal_message
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.provision import provision
@@ -61,12 +61,12 @@ def test_a_servers_words_are_one_bounded_line_of_a_sites_log() -> None:
 
 
 def test_only_the_servers_own_words_are_a_refusal() -> None:
-    assert refusal(FLCommunicationError("error:client_registration " + SAID[Cause.REVOKED])) == SAID[Cause.REVOKED]
-    assert refusal(wrapped("error:client_quit", SAID[Cause.REFUSED])) == SAID[Cause.REFUSED]
-    assert refusal(FLCommunicationError("error:client_quit")) is None
-    assert refusal(FLCommunicationError("cannot connect to server for 5 seconds")) is None
-    assert refusal(OSError("x")) is None
-    assert refusal(None) is None
+    assert refusal_message(FLCommunicationError("error:client_registration " + SAID[Cause.REVOKED])) == SAID[Cause.REVOKED]
+    assert refusal_message(wrapped("error:client_quit", SAID[Cause.REFUSED])) == SAID[Cause.REFUSED]
+    assert refusal_message(FLCommunicationError("error:client_quit")) is None
+    assert refusal_message(FLCommunicationError("cannot connect to server for 5 seconds")) is None
+    assert refusal_message(OSError("x")) is None
+    assert refusal_message(None) is None
 
 
 def test_a_site_waits_with_the_cause_until_it_is_let_in(
@@ -159,7 +159,7 @@ def test_a_site_that_was_revoked_before_its_first_heartbeat_is_listed_when_it_tr
     told = capsys.readouterr().out
     assert "revoked, never" in told
     assert "hospital-a: its credential was revoked" in told
-    assert 'consilium_refused{site="hospital-a",cause="revoked"} 1' in exposition(collect(kit), HELP)
+    assert 'consilium_refused{site="hospital-a",cause="revoked"} 1' in exposition(collect_metrics(kit), HELP)
     again = Attendance()
     again.handle_event(EventType.SYSTEM_BOOTSTRAP, fl_ctx)
     assert again._sites == {}

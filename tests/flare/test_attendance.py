@@ -128,35 +128,35 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     local.mkdir()
     report = HealthReport.__new__(HealthReport)
     report.kit, report._data = kit, {}
-    assert report.look() is None  # no site.yaml
+    assert report.collect_facts() is None  # no site.yaml
     (local / "site.yaml").write_text("{}\n")
-    assert report.look() is None  # the default
+    assert report.collect_facts() is None  # the default
     (local / "site.yaml").write_text("health: share\n")
-    found = report.look()
+    found = report.collect_facts()
     assert found is not None
     assert found.keys() == {"disk_free", "memory_free", "memory", "gpus"}
     free = [found["disk_free"], found["memory_free"], *(one for one, _ in found["gpus"])]
     assert all(size % 2**27 == 0 for size in free)  # to the byte they would show the size of each new file
     assert checked_health(found) == found
     (local / "site.yaml").write_text("health: share\ndatalist: ../ward-7.json\n")
-    found = report.look()
+    found = report.collect_facts()
     assert found is not None
     assert found["data_readable"] is False
     (kit / "ward-7.json").write_text('{"training": [], "validation": [], "test": []}')
-    assert (report.look() or {})["data_readable"] is False  # read every ten minutes
+    assert (report.collect_facts() or {})["data_readable"] is False  # read every ten minutes
     report._data["data_checked"] -= DATA_PERIOD
     log = AuditLog(kit / STATE / "runs" / "r" / "sites" / "clinic" / FILE)
     for reason in ("budget", "data"):
         log.add({"kind": "refusal", "reason": reason, "what": "ward-7/patient-3.png"}, again=True)
     log.add({"kind": "hello"})
-    found = report.look()
+    found = report.collect_facts()
     assert found is not None
     assert found["data_readable"] is True
     assert found["refusal"] == "data"
     assert checked_health(found) == found
     assert not any(word in json.dumps(found) for word in ("ward", "patient", "clinic"))
     (local / "site.yaml").write_text("health: share\ndevice: [\n")
-    assert report.look() is None
+    assert report.collect_facts() is None
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_gpus_by_what_nvidias_tool_prints(
 
 
 def test_a_hanging_disk_stops_health_and_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HealthReport, "look", lambda self: threading.Event().wait(60))
+    monkeypatch.setattr(HealthReport, "collect_facts", lambda self: threading.Event().wait(60))
     report = HealthReport(tmp_path)
     assert report.facts is None
     report._last = time.monotonic() - 301, {"disk_free": 1}

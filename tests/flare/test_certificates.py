@@ -30,9 +30,9 @@ from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAs
 from consilium.core.errors import ConfigError
 from consilium.flare.admin.session import connect
 from consilium.flare.kit import heartbeat_client, revocation
-from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
+from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, expiry_warnings
 from consilium.flare.kit.connection_refusals import Cause, noted_cause
-from consilium.flare.kit.kit_contents import certificate
+from consilium.flare.kit.kit_contents import certificate_path
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import OLD, renew, update_kit
@@ -82,7 +82,7 @@ def new(hub: Path, tmp_path: Path) -> Path:
 
 
 def opened(kit: Path, name: str = "") -> x509.Certificate:
-    return x509.load_pem_x509_certificate((kit / "startup" / name if name else certificate(kit)).read_bytes())
+    return x509.load_pem_x509_certificate((kit / "startup" / name if name else certificate_path(kit)).read_bytes())
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime, where: str = "certificates") -> None:
@@ -175,9 +175,9 @@ def test_site_waits_until_its_certificate_is_valid(
 
 def test_status_warns_of_expiry(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = hub / "kits/test/prod_00/a@hub.example"
-    assert warnings(kit) == []
+    assert expiry_warnings(kit) == []
     set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=20, minutes=-1))
-    own, root = warnings(kit)
+    own, root = expiry_warnings(kit)
     assert own.startswith("clock: a@hub.example: now ")
     assert "19 days are left: ask the hub for a renewed kit" in own
     assert root.startswith("root: ")

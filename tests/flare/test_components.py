@@ -200,7 +200,7 @@ def test_refusal_keeps_reason_and_return_code_only(said: object, job: Job, guard
 
 def test_aggregator_serves_scatter_and_gather(job: Job) -> None:
     aggregator, context = StrategyAggregator(), FLContext()
-    aggregator.use(job)
+    aggregator.set_job(job)
     for value, count in ((1.0, 3), (5.0, 1)):
         payload = Payload(0, 0, {n: t * value for n, t in update(job).tensors.items()})
         assert aggregator.accept(wire.encode(payload, "r", update=True, num_samples=count), context)
@@ -270,7 +270,7 @@ def test_published_files_have_no_state_and_no_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["frlora", "fedra", "flora", "deer", "dp_dylora", "scaffold", "fedheal"])
 def test_flares_workflows_refuse_other_server_halves(name: str) -> None:
     aggregator = StrategyAggregator()
-    aggregator.use(assemble_job(small_config(name)))
+    aggregator.set_job(assemble_job(small_config(name)))
     with pytest.raises(
         ConfigError, match=rf"strategy\.name: '{name}': FLARE's own workflows add the mean.*use RoundController"
     ):

@@ -90,7 +90,9 @@ def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
     now = [1000.0]
     monkeypatch.setattr(heartbeat_client, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     ended = list[str]()
-    monkeypatch.setattr(heartbeat_client, "not_valid", lambda path: ("".join(ended), Cause.ENDED if ended else None))
+    monkeypatch.setattr(
+        heartbeat_client, "why_certificate_invalid", lambda path: ("".join(ended), Cause.ENDED if ended else None)
+    )
     server.beat(ReturnCode.OK)
     assert caplog.text == ""
     ended.append("is valid from 2025-01-01 to 2026-01-01, now is 2026-01-02")

@@ -11,7 +11,7 @@ import pytest
 
 from consilium.core.errors import ConfigError
 from consilium.flare.kit import key_lock
-from consilium.flare.kit.certificates import check_time
+from consilium.flare.kit.certificates import check_certificate_time
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.kit_contents import LOCKED
 from consilium.flare.kit.kit_hardening import is_as_signed
@@ -54,7 +54,7 @@ def test_a_locked_kit_holds_no_key_and_opens_in_memory_as_it_was(
     assert found["signature"].ok
     assert f"run `consilium unlock {kit}`" in found["key"].line()
     with pytest.raises(ConfigError, match="consilium unlock"):
-        check_time(kit)
+        check_certificate_time(kit)
     assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
     assert "in memory" in capsys.readouterr().out
     assert key.read_bytes() == before
@@ -66,7 +66,7 @@ def test_a_locked_kit_holds_no_key_and_opens_in_memory_as_it_was(
     found = {one.check: one for one in examine(kit)}
     assert found["signature"].ok
     assert found["key"].line() == "ok       key: locked, and open now"
-    check_time(kit)
+    check_certificate_time(kit)
     opened = key.resolve().parent
     assert run(monkeypatch, "unlock", kit) == 0  # open already: nobody is asked
     assert run(monkeypatch, "lock", kit) == 0  # closes it: nobody is asked

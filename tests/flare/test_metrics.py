@@ -17,7 +17,7 @@ import yaml
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import STATE
-from consilium.flare.admin.kit_metrics import HELP, collect
+from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
@@ -73,7 +73,7 @@ def crash(kit: Path) -> None:
 
 def numbers(kit: Path) -> dict[str, float]:
     """Return every number by its name and labels, as the text says it."""
-    text = exposition(collect(kit), HELP)
+    text = exposition(collect_metrics(kit), HELP)
     return {name: float(value) for name, value in re.findall(r"^([^#\s].*) (\S+)$", text, re.MULTILINE)}
 
 
@@ -228,7 +228,7 @@ def test_collector_file(
     assert run(monkeypatch, "metrics", site, "-o", tmp_path / "c.txt") == 2
     assert "name it so" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="no startup kit"):
-        collect(tmp_path)
+        collect_metrics(tmp_path)
 
 
 DAY = 86400.0

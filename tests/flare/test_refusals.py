@@ -19,7 +19,7 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.client.build import build_site
-from consilium.client.ddp import failure
+from consilium.client.ddp import rank_error
 from consilium.client.ddp_worker import as_failure
 from consilium.config.run_sections import ServerConfig
 from consilium.config.site import SiteConfig
@@ -67,7 +67,7 @@ COUNTS = [(None, count) for count in (0, -1, 2.0, "3", True, None, 10**12)]
 @pytest.mark.parametrize(("params", "count"), [*MALFORMED, *COUNTS])
 def test_malformed_model_costs_its_sender_only(params: object, count: object, job: Job) -> None:
     aggregator = StrategyAggregator()
-    aggregator.use(job)
+    aggregator.set_job(job)
     aggregator.accept_model(model(update(job, 3.0)))
     odd = update(job, 4.0) if params is None else params  # 5.0 would be refused for its norm
     aggregator.accept_model(model(odd, count, "odd"))
@@ -82,7 +82,7 @@ def test_aggregator_without_a_run() -> None:
 def test_flares_workflows_refuse_server_optimizers(job: Job) -> None:
     aggregator = StrategyAggregator()
     config = job.config.model_copy(update={"server": ServerConfig(optimizer="adam")})
-    aggregator.use(replace(job, config=config))
+    aggregator.set_job(replace(job, config=config))
     with pytest.raises(ConfigError, match=r"server\.optimizer: only RoundController"):
         aggregator.aggregate_model()
 
@@ -93,7 +93,7 @@ def test_flares_workflows_refuse_server_optimizers(job: Job) -> None:
 def test_other_aggregator_ends_the_job(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     controller, fl_ctx, said = RoundController(), FLContext(), list[str]()
     monkeypatch.setattr("consilium.flare.job.job_context.load", lambda fl_ctx: job)
-    monkeypatch.setattr("consilium.flare.job.job_context.revocations", lambda fl_ctx: set)
+    monkeypatch.setattr("consilium.flare.job.job_context.watch_revocations", lambda fl_ctx: set)
     monkeypatch.setattr("consilium.flare.job.job_context.publish_reason", lambda fl_ctx, reason: said.append(reason))
     monkeypatch.setattr(controller, "system_panic", lambda reason, fl_ctx: said.append(reason))
     fl_ctx.get_engine = lambda: SimpleNamespace(get_component=lambda name: None)
@@ -190,7 +190,7 @@ def test_device_errors_are_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (CheckpointError("/srv/vit.pth: is damaged"), "/srv/vit.pth: is damaged"),
     ]
     for error, told in said:
-        log_failure(SiteExecutor(), fl_ctx, failure(who, as_failure(error)))
+        log_failure(SiteExecutor(), fl_ctx, rank_error(who, as_failure(error)))
         assert f"site.yaml: devices: {who}{told}" in caplog.text
     kept = (tmp_path / "state/errors/job-1.log").read_text()
     assert "Doe" not in caplog.text
@@ -240,7 +240,7 @@ def test_server_address_needs_a_kit(tmp_path: Path) -> None:
 def test_unreadable_resources_check_no_revocation(text: str, tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "resources.json").write_text(text)
-    assert revocation.is_checked(tmp_path) is False
+    assert revocation.has_revocation_check(tmp_path) is False
 
 
 def test_malformed_records_are_reported(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_running_experiment_is_not_resumed() -> None:
     with pytest.raises(ConfigError, match="job 1-id is at it"):
         admin.former_sites("study-1")
     with pytest.raises(ConfigError, match="no such job or experiment"):
-        admin.find("study-2")
+        admin.find_job("study-2")
 
 
 def test_await_sites_names_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:

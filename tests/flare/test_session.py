@@ -10,7 +10,7 @@ import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
-from consilium.cli.jobs import exit_code, place
+from consilium.cli.jobs import exit_code, progress_line
 from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.flare.admin.session import Admin, connect, stored_reason
 from consilium.flare.kit.heartbeat_client import KEY
@@ -69,18 +69,18 @@ def test_job_is_found_by_its_file(tmp_path: Path) -> None:
     submitted(tmp_path, "0-id", "same")
     submitted(tmp_path, "1-id", None)
     admin = Admin(Session(jobs, tmp_path))
-    assert admin.find("same")["job_id"] == "0-id"
+    assert admin.find_job("same")["job_id"] == "0-id"
     assert admin.former_sites("same") == {"site-1", "site-2"}
-    assert admin.find("other")["job_id"] == "2-id"
+    assert admin.find_job("other")["job_id"] == "2-id"
     with pytest.raises(ConfigError, match="no such job or experiment"):
-        admin.find("neither")
+        admin.find_job("neither")
 
 
 def test_experiment_comes_before_job_id(tmp_path: Path) -> None:
     admin = Admin(Session([job(0, experiment="1"), job(1, experiment="other")], tmp_path))
-    assert admin.find("1")["job_id"] == "0-id"
-    assert admin.find("1-id")["job_id"] == "1-id"
-    assert admin.find("0-i")["job_id"] == "0-id"
+    assert admin.find_job("1")["job_id"] == "0-id"
+    assert admin.find_job("1-id")["job_id"] == "1-id"
+    assert admin.find_job("0-i")["job_id"] == "0-id"
 
 
 def left(folder: Path, stopped: str = "", log: str = "") -> Path:
@@ -124,7 +124,7 @@ def test_refused_login_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("consilium.flare.admin.session.why_no_connection", lambda kit: "hub:8002: connection refused; start it")
     (kit / "startup").mkdir(parents=True)
     (kit / "startup/fed_admin.json").write_text('{"admin": {"username": "a"}}')
-    monkeypatch.setattr("consilium.flare.admin.session.check_time", lambda kit: None)
+    monkeypatch.setattr("consilium.flare.admin.session.check_certificate_time", lambda kit: None)
     for error, says in (
         (registration_refused(), r"refuses this kit: revoked: .*ask the hub"),
         (
@@ -200,9 +200,9 @@ def test_status_tells_a_dead_site_from_a_slow_one(tmp_path: Path) -> None:
     session._do_command = lambda command: {"meta": {KEY: {"server": {"clock": 148.2}, "sites": sites}}}
     found = Admin(session).status("ward-study")
     assert found["progress"]["waiting"]["silent_seconds"] == {"dead": 48}
-    assert "waits for dead (no heartbeat for 48 s), slow, never-seen, at most 12 s" in place(found["progress"])
+    assert "waits for dead (no heartbeat for 48 s), slow, never-seen, at most 12 s" in progress_line(found["progress"])
     session._do_command = lambda command: {"meta": {}}  # the server's kit is too old to know
-    assert "waits for dead, slow, never-seen, at most 12 s" in place(Admin(session).status("ward-study")["progress"])
+    assert "waits for dead, slow, never-seen, at most 12 s" in progress_line(Admin(session).status("ward-study")["progress"])
 
 
 def test_exit_codes() -> None:
@@ -217,7 +217,7 @@ def test_a_session_that_the_server_ended_says_nothing_of_the_job(
 ) -> None:
     (tmp_path / "startup").mkdir()
     (tmp_path / "startup/fed_admin.json").write_text('{"admin": {"username": "lead@hub.example"}}')
-    monkeypatch.setattr("consilium.flare.admin.session.check_time", lambda kit: None)
+    monkeypatch.setattr("consilium.flare.admin.session.check_certificate_time", lambda kit: None)
     monkeypatch.setattr("consilium.flare.admin.session.new_secure_session", Mock())
     with pytest.raises(UnreachableError, match=r"has ended this session.*; run the command again"), connect(tmp_path):
         raise error
@@ -234,7 +234,7 @@ def test_a_refused_login_is_one_line(
         print("Traceback (most recent call last):", file=sys.stderr)
         raise FLCommunicationError("error:client_registration lead: its credential was revoked")
 
-    monkeypatch.setattr("consilium.flare.admin.session.check_time", lambda kit: None)
+    monkeypatch.setattr("consilium.flare.admin.session.check_certificate_time", lambda kit: None)
     monkeypatch.setattr("consilium.flare.admin.session.new_secure_session", refused)
     with pytest.raises(UnreachableError, match="refuses this kit: revoked"), connect(tmp_path):
         pass

@@ -97,7 +97,7 @@ def test_sites_share_the_cores(
         simulator.Simulator([f"site-{n}" for n in range(sites)]) as one,
         pytest.raises(ConsiliumError, match="did not start"),
     ):
-        one.ask(print)
+        one.run_in_child(print)
     assert (tmp_path / "threads").read_text() == found
 
 
@@ -192,11 +192,11 @@ def test_asked_work_ignores_the_current_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
     with simulator.Simulator(["a"]) as one:
-        assert one.ask(divmod, 7, 2) == (3, 1)
-        temporary = Path(one.ask(os.getenv, "TMPDIR"))
+        assert one.run_in_child(divmod, 7, 2) == (3, 1)
+        temporary = Path(one.run_in_child(os.getenv, "TMPDIR"))
         assert list(temporary.iterdir()) != []
         with pytest.raises(ConsiliumError, match=r"its process ended \(exit code 1\)$"):
-            one.ask(mistaken)
+            one.run_in_child(mistaken)
     assert 'KeyError: "a plugin\'s own mistake"' in capfd.readouterr().err
     assert not temporary.exists()
 

@@ -10,7 +10,7 @@ import yaml
 from consilium.config.job import load_job
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.admin.session import connect
-from consilium.flare.admin.submission_folder import prepare, prepare_again, submitting
+from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_again
 from consilium.flare.job.recipe import export
 from tests.conftest import JOBS
 
@@ -81,10 +81,10 @@ def test_folder_without_masks_is_refused(tmp_path: Path) -> None:
 def test_failed_submission_frees_its_name(failure: BaseException, tmp_path: Path) -> None:
     for _ in range(2):
         folder = prepare(JOBS / "quickstart", {}, "study", tmp_path)
-        with pytest.raises(type(failure)), submitting(folder):
+        with pytest.raises(type(failure)), delete_on_failure(folder):
             raise failure
     assert not list(tmp_path.iterdir())
-    with submitting(prepare(JOBS / "quickstart", {}, "study", tmp_path)):
+    with delete_on_failure(prepare(JOBS / "quickstart", {}, "study", tmp_path)):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["study"]
 

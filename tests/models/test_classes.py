@@ -355,5 +355,5 @@ def test_similarity_to_a_sites_records_is_refused_before_training_where_an_encod
     context: Any = SimpleNamespace(
         model=nn.Linear(1, 1), config=fixed, task=None, mix=shares.append, seed=lambda *words: 0, strategy=fixed.strategy
     )
-    with Evaluator(context).personalized(assemble_job(fixed).strategy.traits.interpolation, Payload(0, 0, {})):
+    with Evaluator(context).use_personalized(assemble_job(fixed).strategy.traits.interpolation, Payload(0, 0, {})):
         assert shares == [0.3]

@@ -7,7 +7,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from consilium.models.custom_weight_access import is_read, user_of
+from consilium.models.custom_weight_access import is_weight_read, user_of
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SPEAKING
 
 HARMLESS = {
@@ -43,7 +43,7 @@ def test_every_weight_that_code_reads_is_known() -> None:
         ("siglip2", "patch_embedding"),
         ("gemma3n", "correction_coefs"),
     } <= found
-    assert {(kind, name) for kind, name in found if not is_read(f"model.{name}", {kind})} <= HARMLESS
+    assert {(kind, name) for kind, name in found if not is_weight_read(f"model.{name}", {kind})} <= HARMLESS
 
 
 def test_every_weight_that_goes_into_a_product_is_known() -> None:
@@ -62,6 +62,6 @@ def test_a_layer_is_known_by_its_own_name_and_architecture() -> None:
     assert user_of("layers.0.mixer.out_proj", {"bamba", "llama"}) == "bamba"
     assert user_of("layers.0.out_proj", {"llama"}) is None
     for wrapped in ("mixer.out_proj.base_layer", "mixer.out_proj.base"):
-        assert is_read(wrapped, {"mamba2"})
-        assert not is_read(wrapped, {"opt"})
-    assert not is_read("mixer.out_proj.base_layer.other", {"mamba2"})
+        assert is_weight_read(wrapped, {"mamba2"})
+        assert not is_weight_read(wrapped, {"opt"})
+    assert not is_weight_read("mixer.out_proj.base_layer.other", {"mamba2"})

@@ -16,9 +16,9 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import architecture
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
-from consilium.models.meta_device import layout
+from consilium.models.meta_device import build_on_meta_device
 from consilium.models.sam import SamConfig
-from consilium.models.transformers_folder import positions
+from consilium.models.transformers_folder import context_length
 from consilium.models.vision import VISION, VisionConfig
 from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.language import LanguageConfig
@@ -35,7 +35,7 @@ def _text(config: dict[str, Any], max_length: int = 64) -> CausalLmConfig:
 
 
 def _laid_out(config: CausalLmConfig) -> Any:
-    with layout():
+    with build_on_meta_device():
         return CAUSAL_LM.build(config, None, None, False, use_checkpointing=False)
 
 
@@ -51,7 +51,7 @@ def test_an_architecture_has_its_own_default_sizes(kind: str) -> None:
 
 def test_layers_that_a_list_makes_before_it_holds_them_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consilium.models.meta_device.MOST", 50)
-    with layout(), pytest.raises(ConfigError, match="over 50 modules or parameters"):
+    with build_on_meta_device(), pytest.raises(ConfigError, match="over 50 modules or parameters"):
         [torch.nn.Linear(1, 1) for _ in range(100)]
 
 
@@ -101,7 +101,7 @@ def test_a_text_longer_than_the_models_positions_is_refused(kind: str) -> None:
 
 def test_an_answer_that_leaves_no_position_to_a_prompt_is_refused_before_any_training() -> None:
     config = _text(small_shape(max_position_embeddings=32).to_dict(), max_length=32)
-    with layout():
+    with build_on_meta_device():
         for most, refused in ((24, False), (25, True)):
             task = LanguageConfig(name="language", max_new_tokens=most)
             told = r"task\.max_new_tokens: 25: of the model's 32 positions 7 are left for a prompt; use 24 or less"
@@ -111,7 +111,7 @@ def test_an_answer_that_leaves_no_position_to_a_prompt_is_refused_before_any_tra
 
 def test_a_model_that_says_minus_one_has_as_many_positions_as_a_text_needs() -> None:
     config = {"model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 48, "attn_type": "uni"}
-    assert positions(_laid_out(_text(config, max_length=1024))) == 2**30
+    assert context_length(_laid_out(_text(config, max_length=1024))) == 2**30
 
 
 MAMBA2 = {"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 8, "num_heads": 8, "head_dim": 8}
@@ -242,7 +242,7 @@ def test_features_that_an_encoder_does_not_have_are_refused(kind: str, features:
     """A picture's features are of that picture, and are the encoder's own; seen when the server lays the model out."""
     sizes = {"image_size": [SIDE, SIDE]} if kind == "yolos" else {}
     config = _pictures(kind, **sizes).model_copy(update={"features": features})
-    with layout():
+    with build_on_meta_device():
         if not message:
             VISION.build(config, TWO, None, False, use_checkpointing=False)
             return

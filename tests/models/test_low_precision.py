@@ -15,7 +15,7 @@ from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job import assemble_job, build_model, build_task, laid_out
+from consilium.federation.job import assemble_job, build_meta_model, build_model, build_task
 from consilium.models.low_precision import StoredLinear, replace, store
 from consilium.training.device import autocast
 from tests.conftest import small_cells, small_config, small_text
@@ -110,7 +110,7 @@ def test_a_base_is_kept_in_less_or_the_job_is_refused(kind: str) -> None:
             assemble_job(job)
         return
     assemble_job(job)
-    model = store(laid_out(job), "bf16", [])
+    model = store(build_meta_model(job), "bf16", [])
     assert {p.dtype for n, p in model.named_parameters() if "layers" in n or ".h." in n if p.ndim > 1} == {torch.bfloat16}
 
 
@@ -155,7 +155,7 @@ def test_an_output_layer_is_known_below_its_adapter(adapter: dict[str, Any]) -> 
     folder = {"variant": "folder", "checkpoint": "x", "name": "causal_lm", "max_length": 64}
     folder["config"] = shape | {"vocab_size": 64, "tie_word_embeddings": False}  # type: ignore[assignment]
     raw = small_text("fedit").model_dump() | {"model": folder, "adapter": adapter | {"targets": r".*\.q_proj|.*lm_head"}}
-    seen, model = list[str](), laid_out(JobConfig.model_validate(raw))
+    seen, model = list[str](), build_meta_model(JobConfig.model_validate(raw))
     replace(
         model,
         layers.tensors(model).values(),

@@ -228,7 +228,7 @@ def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_
         "previous": audit_log.read(path)["seal"],
     }
     path.write_text(path.read_text() + json.dumps(line) + "\n")
-    for found in (audit_log.verified(path), audit_log.read(path)):
+    for found in (audit_log.load_record(path), audit_log.read(path)):
         assert (found["broken_line"], len(found["messages"])) == (2, 1)
     assert check_chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
 

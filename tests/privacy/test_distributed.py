@@ -21,9 +21,9 @@ from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.privacy import mechanism
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd
-from consilium.privacy.guard.release import geometries, privatized
+from consilium.privacy.guard.release import geometries, privatize_update
 from consilium.privacy.ledger.ledger import Ledger
-from consilium.privacy.mechanism import restored
+from consilium.privacy.mechanism import restore_update
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
@@ -256,11 +256,11 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
     for update in updates:
         products = {n: scale * t.double() @ state.shared[n[:-1] + "A"].double() for n, t in update.items()}
         norm = math.sqrt(sum(float(p.square().sum()) for p in products.values()))
-        for n, part in privatized(plan(config), update, maps, as_sums=True)[0].items():
+        for n, part in privatize_update(plan(config), update, maps, as_sums=True)[0].items():
             sums[n] += part
             expected[n] += products[n] * min(1.0, 0.5 / norm) / 3
     opened, divisor, back = opened_sums(made, state, sums, 3)
-    mean = restored(back, {n: t.double() * UNIT / divisor for n, t in opened.items()})
+    mean = restore_update(back, {n: t.double() * UNIT / divisor for n, t in opened.items()})
     for n in names:
         assert torch.allclose(scale * mean[n] @ state.shared[n[:-1] + "A"].double(), expected[n], atol=1e-8)
 
@@ -278,7 +278,7 @@ def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan(
     state = made.strategy.initialize(made.initial)
     update = {n: torch.zeros_like(t) for n, t in state.shared.items() if n.endswith("lora_B")}
     maps = geometries(config.strategy, config, update, state.shared, 0, 0)
-    released, outcome = privatized(plan(config), update, maps, Randomness.seeded(0), as_sums=True)
+    released, outcome = privatize_update(plan(config), update, maps, Randomness.seeded(0), as_sums=True)
     drawn_noise = torch.cat([t.flatten() for t in released.values()]).double() * UNIT
     assert float(drawn_noise.std()) == pytest.approx(2.0 * 0.5 / math.sqrt(2), rel=0.05)
     assert outcome.noise == pytest.approx(float(drawn_noise.norm()))

@@ -252,7 +252,7 @@ def test_what_augments_a_private_step_is_secret_and_new_in_every_step(monkeypatc
         seeds.append(seed)
         yield from ()
 
-    monkeypatch.setattr("consilium.training.loop.read", noted)
+    monkeypatch.setattr("consilium.training.loop.read_units", noted)
     options = small_config("fedit", local_steps=3, batch_size=2).training
     for _ in range(2):
         layer = nn.Linear(1, 1, bias=False)

@@ -12,7 +12,7 @@ from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
 from consilium.privacy.accounting.accountant import gaussian_delta
 from consilium.privacy.distributed_noise import Bits, share_deviation
-from consilium.privacy.mechanism import Geometry, Outcome, geometry, in_reals, privatize, restored
+from consilium.privacy.mechanism import Geometry, Outcome, geometry, in_reals, privatize, restore_update
 from consilium.privacy.randomness import Randomness, secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
 
@@ -31,7 +31,7 @@ def released_of(
     """Return a release as an update, with noise of a deviation in the update's units, and what was done to it."""
     coordinates, outcome = privatize(update, maps, clip, share_deviation(std, 1.0, 1), bits, each)
     assert all(tensor.dtype is torch.int64 for tensor in coordinates.values())
-    return restored(maps, in_reals(coordinates)), outcome
+    return restore_update(maps, in_reals(coordinates)), outcome
 
 
 def no_noise(update: dict, maps: dict, clip: float = 1e6) -> tuple[dict, float]:

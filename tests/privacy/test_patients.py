@@ -13,7 +13,7 @@ from torch import nn
 
 from consilium.client.build import build_guard
 from consilium.client.machine_check import examine_datasets
-from consilium.client.site_data import count_units, warn_about_patients
+from consilium.client.site_data import count_units, patient_warning
 from consilium.config.job import JobConfig
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -91,17 +91,17 @@ def test_a_sample_of_nobody_is_not_trained_on_and_warned_of() -> None:
     assert by_patient(nameless) == ((0, 4), (2,))
     assert count_units(config(), nameless) == 2
     told = 'privacy.unit patient: 2 of 5 training samples name no patient, and are left out; write "patient" into every entry'
-    assert warn_about_patients(config(), nameless) == f"{told} of the list"
+    assert patient_warning(config(), nameless) == f"{told} of the list"
 
 
 def test_records_of_one_patient_are_worth_a_warning() -> None:
     record = config({"unit": "record", "epsilon": 8})
     assert "2 patients with up to 3 training samples each: for such a patient the bound is 3 times epsilon" in str(
-        warn_about_patients(record, listed("a", "b", "a", "a"))
+        patient_warning(record, listed("a", "b", "a", "a"))
     )
-    assert warn_about_patients(record, listed("a", "b", "")) is None
-    assert warn_about_patients(config(), listed("a", "a")) is None
-    assert warn_about_patients(record.model_copy(update={"privacy": None}), listed("a", "a")) is None
+    assert patient_warning(record, listed("a", "b", "")) is None
+    assert patient_warning(config(), listed("a", "a")) is None
+    assert patient_warning(record.model_copy(update={"privacy": None}), listed("a", "a")) is None
 
 
 # steps ----------------------------------------------------------------------------------------------------------------

@@ -35,28 +35,28 @@ def test_secret_streams_never_repeat_and_seeded_ones_do_and_say_so() -> None:
     assert not any(stream.private for stream in seeded)
     first, again, far = (stream(32) for stream in seeded)
     assert first == again != far
-    assert not seeded[0].apart("noise").private
+    assert not seeded[0].derive_stream("noise").private
 
 
 def test_streams_of_two_purposes_are_others_and_do_not_move_each_other() -> None:
     stream = Randomness.seeded(1)
-    noise, draws = stream.apart("noise"), stream.apart("draws")
+    noise, draws = stream.derive_stream("noise"), stream.derive_stream("draws")
     noise(1000)
-    assert draws(16) == Randomness.seeded(1).apart("draws")(16) != Randomness.seeded(1).apart("noise")(16)
+    assert draws(16) == Randomness.seeded(1).derive_stream("draws")(16) != Randomness.seeded(1).derive_stream("noise")(16)
 
 
 def test_a_forked_process_has_a_secret_stream_of_its_own() -> None:
     stream, noise = Randomness.secret(), Randomness.secret()
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(write, stream(16) + noise.apart("x")(16))
+        os.write(write, stream(16) + noise.derive_stream("x")(16))
         os._exit(0)
     os.waitpid(child, 0)
     theirs = os.read(read, 32)
     os.close(read)
     os.close(write)
     assert theirs[:16] != stream(16)
-    assert theirs[16:] != noise.apart("x")(16)
+    assert theirs[16:] != noise.derive_stream("x")(16)
 
 
 def test_whole_numbers_under_a_limit_are_uniform() -> None:

@@ -10,7 +10,7 @@ from scipy.special import ndtr
 
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.privacy.accounting.accountant import SLACK, gaussian_delta
-from consilium.privacy.distributed_noise import add_share, honest_shares, on_grid, share_deviation, slack
+from consilium.privacy.distributed_noise import add_share, clip_to_grid, honest_shares, share_deviation, slack
 from consilium.privacy.secagg.arithmetic import UNIT
 
 EPSILONS = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])
@@ -128,7 +128,7 @@ def test_what_is_rounded_stays_within_the_clip_exactly(scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     for clip in (1e-5, 0.3, 1000.0):
         update = {"a": scale * torch.randn(7, 5, generator=generator), "b": scale * torch.randn(100, generator=generator)}
-        found = on_grid(update, clip)
+        found = clip_to_grid(update, clip)
         square = sum(int(v) ** 2 for t in found.values() for v in t.flatten())
         assert square <= (Fraction(clip) / Fraction(UNIT)) ** 2
         norm = math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
@@ -139,7 +139,7 @@ def test_what_is_rounded_stays_within_the_clip_exactly(scale: float) -> None:
 def test_rounding_alone_could_pass_the_clip() -> None:
     """Half a unit in each of 10,000 numbers is 50 units: what the clip leaves room for."""
     clip = 10_000 * UNIT
-    found = on_grid({"a": torch.full((10_000,), 100.5 * UNIT)}, clip)["a"]
+    found = clip_to_grid({"a": torch.full((10_000,), 100.5 * UNIT)}, clip)["a"]
     assert int((found**2).sum()) <= 10_000**2
     assert int((torch.full((10_000,), 101) ** 2).sum()) > 10_000**2
 
@@ -149,7 +149,7 @@ def test_rounding_alone_could_pass_the_clip() -> None:
 )
 def test_what_cannot_be_put_on_the_grid_is_refused(update: list[float], clip: float, why: str) -> None:
     with pytest.raises(RefusedError, match=why):
-        on_grid({"a": torch.tensor(update)}, clip)
+        clip_to_grid({"a": torch.tensor(update)}, clip)
 
 
 def test_the_sum_of_all_shares_has_the_planned_noise() -> None:

@@ -11,7 +11,14 @@ import pytest
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, grey_bin_names
-from consilium.privacy.disclosure_control import Terms, answer_once, disclose, merge_small_cells, question, separable_classes
+from consilium.privacy.disclosure_control import (
+    Terms,
+    answer_once,
+    disclose,
+    merge_small_cells,
+    question_hash,
+    separable_classes,
+)
 from tests.conftest import small_cells, small_config
 
 
@@ -176,12 +183,12 @@ def test_one_answer_a_data_set(tmp_path: Path) -> None:
 def test_what_makes_a_question() -> None:
     """All that an answer depends on, and nothing else: a training job after the statistics asks the same again."""
     one = config(only=True)
-    assert question(one) == question(config())
+    assert question_hash(one) == question_hash(config())
     longer = one.model_dump() | {"training": {"rounds": 50}, "strategy": "fediat"}
-    assert question(JobConfig.model_validate(longer)) == question(one)
+    assert question_hash(JobConfig.model_validate(longer)) == question_hash(one)
     others = [{"classes": {"disc": [1], "cup": [2]}}, {"slices": {"every": 2}}, {"window": {"center": 0, "width": 9}}]
     for change in others:
         raw = one.model_dump()
         raw["task"] |= change
-        assert question(JobConfig.model_validate(raw)) != question(one)
-    assert question(JobConfig.model_validate(small_cells().model_dump() | {"statistics": {}})) != question(one)
+        assert question_hash(JobConfig.model_validate(raw)) != question_hash(one)
+    assert question_hash(JobConfig.model_validate(small_cells().model_dump() | {"statistics": {}})) != question_hash(one)

@@ -65,7 +65,7 @@ def masks(count: int) -> Segmented:
 def closing(task: Any, *stages: Stage) -> Closing:
     found = Closing()
     for stage in stages:
-        found.look(stage, task, SimpleNamespace(), "test")
+        found.collect_predictions(stage, task, SimpleNamespace(), "test")
     return found
 
 
@@ -77,7 +77,7 @@ def test_all_models_are_shown_on_the_units_that_the_first_one_chose(tmp_path: Pa
     task = Pretended(scored(0.5, 0.9, 0.1, NAN))
     found = closing(task, Stage.PERSONALIZED)
     task.scored = scored(0.9, 0.1, 0.5, NAN)
-    found.look(Stage.GLOBAL, task, SimpleNamespace(), "test")
+    found.collect_predictions(Stage.GLOBAL, task, SimpleNamespace(), "test")
     assert task.asked == [[1, 0, 2]] * 2
     assert write(found, tmp_path) == []
     kept = json.loads((tmp_path / "cases.json").read_text())
@@ -118,7 +118,7 @@ def test_a_model_that_was_scored_on_other_units_is_left_out(tmp_path: Path, capl
     task = Pretended(scored(0.5, 0.6))
     found = closing(task, Stage.GLOBAL)
     task.scored = scored(0.5)
-    found.look(Stage.PRETRAINED, task, SimpleNamespace(), "test")
+    found.collect_predictions(Stage.PRETRAINED, task, SimpleNamespace(), "test")
     assert write(found, tmp_path) == ["cases.json: ValueError"]
     assert "the pretrained model was scored on other samples" in caplog.text
     assert list(json.loads((tmp_path / "cases.json").read_text())["values"]) == ["global"]

@@ -192,8 +192,8 @@ def test_a_site_without_this_score_is_named(tmp_path: Path) -> None:
     sheet = scores_table(table, scores_of(table.group, Stage.PRETRAINED, "accuracy"))
     assert "no score of this metric at: s9, t" in sheet.notes
     assert table.sites == ["s0", "s1"]
-    assert scores_of(table.group, Stage.PERSONALIZED, "accuracy").unscored == ["s0", "s1", "s9"]
-    assert accuracy(*made(tmp_path / "whole", {"fedit": [[0.5]]})).unscored == []
+    assert scores_of(table.group, Stage.PERSONALIZED, "accuracy").unscored_sites == ["s0", "s1", "s9"]
+    assert accuracy(*made(tmp_path / "whole", {"fedit": [[0.5]]})).unscored_sites == []
 
 
 def test_of_many_sites_the_worst_the_middle_and_the_best_have_a_column(tmp_path: Path) -> None:

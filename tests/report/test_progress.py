@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.report.live_view import progress, when
+from consilium.report.live_view import progress, refusal_time_text
 
 
 def folder(tmp_path: Path, *lines: dict[str, Any]) -> Path:
@@ -91,4 +91,4 @@ def test_a_round_that_takes_longer_leaves_the_time_of_later_ones(tmp_path: Path)
     ],
 )
 def test_a_refusal_is_never_in_a_round_that_the_job_does_not_have(round: int, joining: bool, said: str) -> None:
-    assert when({"round": round, "joining": joining}, 2) == said
+    assert refusal_time_text({"round": round, "joining": joining}, 2) == said

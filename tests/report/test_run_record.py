@@ -14,7 +14,7 @@ from consilium.core.messages import Payload, Stage
 from consilium.federation.job import assemble_job
 from consilium.report.run_files import RunLog
 from consilium.report.run_record import read_finished, read_run
-from consilium.report.untrusted_files import LINES, finite, read_events, read_lines
+from consilium.report.untrusted_files import LINES, as_finite_float, read_events, read_lines
 from consilium.runtime.engine import simulate
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_cells, small_config
@@ -113,20 +113,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     config = small_config("fedit", rounds=4)
     log = RunLog(folder, config)
-    log.trains(config.strategy, {})
-    log.began_from("0" * 64)
+    log.record_parameter_counts(config.strategy, {})
+    log.record_start_adapter("0" * 64)
     for site in SITES:
-        log.joined(0, site, "", test_only=site == "south")
-    log.started(STATE, SITES)
-    log.received("north", Payload(0, 0, {"x": torch.ones(2)}, metrics={"train/loss": float("nan")}))
-    log.refused({"event": "refused", "site": "south", "round": 0, "reason": "no", "joining": False})
-    log.concluded(STATE, SITES, 0.5)
-    log.diagnostics(STATE, {"drift": 1.0})
-    log.held_out("south", Payload(0, -1, {}, metrics={"validation/global/dice": 0.5}))
-    log.ended({"round": 1, "rounds": 4, "validations": 1, "best_round": 0})
-    log.final("north", Payload(1, 0, {}, metrics={"test/global/dice": 0.5}))
-    log.stopped("the quorum is gone")
-    log.resumed(STATE)
+        log.record_join(0, site, "", test_only=site == "south")
+    log.record_phase_start(STATE, SITES)
+    log.record_result("north", Payload(0, 0, {"x": torch.ones(2)}, metrics={"train/loss": float("nan")}))
+    log.record_refusal({"event": "refused", "site": "south", "round": 0, "reason": "no", "joining": False})
+    log.record_phase_end(STATE, SITES, 0.5)
+    log.record_diagnostics(STATE, {"drift": 1.0})
+    log.record_held_out_scores("south", Payload(0, -1, {}, metrics={"validation/global/dice": 0.5}))
+    log.record_early_end({"round": 1, "rounds": 4, "validations": 1, "best_round": 0})
+    log.record_closing_scores("north", Payload(1, 0, {}, metrics={"test/global/dice": 0.5}))
+    log.record_stop("the quorum is gone")
+    log.record_resume(STATE)
     log.close()
     return folder
 
@@ -172,5 +172,5 @@ def test_sites_without_closing_scores_are_those_refused_in_the_closing_evaluatio
 
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, float("nan"), 10**400])
 def test_a_number_that_no_server_takes_is_none(value: float) -> None:
-    assert finite(value) is None
-    assert finite(3.0) == 3.0
+    assert as_finite_float(value) is None
+    assert as_finite_float(3.0) == 3.0

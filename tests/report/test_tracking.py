@@ -43,12 +43,12 @@ def client_at(uri: str) -> Any:
 def record(folder: Path, uri: str, observer: Callable = print, resume: bool = False, rounds: int = 1) -> None:
     """Write the record of a run of one site and `rounds` rounds, from the first or from the second one on."""
     log = RunLog(folder, CONFIG, resume, partial(Tracker, uri, folder, CONFIG, observer))
-    log.resumed(ServerState(1, 0, {}, {})) if resume else log.trains(CONFIG.strategy, {})
+    log.record_resume(ServerState(1, 0, {}, {})) if resume else log.record_parameter_counts(CONFIG.strategy, {})
     for round in range(1 if resume else 0, rounds):
-        log.received("site-1", Payload(round, 0, {"x": torch.tensor([3.0, 4.0])}, metrics={"train/loss": 0.5 + round}))
-        log.concluded(ServerState(round, 0, {}, {}), ["site-1"], 0.25)
+        log.record_result("site-1", Payload(round, 0, {"x": torch.tensor([3.0, 4.0])}, metrics={"train/loss": 0.5 + round}))
+        log.record_phase_end(ServerState(round, 0, {}, {}), ["site-1"], 0.25)
     if rounds > 1 or resume:
-        log.final("site-1", Payload(rounds, 0, {}, metrics={"test/global/dice": 0.75}))
+        log.record_closing_scores("site-1", Payload(rounds, 0, {}, metrics={"test/global/dice": 0.75}))
         (folder / "adapters").mkdir(exist_ok=True)
         (folder / "adapters" / "weights").write_text("shared")
         (folder / "predictions.png").write_text("a patient")

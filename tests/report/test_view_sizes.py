@@ -9,7 +9,7 @@ from rich.console import Console
 
 from consilium.core.messages import Stage
 from consilium.report.live_view import LiveView
-from consilium.report.tables import shortened
+from consilium.report.tables import shorten_names
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.report.closing import result_table
 
@@ -48,7 +48,7 @@ def test_whole_names_where_they_fit_and_both_ends_elsewhere() -> None:
 @pytest.mark.parametrize("width", [1, 3, 8, 20])
 def test_shortened_names_stay_different(width: int) -> None:
     names = ["".join(parts) for parts in itertools.product(("ward-", "ward"), ("x" * 40,), ("a", "b", "c"), ("1", ""))]
-    found = shortened([*names, "w"], width)
+    found = shorten_names([*names, "w"], width)
     assert len(set(found.values())) == len(names) + 1
     assert found["w"] == "w"
     if width == 20:
@@ -56,8 +56,8 @@ def test_shortened_names_stay_different(width: int) -> None:
 
 
 def test_wide_characters_count_as_two_cells() -> None:
-    assert cell_len(shortened(["大学病院大学病院大学病院"], 10)["大学病院大学病院大学病院"]) <= 10
-    assert shortened(["大学"], 4) == {"大学": "大学"}
+    assert cell_len(shorten_names(["大学病院大学病院大学病院"], 10)["大学病院大学病院大学病院"]) <= 10
+    assert shorten_names(["大学"], 4) == {"大学": "大学"}
 
 
 def test_a_site_without_the_split_is_named() -> None:
@@ -94,4 +94,4 @@ def test_refusals_outside_the_rounds() -> None:
 def test_two_thousand_names_that_begin_and_end_alike_stay_different() -> None:
     """Each counts on from the last: trying every number again for every name would take hours here."""
     names = [f"multisite-fundus-lr0.001-{i:04d}-try-b-of-the-run" for i in range(2000)]
-    assert len(set(shortened(names, 18).values())) == 2000
+    assert len(set(shorten_names(names, 18).values())) == 2000

@@ -55,7 +55,7 @@ def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
     state = strategy.initialize({A: torch.eye(2), B: torch.zeros(2, 2)})
     layer = A.removesuffix(".lora_A")
     update = lowrank.add(lowrank.zero(2, 2), (matrix((3.0, 0.0), (0.0, 1.0)), torch.eye(2)))
-    state = strategy._decomposed(replace(state, round=1), {layer: update})
+    state = strategy._with_spectra(replace(state, round=1), {layer: update})
     low = SiteInfo("low", 1, capacity={"time": 1.0, "memory": 1.0, "download": 1.0})
     high = SiteInfo("high", 1, capacity={"time": 2.0, "memory": 2.0, "download": 2.0})
     sent = {site.name: strategy.payload(state, site) for site in (low, high)}
@@ -106,7 +106,7 @@ def test_fedhello_s_fisher_scores_are_of_the_last_trainers_and_survive_a_missed_
         results, squares = {}, dict[int, list[tuple[int, float]]]()
         for name, weight in weights.items():
             site, step = SiteInfo(name, weight), 1.0 if name == "a" else 2.0
-            (layer,) = strategy.chosen(state, site)
+            (layer,) = strategy.choose_layers(state, site)
             squares.setdefault(int(layer.split(".")[2]), []).append((weight, step**2))
             sent = strategy.payload(state, site)
             trained = {n: torch.full_like(t, step) for n, t in sent.tensors.items() if n.rpartition(".")[2].startswith("lora_")}
@@ -128,6 +128,6 @@ def test_fedhello_draws_layers_at_odds_of_one_to_three_by_score() -> None:
     strategy = FedHeLLo(tiers={"all": Tier(1 / 3, 2)}, profile={"all": 1.0}, rank=2, layers="fisher")
     state = strategy.initialize(names)
     state = replace(state, matrices={"scores": torch.tensor([5.0, 1.0, 3.0, 9.0, 2.0, 7.0], dtype=torch.float64)})
-    drawn = Counter(strategy.chosen(replace(state, round=r), SiteInfo("a", 1)).pop() for r in range(6000))
+    drawn = Counter(strategy.choose_layers(replace(state, round=r), SiteInfo("a", 1)).pop() for r in range(6000))
     shares = [drawn[f"model.layers.{i}.q_proj"] / 6000 for i in range(6)]
     assert shares == pytest.approx([n / 12 for n in (2, 1, 2, 3, 1, 3)], abs=0.02)  # four standard errors

@@ -15,10 +15,10 @@ from consilium.core.messages import Observer, Payload, SiteInfo, Tensors
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.privacy.guard.release import geometries
-from consilium.privacy.mechanism import in_reals, privatize, restored
+from consilium.privacy.mechanism import in_reals, privatize, restore_update
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
-from consilium.strategies.deer import DEeR, rebalanced
+from consilium.strategies.deer import DEeR, rebalance_factors
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, Strategy
 from tests.conftest import Snapshot, small_cells, small_config, strategy_of, training_only
@@ -86,7 +86,7 @@ def test_a_schedule_keeps_its_share_of_eight_exchanges_and_trains_both_factors(s
 def test_rebalancing_keeps_the_product_and_makes_the_frozen_factor_orthonormal(frozen: str) -> None:
     before = start()
     before[A] *= torch.tensor([[100.0], [1.0], [0.01]])
-    after = rebalanced(before, frozen)
+    after = rebalance_factors(before, frozen)
     assert torch.allclose(after[B] @ after[A], before[B] @ before[A], rtol=1e-4, atol=1e-4)
     gram = after[A] @ after[A].T if frozen == "A" else after[B].T @ after[B]
     assert torch.allclose(gram, torch.eye(3), atol=1e-5)
@@ -94,8 +94,8 @@ def test_rebalancing_keeps_the_product_and_makes_the_frozen_factor_orthonormal(f
 
 def test_rebalancing_leaves_a_factor_without_rank_alone() -> None:
     state = start() | {B: torch.zeros(6, 3)}
-    assert rebalanced(state, "B") == {}  # A would be multiplied by R = 0 and lost
-    assert rebalanced(state, "A").keys() == {A, B}
+    assert rebalance_factors(state, "B") == {}  # A would be multiplied by R = 0 and lost
+    assert rebalance_factors(state, "A").keys() == {A, B}
 
 
 def private(strategy: dict, **privacy: object) -> JobConfig:
@@ -178,7 +178,7 @@ def test_without_the_eliminator_both_factors_are_clipped_and_noised_by_what_all_
         public = sent | {B: b}
         maps = geometries(strategy, config, moved, public, 0, 0)
         coordinates, outcome = privatize(moved, maps, 1e6, 0)
-        released = restored(maps, in_reals(coordinates))
+        released = restore_update(maps, in_reals(coordinates))
         norm = ((moved[B] @ public[A]).norm() ** 2 + (public[B] @ moved[A]).norm() ** 2) ** 0.5
         assert outcome.norm == pytest.approx(float(norm), rel=1e-5)  # alpha 4 over rank 4: s = 1
         assert bool(released[A].any()) == bool(b.any())

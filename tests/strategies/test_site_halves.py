@@ -25,7 +25,7 @@ from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.strategy import Role
 from consilium.strategies.traits import Interpolation
-from consilium.training.interpolation import fixed_share, interpolated, sample_shares
+from consilium.training.interpolation import fixed_share, interpolate_adapter, sample_shares
 from tests.conftest import small_config, small_text
 from tests.strategies.scripted import Scripted
 from tests.strategies.site_halves import (
@@ -261,7 +261,7 @@ def test_the_personalized_model_weighs_each_sample_by_its_likeness_to_the_sites_
 
     mix(0.0)
     before = model(x)
-    with interpolated(model, cut(model), points, mix, Interpolation(0.6, examples), 5):
+    with interpolate_adapter(model, cut(model), points, mix, Interpolation(0.6, examples), 5):
         torch.testing.assert_close(model(x), logits(values, features(values, x, share)), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(model(x[:1]), logits(values, features(values, x[:1], share[:1])), atol=1e-5, rtol=1e-4)
     assert torch.equal(model(x), before)  # the global adapter alone again

@@ -178,7 +178,7 @@ def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
     after = strategy.aggregate(state, uploads)
     for layer in LAYERS:
         trainers = {n: u for n, u in uploads.items() if len(u.sent.tensors[f"{layer}.lora_A"])}
-        assert set(trainers) == {n for n, u in uploads.items() if layer in strategy.chosen(state, u.site)}
+        assert set(trainers) == {n for n, u in uploads.items() if layer in strategy.choose_layers(state, u.site)}
         total = sum(u.weight for u in trainers.values())
         for index, mine in enumerate(factors(after.shared, layer)):
             parts = [u.weight / total * factors(u.trained(), layer)[index] for u in trainers.values()]
@@ -192,9 +192,9 @@ def test_fedhello_trains_as_many_layers_as_a_site_can_pay_for() -> None:
     names = {f"model.layers.{i}.q_proj": (6, 6) for i in range(8)}
     strategy = FedHeLLo(rank=8, layers="top", profile={"low": 1.0})
     state = strategy.initialize(initial(layers=names, rank=6))
-    assert strategy.chosen(state, SiteInfo("a", 1)) == {f"model.layers.{i}.q_proj" for i in (4, 5, 6, 7)}  # 4 of 8 ranks
+    assert strategy.choose_layers(state, SiteInfo("a", 1)) == {f"model.layers.{i}.q_proj" for i in (4, 5, 6, 7)}  # 4 of 8 ranks
     rich = SiteInfo("a", 1, capacity={"time": 99, "memory": 99})
-    assert len(strategy.chosen(state, rich)) == 8
+    assert len(strategy.choose_layers(state, rich)) == 8
     final = strategy.final(state, SiteInfo("a", 1)).tensors
     assert products(final).keys() == names.keys()
 

@@ -11,7 +11,7 @@ from consilium.tasks.language.answers import (
     gsm8k_answer,
     metamath_answer,
     metamath_reference,
-    settled,
+    plain_answer,
 )
 
 
@@ -196,11 +196,11 @@ def test_a_long_equation_without_an_end_is_read_at_once(part: str) -> None:
     ],
 )
 def test_a_given_answer_equals_the_same_one_written(given: str, written: str) -> None:
-    assert settled(given) == final_answer(written) is not None
+    assert plain_answer(given) == final_answer(written) is not None
 
 
 def test_of_a_long_answer_the_first_32768_characters_are_read() -> None:
-    assert settled("x" * 2**15 + "y") == "x" * 2**15
+    assert plain_answer("x" * 2**15 + "y") == "x" * 2**15
 
 
 ALIKE = [
@@ -218,7 +218,7 @@ ALIKE = [
 
 
 def test_answers_are_equal_however_they_are_spelt_and_others_are_not() -> None:
-    read = [{settled(one) for one in line} | {final_answer(f"so #### {one}") for one in line} for line in ALIKE]
+    read = [{plain_answer(one) for one in line} | {final_answer(f"so #### {one}") for one in line} for line in ALIKE]
     assert [len(one) for one in read] == [1] * len(ALIKE)
     assert None not in set.union(*read)
     assert len(set.union(*read)) == len(ALIKE)
@@ -244,7 +244,11 @@ def test_answers_are_equal_however_they_are_spelt_and_others_are_not() -> None:
     ],
 )
 def test_what_is_more_than_a_number_is_compared_whole(different: tuple[str, ...]) -> None:
-    assert len({settled(one) for one in different}) == len({final_answer(f"#### {one}") for one in different}) == len(different)
+    assert (
+        len({plain_answer(one) for one in different})
+        == len({final_answer(f"#### {one}") for one in different})
+        == len(different)
+    )
 
 
 @pytest.mark.parametrize("text", ["The answer is __B__", "The answer is _B_", "_B_", "__B__, not A"])
@@ -257,4 +261,4 @@ def test_marks_of_markdown_are_no_part_of_a_label(text: str) -> None:
     ("given", "written"), [("2x+3", "#### 2"), (r"\frac{x}{2}", r"\boxed{2}"), ("1, 2", "#### 12"), ("1,2", "#### 1, 3")]
 )
 def test_a_part_of_an_answer_is_not_the_answer(given: str, written: str) -> None:
-    assert settled(given) != final_answer(written)
+    assert plain_answer(given) != final_answer(written)

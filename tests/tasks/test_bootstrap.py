@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from consilium.tasks.bootstrap import grouped, intervals, intervals_of_means, numbered
+from consilium.tasks.bootstrap import intervals, intervals_of_means, number_groups, sum_by_group
 from tests.tasks.scoring import Bright, evaluated, picture, task_of
 
 
@@ -34,9 +34,9 @@ def test_many_groups_come_in_parts_and_stay_within_memory() -> None:
 
 
 def test_groups_are_numbered_as_they_come_and_summed() -> None:
-    numbers = numbered(["b", "a", "b"])
+    numbers = number_groups(["b", "a", "b"])
     assert numbers.tolist() == [0, 1, 0]
-    assert grouped(np.array([[1.0, 2], [3, 4], [5, 6]]), numbers).tolist() == [[6, 8], [3, 4]]
+    assert sum_by_group(np.array([[1.0, 2], [3, 4], [5, 6]]), numbers).tolist() == [[6, 8], [3, 4]]
 
 
 def test_intervals_of_means_over_samples_of_which_a_group_has_several() -> None:

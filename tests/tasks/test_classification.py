@@ -15,7 +15,7 @@ from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
 from consilium.tasks.base import evaluating
 from consilium.tasks.classification import ClassificationConfig, metric_names
-from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
+from consilium.tasks.classification.task import ClassificationTask, balanced_loss, pick_across_classes, score, summary
 from consilium.tasks.registry import TASKS
 from consilium.training.loop import batches
 from tests.conftest import small_cells
@@ -188,8 +188,8 @@ def test_a_broken_picture_stops_before_training(tmp_path: Path) -> None:
 
 def test_examples_are_of_as_many_classes_as_can_be(tmp_path: Path) -> None:
     """Each class's first, then each one's second: 0, 4, 7, then 1, 5, then 2. Logits are 5 for one of three classes."""
-    assert spread([0, 0, 0, 0, 1, 1, 1, 2], 6) == [0, 1, 2, 4, 5, 7]
-    assert spread([1, 1], 6) == [0, 1]
+    assert pick_across_classes([0, 0, 0, 0, 1, 1, 1, 2], 6) == [0, 1, 2, 4, 5, 7]
+    assert pick_across_classes([1, 1], 6) == [0, 1]
     task = make_task(tmp_path, ["round"] * 3 + ["long", "spiky"], [0, 10, 20, 10, 20])
     model = ByBrightness(5.0).train()
     found = task.examples(model, "test")

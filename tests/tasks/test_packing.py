@@ -12,7 +12,7 @@ from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.job import build_model, build_task
-from consilium.tasks.language.packing import grouped, pack
+from consilium.tasks.language.packing import group_by_length, pack
 from consilium.tasks.language.task import LanguageTask, mean_loss, token_losses
 from consilium.tasks.language.tokens import IGNORED
 from consilium.training.gradient_probe import WithFeatures
@@ -87,10 +87,10 @@ def test_batches_by_length_have_every_record_once_and_less_padding() -> None:
         parts = [[lengths[i] for i in one[at : at + 4]] for at in range(0, len(one), 4)]
         return sum(len(part) * max(part) - sum(part) for part in parts)
 
-    found = grouped(order, lengths, 4)
+    found = group_by_length(order, lengths, 4)
     assert sorted(found) == list(range(203))
     assert padding(found) < padding(order) / 5
-    assert found == grouped(order, lengths, 4)
+    assert found == group_by_length(order, lengths, 4)
     means = [sum(lengths[i] for i in found[at : at + 4]) for at in range(0, 128, 4)]
     assert means not in (sorted(means), sorted(means, reverse=True))  # batches are not in the order of their lengths
 

@@ -19,7 +19,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.core.storage import checkpoint_hash
-from consilium.estimates.flops import work_of
+from consilium.estimates.flops import flops_per_sample
 from consilium.estimates.memory import memory_of
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.runtime.engine import simulate
@@ -251,7 +251,7 @@ def test_costs_are_counted_on_a_model_that_is_only_laid_out(features: str, tmp_p
     laid = assemble_job(job(save_encoder(tmp_path / "base"), features=features))
     layers, width, between, tokens = 2, 16, 24, 24
     products = layers * (2 * tokens * (4 * width**2 + 2 * width * between) + 4 * tokens**2 * width)
-    assert products < work_of(laid).scoring < 1.3 * products
+    assert products < flops_per_sample(laid).scoring < 1.3 * products
     assert memory_of(laid).peak > 4 * 16 * 16
 
 

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.federation.job import build_model, build_task
-from consilium.training.device import compiled, require_compiler
+from consilium.training.device import compile_blocks, require_compiler
 from consilium.training.loop import train
 from tests.conftest import small_config, small_text
 
@@ -25,9 +25,9 @@ def test_blocks_are_compiled_in_the_block_only_and_where_it_is_wanted(monkeypatc
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: called.append(self))
     small, large = (nn.ModuleList([nn.Linear(n, n), nn.Linear(n, n)]) for n in (2, 8))
     model = nn.ModuleDict({"small": small, "large": large})
-    with compiled(model, False):
+    with compile_blocks(model, False):
         assert called == []
-    with compiled(model, True):
+    with compile_blocks(model, True):
         assert called == list(large)
         called[0]._compiled_call_impl = print
     assert large[0]._compiled_call_impl is None

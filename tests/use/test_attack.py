@@ -23,7 +23,7 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import assemble_job, build_task
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, noise_multiplier
-from consilium.privacy.distributed_noise import add_share, on_grid, share_deviation
+from consilium.privacy.distributed_noise import add_share, clip_to_grid, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.runtime.engine import simulate
 from consilium.use.attack import (
@@ -250,8 +250,8 @@ def test_a_canary_of_a_patient_shows_less_than_the_claim_with_noise_and_far_more
 def summed(noise: float, present: bool, bits: "np.random.Generator") -> float:
     """Return one number of the sum of three sites, without the share that a colluder knows."""
     shares = share_deviation(noise, 1.0, 2)
-    clean = on_grid({"w": torch.tensor([50.0, 0.0]) if present else torch.zeros(2)}, 1.0)
-    other = on_grid({"w": torch.zeros(2)}, 1.0)
+    clean = clip_to_grid({"w": torch.tensor([50.0, 0.0]) if present else torch.zeros(2)}, 1.0)
+    other = clip_to_grid({"w": torch.zeros(2)}, 1.0)
     return float((add_share(clean, shares, bits.bytes)["w"] + add_share(other, shares, bits.bytes)["w"])[0])
 
 

@@ -24,7 +24,7 @@ from consilium.federation.saved_model import CARD, SavedModel, read_best, read_k
 from consilium.report.run_record import cell_folder
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
-from consilium.server.run_start import keep_inside, server_start
+from consilium.server.run_start import check_start_inside, server_start
 from consilium.use.model import TrainedModel, adapter_folder, open_model
 from tests.conftest import small_config
 from tests.use.conftest import SITES
@@ -283,12 +283,12 @@ def test_a_submitter_gets_no_adapter_from_outside_the_servers_checkpoint_folder(
     ):
         raw["adapter"]["start"] = start
         with pytest.raises(ConfigError, match="not in the server's checkpoint folder"):
-            keep_inside(JobConfig.model_validate(raw), own)
+            check_start_inside(JobConfig.model_validate(raw), own)
     raw["adapter"]["start"] = str(checkpoints / "shared")
     with pytest.raises(ConfigError, match="not in the server's checkpoint folder"):
-        keep_inside(JobConfig.model_validate(raw), SiteConfig())
+        check_start_inside(JobConfig.model_validate(raw), SiteConfig())
     raw["adapter"]["start"] = "${SITE}/shared"
-    keep_inside(JobConfig.model_validate(raw), own)
+    check_start_inside(JobConfig.model_validate(raw), own)
 
 
 def test_a_run_of_a_study_is_named_by_its_values(finished: Path, tmp_path: Path) -> None:

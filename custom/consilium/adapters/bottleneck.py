@@ -75,11 +75,11 @@ def inject(model: nn.Module, width: int | None, decoder: Decoder = "freeze") -> 
     """
     names = list(shapes(model, width))
     for block in _blocks(model):
-        _add(block, block.norm1.normalized_shape[0], width)
+        _hook_adapters(block, block.norm1.normalized_shape[0], width)
     layers.freeze_base(model, names, decoder_names(model, decoder))
 
 
-def _add(block: Any, features: int, width: int | None) -> None:
+def _hook_adapters(block: Any, features: int, width: int | None) -> None:
     """Add the adapters to a block through hooks, so that the base's modules keep their names and code."""
     for place in PLACES:
         block.add_module(

@@ -165,7 +165,7 @@ def merge(model: nn.Module) -> None:
         layers.replace(model, name, layer.base)
 
 
-def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_plain_lora(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `values` as plain LoRA, with every tail, times its gate, appended to its prefix."""
     plain = {name: tensor for name, tensor in values.items() if name.rpartition(".")[2] not in (*TAIL, GATE)}
     for name in [n for n in values if n.endswith(".tail_A")]:
@@ -188,7 +188,7 @@ def save_peft(
 
     Layers that the `target` set has split are fused again, so that the folder fits the unchanged base.
     """
-    plain = merged(values)
+    plain = to_plain_lora(values)
     plain = target.fuse(plain) if target and target.fuse else plain
     empty = {name.rpartition(".")[0] for name, tensor in plain.items() if factor(name) and not tensor.numel()}
     kept = {name: tensor for name, tensor in plain.items() if name.rpartition(".")[0] not in empty}

@@ -79,7 +79,7 @@ def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = 
 
 def add_names(model: nn.Module, names: Iterable[str]) -> None:
     """Add parameters of the model, by name, to its adapter."""
-    found = _adapted(model)
+    found = _adapted_record(model)
     _store_adapted(model, Adapted(found.names | set(names), found.base))
 
 
@@ -100,7 +100,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _adapted(model: nn.Module) -> Adapted:
+def _adapted_record(model: nn.Module) -> Adapted:
     """Return the record that `freeze_base` stored. Raises ConfigError without one."""
     found = vars(model).get("adapter")
     if not isinstance(found, Adapted):
@@ -110,7 +110,7 @@ def _adapted(model: nn.Module) -> Adapted:
 
 def _locations(model: nn.Module) -> Locations:
     """Return the cached locations of the adapter. The cache is renewed after names are added or a module is replaced."""
-    adapted, found = _adapted(model), vars(model).get(_LOCATIONS)
+    adapted, found = _adapted_record(model), vars(model).get(_LOCATIONS)
     if not isinstance(found, Locations):
         of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Locations([], [], {})
         for name, module in model.named_modules():
@@ -133,7 +133,7 @@ def modules_of(model: nn.Module, kind: type[Found]) -> list[Found]:
     return cast(list[Found], known[kind])
 
 
-def owners(model: nn.Module) -> list[nn.Module]:
+def adapter_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold adapter tensors. An AdapterModule stands for all modules inside it."""
     locations = _locations(model)
     whole = [part for _, part in locations.modules]
@@ -141,7 +141,7 @@ def owners(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys([*whole, *(module for _, module, _ in locations.parameters if module not in inside)]))
 
 
-def switches(model: nn.Module) -> tuple[object, ...]:
+def forward_settings(model: nn.Module) -> tuple[object, ...]:
     """Return the settings that change a forward pass beside tensors: disabled layers, scalings, modules left out."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -149,9 +149,9 @@ def switches(model: nn.Module) -> tuple[object, ...]:
     return vars(model).get(_LEFT_OUT), *of_layers
 
 
-def unchanged_base(model: nn.Module) -> list[Tensor]:
+def original_base_values(model: nn.Module) -> list[Tensor]:
     """Return the original values of the base's trained parameters."""
-    return list(_adapted(model).base.values())
+    return list(_adapted_record(model).base.values())
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -159,13 +159,13 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
     For trained parameters of the base these are their changes from the base.
     """
-    held, base = {name: tensor.detach().cpu() for name, tensor in tensors(model).items()}, _adapted(model).base
+    held, base = {name: tensor.detach().cpu() for name, tensor in tensors(model).items()}, _adapted_record(model).base
     return {name: tensor - base[name].cpu() if name in base else tensor.clone() for name, tensor in held.items()}
 
 
-def unchanged(model: nn.Module) -> dict[str, Tensor]:
+def zero_base_changes(model: nn.Module) -> dict[str, Tensor]:
     """Return zeros, the changes of the base's trained parameters before training, by name."""
-    return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in _adapted(model).base.items()}
+    return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in _adapted_record(model).base.items()}
 
 
 def parameters_of(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ def parameters_of(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, T
 
     The result's names are those of the base's own parameters. Other tensors in `values` are ignored.
     """
-    base = _adapted(model).base
+    base = _adapted_record(model).base
     return {_parameter(name): base[name].cpu() + change.cpu() for name, change in values.items() if name in base}
 
 
@@ -188,7 +188,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         by_module.setdefault(module, {})[own] = tensor
     for own, part in _locations(model).modules:
         part.fit(by_module.get(own, {}))
-    live, base = tensors(model), _adapted(model).base
+    live, base = tensors(model), _adapted_record(model).base
     if wrong := sorted(live.keys() ^ values.keys()):
         raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
     with torch.no_grad():
@@ -201,7 +201,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 def overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copy `values` into the adapter tensors of the same names and leave all others; for base parameters they are changes."""
-    base = _adapted(model).base
+    base = _adapted_record(model).base
     _write(tensors(model), {n: base[n].cpu() + value.cpu() if n in base else value for n, value in values.items()})
 
 
@@ -258,7 +258,7 @@ def leave_out(model: nn.Module, blocks: Set[str]) -> None:
     object.__setattr__(model, _LEFT_OUT, frozenset(blocks))
 
 
-def left_out(model: nn.Module) -> list[str]:
+def left_out_modules(model: nn.Module) -> list[str]:
     """Return the names of the modules that `leave_out` made return their input."""
     return [name for name, module in model.named_modules() if vars(module).get("forward") is _return_input]
 
@@ -275,7 +275,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | _adapted(model).base
+    replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | _adapted_record(model).base
     live = tensors(model)
     kept = {name: live[name].detach().clone() for name in replaced}
     trains = {parameter: parameter.requires_grad for parameter in model.parameters()}

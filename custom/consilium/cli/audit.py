@@ -8,7 +8,7 @@ import typer
 
 from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import cell
+from consilium.core.sanitize import markdown_cell
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, is_void, read
 from consilium.report.audit_tables import audit_tables
@@ -22,7 +22,7 @@ def audit(
     ] = "md",
 ) -> None:
     """Show all messages that left this site: tensors, bytes, norms, noise, epsilon. Exit code 1 if a record was altered."""
-    found = [_read_record(path) for path in _records(where)]
+    found = [_read_record(path) for path in _find_record_files(where)]
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(_page, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
@@ -47,7 +47,7 @@ def _page(found: dict[str, Any]) -> str:
         ) from None
 
 
-def _records(where: Path) -> list[Path]:
+def _find_record_files(where: Path) -> list[Path]:
     """Return the audit.jsonl files in `where`, sorted by modification time. Raises ConfigError for none."""
     folder = find_site_records(where).root if is_site(where) else where
     records = (path for path in folder.rglob(FILE) if path.is_file())
@@ -65,9 +65,9 @@ def markdown(found: dict[str, Any]) -> str:
     damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
     chain = damage if found["broken_line"] else "every line follows"
     lines = [
-        "# What left " + cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
+        "# What left " + markdown_cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
         "",
-        f"- record: {cell(found['file'])} ({len(messages)} messages; {chain})",
+        f"- record: {markdown_cell(found['file'])} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
         *_privacy(messages),
     ]
@@ -79,9 +79,9 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     """Return the lines on the privacy guarantee, or on its absence."""
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:
-        return [f"- privacy: {_without_noise([m for m in messages if m.get('tensors')])}"]
+        return [f"- privacy: {_explain_missing_noise([m for m in messages if m.get('tensors')])}"]
     last = private[-1]
-    named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
+    named = f"{markdown_cell(last['unit'])} level, {markdown_cell(last['adjacency'])}, trust {markdown_cell(last['trust'])}"
     noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
     seeded, void = sum(bool(one.get("seeded")) for one in private), sum(map(is_void, private))
     lines = {
@@ -92,12 +92,12 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     return only_true(lines)
 
 
-def _without_noise(left: list[dict[str, Any]]) -> str:
+def _explain_missing_noise(left: list[dict[str, Any]]) -> str:
     """Return a text on the protection of messages that left without noise."""
     if not left:
         return "no update and no model left"
     if not all("masked" in message for message in left):
         return "none; updates left as trained"
     sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
-    named = "; summed with: " + " | ".join(cell(", ".join(one)) for one in sets) if sets else ""
+    named = "; summed with: " + " | ".join(markdown_cell(", ".join(one)) for one in sets) if sets else ""
     return f"no noise; updates left under masks, which hide within this run; over many runs only noise protects{named}"

@@ -67,7 +67,7 @@ def compare(
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
-    _check(groups, metric, against)
+    _check_metric_and_method(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
         with named(pictures):
@@ -162,7 +162,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
     return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
 
 
-def _check(groups: Sequence[Group], metric: str, against: str) -> None:
+def _check_metric_and_method(groups: Sequence[Group], metric: str, against: str) -> None:
     """Raise ConfigError if no run has the metric, or no group has the method."""
     scored = {
         name.split("/", 2)[2]

@@ -18,9 +18,9 @@ from consilium.cli.options import (
     load,
 )
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import number_of
-from consilium.estimates.communication import adapters, compare as costs_of, what_masks_hide, whole_run
-from consilium.estimates.flops import Samples, own_samples, run_flops, step_flops, work_of
+from consilium.core.sanitize import count_with_noun
+from consilium.estimates.communication import bottleneck_counts, compare as costs_of, run_bytes, what_masks_hide
+from consilium.estimates.flops import Samples, flops_per_sample, own_samples, run_flops, step_flops
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.trainable_checks import trained_set
@@ -41,8 +41,8 @@ def cost(
     config, source = load(job, override or [])
     hides = what_masks_hide(config)
     ready = assemble_job(config, source)
-    costs, bottlenecks, trained = costs_of(ready), adapters(ready), trained_set(config.adapter, ready.initial)
-    whole, computes = whole_run(ready, costs[0], sites), _computes(ready, sites, samples, tested)
+    costs, bottlenecks, trained = costs_of(ready), bottleneck_counts(ready), trained_set(config.adapter, ready.initial)
+    whole, computes = run_bytes(ready, costs[0], sites), _count_flops(ready, sites, samples, tested)
     hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
     own = {
         "trained_set": trained,
@@ -68,11 +68,11 @@ def cost(
         yield Table(f"{config.name}: parameters per site and round; * this job", heads, rows)
         mib = {name: size(count) for name, count in whole.items()}
         moved = f"{config.training.rounds} rounds move {mib['run_site']} up and down at a site"
-        yield f"* trains {mib['trained']}; {moved}, {mib['run']} at {number_of(sites, 'site')}"
+        yield f"* trains {mib['trained']}; {moved}, {mib['run']} at {count_with_noun(sites, 'site')}"
         yield f"* a step computes {computes['step'] / 1e9:,.4g} GFLOP, a scored sample {computes['scored'] / 1e9:,.4g}"
         if hours:
             told = f"{computes['run'] / 1e15:,.3g} PFLOP, by estimate {hours['gpu_hours']:,.2g} GPU hours at {tflops:g} TFLOP/s"
-            yield f"  the run at {number_of(sites, 'site')}: {told}\n  ({ASSUMED})"
+            yield f"  the run at {count_with_noun(sites, 'site')}: {told}\n  ({ASSUMED})"
         else:
             yield "  GPU hours of the run need --samples, the training samples of a site"
         if hides:
@@ -86,9 +86,9 @@ def cost(
     emit([c.to_dict() | (own if i == 0 else {}) for i, c in enumerate(costs)], lines(), format)
 
 
-def _computes(job: Job, sites: int, samples: int | None, tested: int) -> dict[str, float]:
+def _count_flops(job: Job, sites: int, samples: int | None, tested: int) -> dict[str, float]:
     """Return the FLOPs of a step, of a scored sample and, if the number of samples is known, of the run."""
-    work = work_of(job)
+    work = flops_per_sample(job)
     given = Samples(sites, samples * sites, 0, tested * sites) if samples else own_samples(job.config, sites)
     if given is None and job.config.training.local_steps:
         given = Samples(sites, sites, 0, tested * sites)

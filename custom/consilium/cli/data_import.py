@@ -17,7 +17,7 @@ from consilium.data.check_report import FEW
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import IMPORTERS, import_sets
 from consilium.data.pairs import parse
-from consilium.data.synthetic.phantoms import KINDS, check_own, make_phantoms
+from consilium.data.synthetic.phantoms import KINDS, check_generated, make_phantoms
 from consilium.data.text import has_texts
 from consilium.federation.simulated_sites import MOST_SITES
 from consilium.report.tables import Table, columns
@@ -224,7 +224,7 @@ def data_phantoms(
         raise ConfigError("--files: only volumes are written in several ways; add --kind organ")
     names = [f"site-{i}" for i in range(1, sites + 1)]
     for name in names:
-        check_own(folder / name)
+        check_generated(folder / name)
     shifts = (appearance, annotation)
     how = (seed, training, validation, test, size, *shifts, files or "nifti")
     lists = [str(make_phantoms(folder / name, kind, name, *how)) for name in names]

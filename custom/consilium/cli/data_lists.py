@@ -33,7 +33,7 @@ from consilium.data.datalist import DataList, read_datalist, with_affine, with_c
 from consilium.data.folders import has_classes, import_command, importable_content, subfolders
 from consilium.data.label_map import with_job_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
-from consilium.data.site_names import renamed_notes, renamed_sites
+from consilium.data.site_names import describe_renames, valid_site_names
 from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats
 from consilium.data.text import has_texts
@@ -65,8 +65,8 @@ def data_check(
 ) -> None:
     """Read every image and label, or every record of JSONL files, and name the bad ones. Exit code 1 if there are problems."""
     config = load_for_data(job, override or [], kit)
-    lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
-    found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
+    lists = find_data_sets(source, dataset or (config.data.dataset if config else None), choose=config is not None)
+    found = {name: _check_data_set(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
     unmapped = {name: one for name, one in found.items() if lists[name].own.labels is None}
     task, longest = (config.task, getattr(config.model, "max_length", 0)) if config else (None, 0)
@@ -88,7 +88,7 @@ class SiteList(NamedTuple):
     site: SiteConfig = SiteConfig()
 
 
-def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, SiteList]:
+def find_data_sets(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, SiteList]:
     """Return the data sets at a path by name. The path is a data list, a site's folder, or a folder with a folder per site.
 
     `wanted`: take only the data set of this name at each site. `choose`: take only the data set that a job with
@@ -142,7 +142,7 @@ def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[st
     return {name: SiteList(own, site)}
 
 
-def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
+def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     """Check a data set as the job's task does. Without a job, check it as texts or as segmentation, depending on its files."""
     own, site = one
     path = own.datalist
@@ -242,8 +242,8 @@ def data_split(
     check_finite(validation=validation, test=test)
     if folds == 1 or (folds and keep_test):
         raise ConfigError("--folds: take 2 or more, and without --keep-test")
-    cut, lists = Cut(validation, test, folds, seed, keep_test), lists_of(source)
-    names = renamed_sites(lists, source) if len(lists) > 1 else {}
+    cut, lists = Cut(validation, test, folds, seed, keep_test), find_data_sets(source)
+    names = valid_site_names(lists, source) if len(lists) > 1 else {}
     with nothing_left_on_failure(dest):
         found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
 
@@ -259,7 +259,7 @@ def data_split(
             yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
             yield from (f"note: {note}" for note in summary["notes"])
             yield f"{place}: {', '.join(summary['lists'])} and split.json"
-        yield from (f"note: {shown(note)}" for note in renamed_notes(names))
+        yield from (f"note: {shown(note)}" for note in describe_renames(names))
         for name, one in lists.items():
             if one.site != SiteConfig(datalist=one.own.datalist):
                 yield f"note: {shown(name)}: its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
@@ -289,7 +289,7 @@ def data_stats(
     masks = None if classes is None else not isinstance(classes, dict)
     lists = {
         name: with_affine(with_challenge_splits(read_datalist(one.own.datalist, masks), as_listed), one.own.nifti_affine)
-        for name, one in lists_of(source).items()
+        for name, one in find_data_sets(source).items()
     }
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
     stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}

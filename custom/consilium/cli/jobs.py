@@ -15,8 +15,8 @@ from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Stage
 from consilium.core.sanitize import few, line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
-from consilium.flare.kit.certificates import warnings
-from consilium.report.live_view import early_stop_text, last_round, reported, score_of, when
+from consilium.flare.kit.certificates import expiry_warnings
+from consilium.report.live_view import early_stop_text, last_round, refusal_time_text, reported_scores, score_of
 from consilium.report.tables import Column, Table, columns, number
 from consilium.tasks.registry import Scores
 
@@ -45,9 +45,9 @@ def status(
         raise ConfigError("--watch, --check: are of one job; give its experiment")
 
     with connect(kit) as admin:
-        show((line(warning, "yellow", 1000) for warning in warnings(kit)), errors=True)
+        show((line(warning, "yellow", 1000) for warning in expiry_warnings(kit)), errors=True)
         if watch:
-            watch_job(admin, admin.find(job)["job_id"], Console(stderr=format == "json", soft_wrap=True, highlight=False))
+            watch_job(admin, admin.find_job(job)["job_id"], Console(stderr=format == "json", soft_wrap=True, highlight=False))
         found: Any
         if job:
             found = admin.status(job)
@@ -68,7 +68,7 @@ def abort(
 ) -> None:
     """Stop a job. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
-        found = admin.find(job)
+        found = admin.find_job(job)
         admin.abort(found["job_id"])
     emit({"aborted": found["job_id"]}, [line(f"{found['job_id']}: aborted")], format)
 
@@ -81,7 +81,7 @@ def download(
 ) -> None:
     """Download a job's results from the server: scores, tb_events, the shared adapter. Sites' own files stay at the sites."""
     with connect(kit) as admin:
-        found = admin.download(admin.find(job)["job_id"], folder)
+        found = admin.download(admin.find_job(job)["job_id"], folder)
     emit({"folder": str(found)}, [str(found)], format)
 
 
@@ -96,11 +96,11 @@ def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
         yield line(f"stopped: {found['reason']}", "red", 1000)
     if progress is None:
         return
-    yield line(place(progress))
+    yield line(progress_line(progress))
     if progress["sites"]:
         yield _site_table(progress)
     for one in progress["refused"]:
-        yield line(f"refused {when(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow")
+        yield line(f"refused {refusal_time_text(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow")
 
 
 def _site_table(progress: dict[str, Any]) -> Table:
@@ -111,7 +111,7 @@ def _site_table(progress: dict[str, Any]) -> Table:
     told, sites = progress["scores"], progress["sites"]
     leading = (*map(str, told["leading"]), "loss")  # a server can send values that are not text
     scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
-    score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
+    score = scores.lead({metric for one in sites.values() for metric in reported_scores(one["metrics"])})
     rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)
     for name, one in sorted(sites.items()):
         row = [
@@ -172,7 +172,7 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
         ends = ends if found["status"] == LOST else time.monotonic() + LOST_AFTER
         if time.monotonic() > ends:
             return found
-        now = place(found["progress"]) if found["progress"] else found["status"]
+        now = progress_line(found["progress"]) if found["progress"] else found["status"]
         if SECONDS.sub("", now) != said and now != LOST:  # LOST may be the moment between a job's end and its final status
             console.print(line(now))
             said, pause = SECONDS.sub("", now), SOON
@@ -181,7 +181,7 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
     return found
 
 
-def place(progress: dict[str, Any]) -> str:
+def progress_line(progress: dict[str, Any]) -> str:
     """Return a line with a run's round, the sites that have answered, epsilon and ETA."""
     if early := progress.get("ended"):
         return f"{early_stop_text(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"

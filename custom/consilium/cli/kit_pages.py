@@ -20,7 +20,7 @@ from consilium.config.job import load_job
 from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.lazy import call
-from consilium.core.sanitize import number_of, shown
+from consilium.core.sanitize import count_with_noun, shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import OWNER, RUNS, STATE
 from consilium.flare.admin.kit_metrics import budget_samples, run_state
@@ -29,13 +29,13 @@ from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.evidence_archive import pack
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.kit_contents import certificate, is_open, kit_name, kit_role, load_certificate
+from consilium.flare.kit.kit_contents import certificate_path, is_open, kit_name, kit_role, load_certificate
 from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit_log, ledger as ledgers
 from consilium.report.page.html import render
 from consilium.report.tables import Column, Table, only_true, size, stamp
-from consilium.report.untrusted_files import MOST_BYTES, finite, read_events, read_json, subfolders
+from consilium.report.untrusted_files import MOST_BYTES, as_finite_float, read_events, read_json, subfolders
 
 PAGES = "consilium.report.page.run_page"
 """Module of the report's pages. It imports matplotlib, so it is imported at the first use."""
@@ -63,7 +63,7 @@ class UnknownRunError(ConsiliumError):
     """The kit has no run of this name."""
 
 
-def check_kit(kit: Path) -> str:
+def require_kit_role(kit: Path) -> str:
     """Return "site" or "server", the role of a kit that has pages. Raises ConfigError for any other folder."""
     role = kit_role(kit)
     if role is None or (kit / "startup" / "fed_admin.json").is_file():
@@ -80,7 +80,7 @@ def message(title: str, text: str) -> str:
 
 def overview(kit: Path) -> str:
     """Return the first page of a kit: at a site jobs, messages, budgets and approvals; at a server sites and runs."""
-    role, name = check_kit(kit), kit_name(kit)
+    role, name = require_kit_role(kit), kit_name(kit)
     sections = [*(_server_sections(kit) if role == "server" else _site_sections(kit)), *_kit_sections(kit)]
     state = "It runs." if processes(kit) else "It does not run now."
     if (cause := noted_cause(kit)) is not None:
@@ -126,7 +126,7 @@ def health_page(kit: Path) -> str:
         for one in sorted(findings, key=lambda one: (one.ok, not one.advice))
     ]
     texts = [
-        f"{number_of(bad, 'problem')} in {number_of(len(findings), 'check')}.",
+        f"{count_with_noun(bad, 'problem')} in {count_with_noun(len(findings), 'check')}.",
         *(one.line() for one in findings if not one.ok),
     ]
     sections = [Section("checks", "Checks", texts, [(_table("", "check", "result", "found", "what to do", rows=rows), ())])]
@@ -172,15 +172,15 @@ def _run_folder(kit: Path, name: str) -> Path:
     raise UnknownRunError(name)
 
 
-def _when(value: Any) -> str:
+def _time_text(value: Any) -> str:
     """Return a time as a text, "-" for no number."""
-    number = finite(value)
+    number = as_finite_float(value)
     return "-" if number is None else stamp(number)
 
 
 def _kit_sections(kit: Path) -> Iterator[Section]:
     """Yield the sections that sites and servers share: certificates, and the link to the doctor's page."""
-    files = {"this participant": certificate(kit), "the project's root": kit / "startup" / "rootCA.pem"}
+    files = {"this participant": certificate_path(kit), "the project's root": kit / "startup" / "rootCA.pem"}
     found = {whose: load_certificate(path) for whose, path in files.items()}
     rows = [[whose, f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", str(days_left(one))] for whose, one in found.items()]
     table = _table("", "certificate of", "valid until", "days left", rows=rows)
@@ -215,7 +215,7 @@ def _site_sections(kit: Path) -> Iterator[Section]:
         read |= run.records
     links = [f"runs/{quote(run.name, safe='')}" for run in runs]
     stored = _stored_jobs(kit)
-    waiting = _unapproved(kit, stored) if records.site.approve else {}
+    waiting = _find_unapproved(kit, stored) if records.site.approve else {}
     jobs = [*_run_rows(kit, runs, read[own][0]), *_recordless_rows(stored, runs, waiting)]
     heads = ("run", "state", "from", "first seen", "last message", "cause")
     none = [] if jobs else ["No job has come to this site."]
@@ -238,7 +238,9 @@ def _record_files(folder: Path) -> list[Path]:
 
 def _read_run(folder: Path) -> Run:
     records = {path: _read_record(path) for path in _record_files(folder)}
-    messages = sorted((one for found, _ in records.values() for one in found), key=lambda one: finite(one.get("time")) or 0.0)
+    messages = sorted(
+        (one for found, _ in records.values() for one in found), key=lambda one: as_finite_float(one.get("time")) or 0.0
+    )
     owner = str(read_json(folder / OWNER).get("submitter", "-"))
     return Run(folder.name, owner, records, messages, all(whole for _, whole in records.values()))
 
@@ -262,10 +264,10 @@ def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit_log.Line]) -> 
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
         last = next((one for one in reversed(run.messages) if one.get("kind") == "refusal"), None)
         state = "runs" if any(job in commands for job in jobs) else "files deleted" if run.name in deleted else "ended"
-        cause = f"refused at {_when(last.get('time'))}: {_reason(last)}" if last else ""
+        cause = f"refused at {_time_text(last.get('time'))}: {_reason(last)}" if last else ""
         if run.name in deleted:
             cause = f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
-        times = [_when(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
+        times = [_time_text(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
         yield [run.name, state, run.owner, *times, cause]
 
 
@@ -284,7 +286,7 @@ def _recordless_rows(
         if job not in known:
             cause = "waits for approval" if job in waiting else f"nothing left; {job}/error_log.txt in the kit may say why"
             row = [_experiment(job, meta), "did not begin", str(meta.get("submitter_name", "-"))]
-            yield [*row, _when(meta.get("submit_time")), "-", cause]
+            yield [*row, _time_text(meta.get("submit_time")), "-", cause]
 
 
 def _experiment(job: str, meta: Mapping[str, Any]) -> str:
@@ -300,10 +302,12 @@ def _stored_jobs(kit: Path) -> dict[str, dict[str, Any]]:
 
 def _left_row(run: Run) -> list[str]:
     sent = [one["tensors"] for one in run.messages if isinstance(one.get("tensors"), dict)]
-    total = sum(finite(one.get("bytes")) or 0.0 for tensors in sent for one in tensors.values() if isinstance(one, dict))
+    total = sum(
+        as_finite_float(one.get("bytes")) or 0.0 for tensors in sent for one in tensors.values() if isinstance(one, dict)
+    )
     noise, epsilon = "none", "-"
     if private := [one["privacy"] for one in run.messages if one.get("privacy")]:
-        clip, multiplier = (finite(private[-1].get(name)) for name in ("clip", "noise_multiplier"))
+        clip, multiplier = (as_finite_float(private[-1].get(name)) for name in ("clip", "noise_multiplier"))
         noise = (
             "NOT PRIVATE: from a seed" if any(one.get("seeded") for one in private) else f"clip {clip}, multiplier {multiplier}"
         )
@@ -325,8 +329,8 @@ def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
         spent = f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."
     except (KeyError, TypeError, ValueError, AttributeError):  # an altered record
         return [ALTERED]
-    seeds = f"NOT PRIVATE: the noise of {number_of(seeded, 'message')} came from a seed (noise_seed in site.yaml)."
-    return only_true({spent: True, seeds: seeded, f"{number_of(void, 'message')}: {VOID}.": void})
+    seeds = f"NOT PRIVATE: the noise of {count_with_noun(seeded, 'message')} came from a seed (noise_seed in site.yaml)."
+    return only_true({spent: True, seeds: seeded, f"{count_with_noun(void, 'message')}: {VOID}.": void})
 
 
 def _budgets(records: SiteRecords, read: Read) -> Section:
@@ -369,8 +373,8 @@ def _approvals(kit: Path, records: SiteRecords, stored: Mapping[str, Mapping[str
     rows = []
     for job, digest in waiting.items():
         meta = stored[job]
-        rows.append([_experiment(job, meta), str(meta.get("submitter_name", "-")), _when(meta.get("submit_time")), digest])
-    known, problem = _approved(kit)
+        rows.append([_experiment(job, meta), str(meta.get("submitter_name", "-")), _time_text(meta.get("submit_time")), digest])
+    known, problem = _load_approvals(kit)
     given = [[*(str(one.get(key, "-")) for key in ("job", "by", "time")), digest] for digest, one in known.items()]
     tables = [
         _table("Waiting", "run", "from", "sent", "digest", rows=rows),
@@ -383,17 +387,17 @@ def _approvals(kit: Path, records: SiteRecords, stored: Mapping[str, Mapping[str
     return Section("approvals", "Approvals", texts, [(one, ()) for one in tables if one.rows])
 
 
-def _approved(kit: Path) -> tuple[dict[str, dict[str, str]], str]:
+def _load_approvals(kit: Path) -> tuple[dict[str, dict[str, str]], str]:
     """Return the approvals by digest, and a text if their file is damaged: then the site refuses every job."""
     try:
-        return approval.approvals(kit / "local"), ""
+        return approval.read_approvals(kit / "local"), ""
     except ConfigError:
         return {}, f"The list of approvals, {approval.FILE}, is damaged, so this site refuses every job."
 
 
-def _unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _find_unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the digests of the jobs in FLARE's folders that are not approved, by job id."""
-    (known, _), plugins, found = _approved(kit), kit_plugins(kit / "local"), dict[str, str]()
+    (known, _), plugins, found = _load_approvals(kit), kit_plugins(kit / "local"), dict[str, str]()
     for job in stored:
         for app in subfolders(kit / job):
             if (app / approval.JOB).is_file():
@@ -439,6 +443,6 @@ def _server_run_row(folder: Path) -> list[str]:
     except ConsiliumError:
         rounds = "?"
     done, refused = ([one for one in lines if one["event"] == event] for event in ("concluded", "refused"))
-    last = _when(lines[-1]["time"]) if lines else "-"
+    last = _time_text(lines[-1]["time"]) if lines else "-"
     counts = f"{len({one['round'] for one in done})} of {rounds}"
     return [folder.name, owner, "not ended" if state == "running" else state, counts, last, str(len(refused)), cause]

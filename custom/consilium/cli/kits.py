@@ -10,12 +10,12 @@ import typer
 from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.flare.admin.kit_metrics import HELP, collect
+from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import deploy_prepare, key_lock, renewal, revocation
 from consilium.flare.kit.kit_contents import LOCKED, is_open
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
-from consilium.flare.kit.root_ca import fingerprint as root_fingerprint
+from consilium.flare.kit.root_ca import root_certificate_sha256 as root_fingerprint
 from consilium.report.exposition import exposition
 
 
@@ -146,7 +146,7 @@ def lock(
 ) -> None:
     """Encrypt a kit's private keys with a passphrase, to send or store the kit; or close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
-    asks = not is_locked or key_lock.in_clear(kit)
+    asks = not is_locked or key_lock.unlocked_keys(kit)
     key_lock.lock(kit, _passphrase(passphrase_file, anew=not is_locked) if asks else None)
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
     typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them unencrypted")
@@ -213,7 +213,7 @@ def metrics(
     ] = None,
 ) -> None:
     """Write numbers for Prometheus: rounds, sites last seen, refusals, epsilon left, disk, certificates. Opens no port."""
-    text = exposition(collect(kit), HELP)
+    text = exposition(collect_metrics(kit), HELP)
     if output is None:
         typer.echo(text, nl=False)
     elif output.suffix != ".prom":

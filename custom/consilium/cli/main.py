@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from consilium import __version__
-from consilium.cli.resume_hint import FULL, no_room, same_command_hint, stoppable
+from consilium.cli.resume_hint import FULL, disk_full_message, same_command_hint, stop_on_signals
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.lazy import resolve
 from consilium.core.sanitize import LONGEST_LINE, line
@@ -151,7 +151,7 @@ class Consilium(LazyGroup):
 app = typer.Typer(cls=Consilium, no_args_is_help=True, add_completion=False)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
@@ -160,7 +160,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def consilium(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
     """Federated fine-tuning of medical foundation models."""
@@ -173,7 +173,7 @@ def main() -> None:
     if not (sys.stderr and sys.stderr.isatty()):  # there a library's progress bar would write a line at each of its steps
         os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads it when it is imported
     try:
-        with stoppable():
+        with stop_on_signals():
             code = app(standalone_mode=False, prog_name="consilium")
     except TyperException as error:  # wrong usage; without a message the help was shown
         context, said = getattr(error, "ctx", None), error.format_message().replace("Value error, ", "").rstrip(".")
@@ -185,7 +185,10 @@ def main() -> None:
         if error.errno is None:
             raise
         if error.errno in FULL:
-            _fail([no_room(error, "." if error.filename is None else error.filename, same_command_hint())], ExitCode.FAILED)
+            _fail(
+                [disk_full_message(error, "." if error.filename is None else error.filename, same_command_hint())],
+                ExitCode.FAILED,
+            )
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         _fail(
             [f"{where}{error.strerror}; check the paths given, their permissions and the disk"],

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from consilium.cli.jobs import exit_code, watch_job
 from consilium.cli.options import CheckpointsOption, FormatOption, SetOption
-from consilium.cli.resume_hint import exit_interrupted, stoppable
+from consilium.cli.resume_hint import exit_interrupted, stop_on_signals
 from consilium.config.deployment import SITE_NAME
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
@@ -23,7 +23,7 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.federation.simulated_sites import site_names
 from consilium.flare.admin.session import connect
-from consilium.flare.admin.submission_folder import prepare, submitting
+from consilium.flare.admin.submission_folder import delete_on_failure, prepare
 from consilium.flare.kit.certificates import NO_PROXIES
 from consilium.flare.kit.local_federation import LEAD, SERVER, LocalFederation, stop_all
 from consilium.flare.kit.processes import is_word
@@ -84,7 +84,7 @@ def poc(
     found = {one: find_site(one, given).model_dump(mode="json", exclude_unset=True) for one in names}
     console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
     try:
-        with stoppable(), ExitStack() as stack:
+        with stop_on_signals(), ExitStack() as stack:
             federation = LocalFederation(folder, found)
             stack.callback(federation.stop)
             console.print(line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
@@ -92,9 +92,9 @@ def poc(
             threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless OMP_NUM_THREADS is set
             for one in ("server", *names):
                 federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
-            _await(federation)
+            _wait_for_sites(federation)
             console.print(line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)"))
-            status = _run(federation, job, overrides, name, console) if job else {}
+            status = _submit_and_watch(federation, job, overrides, name, console) if job else {}
             if keep:
                 stack.pop_all()
     except KeyboardInterrupt:
@@ -120,7 +120,7 @@ def _set_path_and_no_proxy() -> None:
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
 
-def _await(federation: LocalFederation) -> None:
+def _wait_for_sites(federation: LocalFederation) -> None:
     """Wait until all sites are connected.
 
     Raises ConsiliumError if a process ends; and after PATIENCE seconds, UnreachableError if the server does not answer.
@@ -142,10 +142,12 @@ def _await(federation: LocalFederation) -> None:
             raise ConsiliumError(f"{', '.join(sorted(missing))}: not connected after {PATIENCE:.0f} s; see {federation.folder}")
 
 
-def _run(federation: LocalFederation, job: Path, overrides: dict[str, Any], name: str, console: Console) -> dict[str, Any]:
+def _submit_and_watch(
+    federation: LocalFederation, job: Path, overrides: dict[str, Any], name: str, console: Console
+) -> dict[str, Any]:
     """Submit the job as the lead and watch it. Return its last status, with the folder of its results if it completed."""
     with connect(federation.kit(LEAD)) as admin:
-        with submitting(ready := prepare(job, overrides, name, admin.upload_folder)):
+        with delete_on_failure(ready := prepare(job, overrides, name, admin.upload_folder)):
             job_id = admin.submit(ready)
         console.print(line(f"submitted as experiment {name}, job {job_id}"))
         status = watch_job(admin, job_id, console)

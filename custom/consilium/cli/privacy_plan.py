@@ -73,7 +73,7 @@ def plan(
         raise ConfigError(
             "--sample-rate: the paper's calibration (--calibration paper) draws no records of all sites; leave it out"
         )
-    shares = _shares(sites, threshold, colluders) if not paper else None
+    shares = _count_honest_shares(sites, threshold, colluders) if not paper else None
     if sample_rate and shares is None:
         raise ConfigError(
             f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders"
@@ -93,11 +93,11 @@ def plan(
         "unit": "record or patient" if sample_rate else "site",
         "adjacency": "zero-out",
     }
-    found = {one: _answer(one, about) for one in wanted}
+    found = {one: _plan_as_json(one, about) for one in wanted}
     emit({"asked": about, "plans": found}, _lines(about, found), format)
 
 
-def _answer(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _plan_as_json(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return one accountant's plan as JSON values. `asked`: the command's options.
 
     With "paper" the plan is by the paper's calibration, with "sample_rate" for DP-SGD. "shares" is the number of honest sites
@@ -131,7 +131,7 @@ def _plan_for_trust(accountant: str, trust: str, asked: Mapping[str, Any]) -> Pl
     return printed_plan(config, paper["batch_size"], asked["rounds"] * paper["local_steps"], releases, paper["tensors"])
 
 
-def _shares(sites: int, threshold: int, colluders: int) -> int | None:
+def _count_honest_shares(sites: int, threshold: int, colluders: int) -> int | None:
     """Return the number of honest sites whose noise is in each sum for certain; None if no sum is possible.
 
     Raises ConfigError for a threshold that no site would accept.

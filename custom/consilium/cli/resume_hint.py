@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
+def stop_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that files are closed and child processes end.
 
     Signals that are ignored stay ignored.
@@ -47,7 +47,7 @@ def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
         if error.errno not in FULL:
             raise
         where = folder if error.filename is None else error.filename
-        raise ConsiliumError(no_room(error, where, _resume_hint(folder, resumable))) from None
+        raise ConsiliumError(disk_full_message(error, where, _resume_hint(folder, resumable))) from None
 
 
 def exit_interrupted(way: str) -> None:
@@ -56,17 +56,17 @@ def exit_interrupted(way: str) -> None:
     raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
-def no_room(error: OSError, where: str | bytes | Path, way: str) -> str:
+def disk_full_message(error: OSError, where: str | bytes | Path, way: str) -> str:
     """Return the message for a full disk or an exceeded quota. `way`: the hint how to resume."""
     return f"{os.fsdecode(where)}: {error.strerror}; make room{way}"
 
 
 def same_command_hint() -> str:
     """Return "; go on with: " and this command, quoted for a shell."""
-    return f"; go on with: {shlex.join(_short(sys.argv))}"
+    return f"; go on with: {shlex.join(_shorten_program_path(sys.argv))}"
 
 
-def _short(words: list[str]) -> list[str]:
+def _shorten_program_path(words: list[str]) -> list[str]:
     """Return a command line with the program's name in place of its path, if the shell finds it by its name."""
     short = Path(words[0]).name
     return [short if shutil.which(short) == words[0] else words[0], *words[1:]]
@@ -86,7 +86,7 @@ def _resume_hint(folder: Path, resumable: bool) -> str:
 
 def resume_command(words: list[str], folder: Path) -> str:
     """Return the command line with --workspace and --resume, quoted for a shell."""
-    kept, rest = _short(words[:1]), iter(words[1:])
+    kept, rest = _shorten_program_path(words[:1]), iter(words[1:])
     for word in rest:
         if word == "--workspace":
             next(rest, None)

@@ -72,7 +72,7 @@ def serve(
 
     Open the printed address in a browser on this machine. Anyone with the address can read the pages. Ctrl-C stops the command.
     """
-    kit_pages.check_kit(kit)
+    kit_pages.require_kit_role(kit)
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.status import Status
 
 from consilium.cli.options import CheckpointsOption, FormatOption, JobArgument, SetOption, show
-from consilium.cli.resume_hint import print_resume_hint, stoppable
+from consilium.cli.resume_hint import print_resume_hint, stop_on_signals
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.core.schema import validate
-from consilium.data.site_names import folder_of, renamed_notes
-from consilium.federation.simulated_sites import check_same, kept_in, site_names, unused_state
+from consilium.data.site_names import describe_renames, folder_of
+from consilium.federation.simulated_sites import check_same, read_recorded_sites, site_names, unused_state_warning
 from consilium.flare.job.simulator import Simulator
 from consilium.report.live_view import LiveView
 from consilium.report.tracking import check_installed
@@ -97,15 +97,15 @@ def simulate(
         tracking = validate(TrackingConfig, {"mlflow": mlflow}, Path("--mlflow"))
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), tracking)
     names = site_names(sites, data)
-    for note in renamed_notes({folder_of(data, name).name: name for name in names} if data else {}):
+    for note in describe_renames({folder_of(data, name).name: name for name in names} if data else {}):
         typer.echo(f"note: {shown(note)}", err=True)
     if resume and workspace:
         names = _sites_to_resume(workspace, names, given, bool(sites))
     request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, together, format == "json")
-    with stoppable(), print_resume_hint(workspace or Path("runs"), engine == "inprocess"):
-        if note := unused_state({name: find_site(name, given) for name in names}):
+    with stop_on_signals(), print_resume_hint(workspace or Path("runs"), engine == "inprocess"):
+        if note := unused_state_warning({name: find_site(name, given) for name in names}):
             show([line(note, "yellow")], errors=True)
-        folder, losses = _over_flare(request) if engine == "flare" else _in_process(request)
+        folder, losses = _simulate_over_flare(request) if engine == "flare" else _simulate_in_process(request)
     call("consilium.cli.run_results:show_results", folder, losses, names, format)
 
 
@@ -115,7 +115,7 @@ def _sites_to_resume(folder: Path, names: list[str], given: Given, chosen: bool)
     Raises ConfigError if the sites of this command, or their data, differ from the run's. `chosen`: whether the command names
     sites.
     """
-    was = kept_in(folder)
+    was = read_recorded_sites(folder)
     generated = given.data is None and all(lists is None for lists in was.sites.values())
     if was.sites and (chosen or not generated):
         check_same(folder, was, {name: find_site(name, given) for name in names})
@@ -123,7 +123,7 @@ def _sites_to_resume(folder: Path, names: list[str], given: Given, chosen: bool)
 
 
 @contextmanager
-def removed_if_empty(folder: Path) -> Iterator[None]:
+def remove_if_empty(folder: Path) -> Iterator[None]:
     """Remove a new run's empty folders if it is refused before it begins."""
     was_empty = not any(folder.iterdir())
     try:
@@ -136,13 +136,13 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
         raise
 
 
-def _in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
+def _simulate_in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
     """Run all sites without FLARE. Return the run's folder and each site's last training loss."""
     with _loading_status():
         job, prepared = call(f"{PREPARE}:prepare", request)
     found = {name: find_site(name, request.given) for name in request.sites}
     with (
-        removed_if_empty(prepared.folder),
+        remove_if_empty(prepared.folder),
         print_resume_hint(prepared.folder, resumable=True),
         _view(request, prepared) as view,
     ):
@@ -160,14 +160,14 @@ def _in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
     return prepared.folder, view.losses
 
 
-def _over_flare(request: RunRequest) -> tuple[Path, dict[str, float]]:
-    """Run all sites by FLARE's simulator, with a process per site. Return what `_in_process` returns.
+def _simulate_over_flare(request: RunRequest) -> tuple[Path, dict[str, float]]:
+    """Run all sites by FLARE's simulator, with a process per site. Return what `_simulate_in_process` returns.
 
     Another process checks and exports the job, so that this process, which only waits, never imports PyTorch.
     """
     with Simulator(request.sites) as simulator:
         with _loading_status():
-            exported, prepared = simulator.ask(call, f"{PREPARE}:export", request)
+            exported, prepared = simulator.run_in_child(call, f"{PREPARE}:export", request)
         with _view(request, prepared) as view:
             simulator.run(exported, prepared.folder, view, request.given)
     return prepared.folder, view.losses

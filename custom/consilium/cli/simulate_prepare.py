@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.cli.options import load
-from consilium.cli.simulate import Engine, PreparedRun, RunRequest, removed_if_empty
+from consilium.cli.simulate import Engine, PreparedRun, RunRequest, remove_if_empty
 from consilium.config.job import job_file
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
@@ -27,7 +27,7 @@ def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
 def export(request: RunRequest) -> tuple[Path, PreparedRun]:
     """Export the job for FLARE. Return its job folder, and the PreparedRun that `prepare` returns. Raises ConfigError."""
     job, prepared = prepare(request)
-    with removed_if_empty(prepared.folder):
+    with remove_if_empty(prepared.folder):
         call("consilium.flare.job.job_context:check_federated", job, job_file(request.job))
         return call("consilium.flare.job.recipe:export_job", job.config, prepared.folder, request.sites), prepared
 

@@ -31,7 +31,7 @@ from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, is_void, read as read_record
-from consilium.privacy.ledger.ledger import Ledger, accepted
+from consilium.privacy.ledger.ledger import Ledger, read_accepted_seals
 from consilium.report.run_files import versions
 from consilium.report.tables import only_true
 from consilium.strategies.strategy import Role
@@ -59,7 +59,7 @@ def approve(
         with app_of(job, plugins) as app:
             found = summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
     else:
-        found = {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
+        found = {"revoked": approval.revoke(revoke, local)} if revoke else approval.read_approvals(local)
     lines = [f"{key}: {json.dumps(value)}" for key, value in found.items()]  # as ASCII JSON, because the values are not trusted
     emit(found, lines or "nothing is approved", format)
 
@@ -93,10 +93,10 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
         **{key: found.get(key) for key in REVIEWED},
         **({"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}),
     }
-    return shown | {"leaves": _leaves(job), "other files": other_files(app)}
+    return shown | {"leaves": _count_upload(job), "other files": other_files(app)}
 
 
-def _leaves(job: Any) -> dict[str, Any]:
+def _count_upload(job: Any) -> dict[str, Any]:
     """Return how many tensors a site sends in all phases, the most numbers in a phase, and what else the job asks for."""
     strategy, initial = job.strategy, job.initial
     rounds = job.config.training.rounds if job.config.trains else 0
@@ -152,7 +152,9 @@ def evidence(
     """Make a signed archive of a run at this site: policies, job, record of what left, ledger, versions. Or check one."""
     if verify and attack:
         raise ConfigError("--attack: not with --verify, which adds nothing to an archive; leave it out")
-    found = _check(Path(experiment), kit, fingerprint) if verify else _make(experiment, kit, output, attack or [])
+    found = (
+        _check_archive(Path(experiment), kit, fingerprint) if verify else _make_archive(experiment, kit, output, attack or [])
+    )
     whole = not found["record"] and not found["ledger"]
     broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
     chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
@@ -161,7 +163,7 @@ def evidence(
     raise typer.Exit(0 if whole else 1)
 
 
-def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
+def _check_archive(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
     if (kit is None) == (not fingerprint):
         raise ConfigError(
             "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
@@ -169,7 +171,7 @@ def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
     return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
 
 
-def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
+def _make_archive(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
     if kit is None:
         raise ConfigError("--kit: give the site's startup kit, whose key signs")
     archive = output or Path(f"{experiment}.evidence.zip")
@@ -194,16 +196,16 @@ def _read_attack(experiment: str, path: Path) -> bytes:
     return content
 
 
-def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
+def find_run_paths(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
     """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError without such a run."""
     settings = kit / "local" / "site.yaml"
     if kit_role(kit) == "server" or not settings.is_file():
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
     records = find_site_records(kit)
-    return _run(experiment, records.root), records.root, records.ledger
+    return _find_run_folder(experiment, records.root), records.root, records.ledger
 
 
-def _run(experiment: str, state: Path) -> Path:
+def _find_run_folder(experiment: str, state: Path) -> Path:
     """Return a run's folder. Raises ConfigError if there is no such run."""
     folder = state / RUNS / check_name(experiment)
     if not folder.is_dir():
@@ -214,7 +216,7 @@ def _run(experiment: str, state: Path) -> Path:
 
 def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return the files of the archive, except its signature, by name."""
-    folder, state, ledger = place_of(experiment, kit)
+    folder, state, ledger = find_run_paths(experiment, kit)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
     if not records:
         raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
@@ -222,7 +224,7 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     found["versions.json"] = json.dumps(versions(), indent=1).encode()
     if copy := copy_ledger(ledger):
         found[LEDGER] = copy
-    if lost := accepted(state):
+    if lost := read_accepted_seals(state):
         found[ACCEPTED] = json.dumps(sorted(lost)).encode()
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
     whole = check_chains(found)
@@ -235,7 +237,9 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
     claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
     found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": packages.encode()}
-    return found | _job(kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
+    return found | _read_submitted_jobs(
+        kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")}
+    )
 
 
 def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
@@ -254,7 +258,7 @@ def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
     return "".join(f"{one}\n\n" for one in only_true(warnings))
 
 
-def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:
+def _read_submitted_jobs(kit: Path, ids: set[str]) -> dict[str, bytes]:
     """Return the job.yaml of each submission that FLARE still has, by file name. `ids`: FLARE's job ids."""
     names = [name for name in sorted(ids) if name.replace("-", "").isalnum()]
     files = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
@@ -280,22 +284,22 @@ def forget(
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
     if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
         raise ConfigError("--reason: empty; say why, for the record")
-    names = delete_run.expired_runs(*_state(kit)) if expired else [experiment]
+    names = delete_run.expired_runs(*_read_state_and_retention(kit)) if expired else [experiment]
     found, lines = [], []
     for name in names:
         if kit_role(kit) == "server":
-            folder = _run(name, kit / STATE)
-            one = delete_run.forget_at_server(folder, stored_jobs(kit, name), kit / STATE, reason)
+            folder = _find_run_folder(name, kit / STATE)
+            one = delete_run.delete_at_server(folder, stored_jobs(kit, name), kit / STATE, reason)
         else:
-            folder, state, _ = place_of(name, kit)
-            one = delete_run.forget(kit, folder, state, reason)
+            folder, state, _ = find_run_paths(name, kit)
+            one = delete_run.delete_at_site(kit, folder, state, reason)
         found.append(one)
         lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
         lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
     emit(found, lines or "nothing is past its time", format)
 
 
-def _state(kit: Path) -> tuple[Path, int]:
+def _read_state_and_retention(kit: Path) -> tuple[Path, int]:
     """Return a site's state folder and the days for which it keeps runs. Raises ConfigError if site.yaml sets no limit."""
     site, root, _ = find_site_records(kit)
     if site.retention_days is None:

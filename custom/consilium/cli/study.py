@@ -18,10 +18,10 @@ from consilium.cli.options import (
     study_command,
     study_size,
 )
-from consilium.cli.resume_hint import exit_interrupted, same_command_hint as same_command, stoppable
+from consilium.cli.resume_hint import exit_interrupted, same_command_hint as same_command, stop_on_signals
 from consilium.config.code_digest import code_of
 from consilium.config.site import Given
-from consilium.core.sanitize import few, line, number_of
+from consilium.core.sanitize import count_with_noun, few, line
 from consilium.report.run_record import earlier_cells, save_cells
 from consilium.report.tables import Table, duration
 from consilium.study.cost import bytes_of
@@ -72,7 +72,7 @@ def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | 
     if None in sizes.values():
         yield _line("MiB: `counts` in the study's file tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
-        yield _line(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
+        yield _line(f"{count_with_noun(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     yield from _outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
@@ -97,7 +97,7 @@ def study_run(
     """Run the cells of a study that are not done. After an interruption, the same command continues the study."""
     chosen = load(study, study_size(smoke, small), workspace)
     try:
-        with stoppable():
+        with stop_on_signals():
             given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
             done, failed = _run(chosen, only or [], given, workers, again)
     except KeyboardInterrupt:
@@ -137,7 +137,7 @@ def _outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:
     remedies = {"begun": "`consilium study run` sets that aside and begins anew"}
     for how, remedy in (remedies | {"done": "`consilium study run --again` runs them anew"}).items():
         if names := [name for name, done in older.items() if done is (how == "done")]:
-            what = f"{number_of(len(names), 'cell')} {how} by code that has changed since"
+            what = f"{count_with_noun(len(names), 'cell')} {how} by code that has changed since"
             yield _line(f"{what}: {few(names, 3)}; {remedy}", "yellow")
 
 

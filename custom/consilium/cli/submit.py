@@ -15,7 +15,7 @@ from consilium.config.overrides import parse_override
 from consilium.core.errors import JobError
 from consilium.core.sanitize import line
 from consilium.flare.admin.session import Admin, connect
-from consilium.flare.admin.submission_folder import prepare, prepare_again, submitting
+from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_again
 
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch the job until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
@@ -34,9 +34,9 @@ def submit(
     overrides = dict(parse_override(one) for one in override or [])
     name = experiment or f"{load_job(job, overrides, plugins=None, author=True).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with connect(kit) as admin:
-        with submitting(folder := prepare(job, overrides, name, admin.upload_folder)):
+        with delete_on_failure(folder := prepare(job, overrides, name, admin.upload_folder)):
             job_id = admin.submit(folder)
-        _submitted(admin, job_id, name, wait, format)
+        _report_submission(admin, job_id, name, wait, format)
 
 
 def resume(
@@ -51,15 +51,15 @@ def resume(
     with connect(kit) as admin:
         sites = admin.former_sites(experiment)
         folder = prepare_again(experiment, admin.upload_folder, job)
-        with submitting(folder) if job else nullcontext():
+        with delete_on_failure(folder) if job else nullcontext():
             for site in sorted(admin.await_sites(sites, PATIENCE)):
                 said = f"{site} took part before and is not connected: the run is resumed without it"
                 show([line(said, "yellow")], errors=True)
             job_id = admin.submit(folder)
-        _submitted(admin, job_id, experiment, wait, format)
+        _report_submission(admin, job_id, experiment, wait, format)
 
 
-def _submitted(admin: Admin, job_id: str, experiment: str, wait: bool, format: Format) -> None:
+def _report_submission(admin: Admin, job_id: str, experiment: str, wait: bool, format: Format) -> None:
     console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
     console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}

@@ -88,7 +88,9 @@ def predict(
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, reads_texts(opened.config), out, beside)
-    predictor = Predictor(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
+    predictor = Predictor(
+        opened, batch or opened.config.training.batch_size, _read_given_prompts(opened, {"box": boxes, "point": points})
+    )
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress_bar("predicting", len(inputs), format, *bar) as advance:
         outcome = predict_inputs(predictor, inputs, OutputOptions(out, overlays, probabilities, force), lambda _: advance())
@@ -104,7 +106,7 @@ def predict(
         raise typer.Exit(1)
 
 
-def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | None:
+def _read_given_prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | None:
     """Return the prompts from the file of the kind that the model takes; None if it takes none.
 
     `given`: files by kind of prompt. Raises ConfigError if the file is missing, or a file of another kind is given.
@@ -246,7 +248,7 @@ def attack(
     own = site_of(device, checkpoints)
     opened = open_model(model, site, stage, own, best)
     shadows = [open_model(one, site, stage, own, best) for one in shadow or []]
-    given, name = _data(opened, data, site)
+    given, name = _find_attacked_site(opened, data, site)
     with tempfile.TemporaryDirectory() as folder, progress_bar("losses", None, format) as advance:
         found = attack_model(opened, given, name, shadows, Path(folder), confidence, advance)
     _print_attacks(found, opened, format)
@@ -270,7 +272,7 @@ def invert(
     The PNG file shows training pictures, so it must stay at the site. A bad reconstruction does not prove privacy.
     """
     opened = open_model(model, site, stage, site_of(device, checkpoints))
-    given, name = _data(opened, data, site)
+    given, name = _find_attacked_site(opened, data, site)
     with tempfile.TemporaryDirectory() as folder, progress_bar("search", 3 * steps, format) as advance:
         found = inversion(opened, given, name, Path(folder), batch, sum, steps, advance)
     draw(output, found)
@@ -286,7 +288,7 @@ def invert(
     emit(about | {"attacks": values}, [Table("", heads, rows), text], format)
 
 
-def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
+def _find_attacked_site(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
     """Return the settings of the site whose samples are attacked, and the site's name in the run. Raises ConfigError."""
     if data is not None:
         return read_site(data, opened.config), site or data.resolve().name

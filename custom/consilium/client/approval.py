@@ -60,7 +60,7 @@ def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) 
     """
     if site.approve is None:
         return
-    (found, configuration, plugins), known = _digests(app, config), approvals(local)
+    (found, configuration, plugins), known = _digests(app, config), read_approvals(local)
     if found not in known:
         raise RefusedError(
             f"the job's digest {found} is not approved here (site.yaml: approve)"
@@ -86,7 +86,7 @@ def _describe_plugins(plugins: Mapping[str, str]) -> str:
     return ", ".join(f"{package} {version} (code {code[:16]})" for package, version, code in parts)
 
 
-def approvals(local: Path) -> dict[str, dict[str, str]]:
+def read_approvals(local: Path) -> dict[str, dict[str, str]]:
     """Return the approved jobs by digest: name, time and person of each. Raises ConfigError if the file is damaged."""
     path = local / FILE
     if not path.exists():
@@ -109,7 +109,7 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
     found, configuration, used = _digests(app, config)
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
     one |= {CONFIGURATION: configuration, PLUGINS: _describe_plugins(used)} if used else {}
-    _write_approvals(local, approvals(local) | {found: one})
+    _write_approvals(local, read_approvals(local) | {found: one})
     return found
 
 
@@ -118,7 +118,7 @@ def revoke(start: str, local: Path) -> str:
 
     Raises ConfigError if no digest or more than one begins with `start`.
     """
-    known = approvals(local)
+    known = read_approvals(local)
     meant = [one for one in known if start and one.startswith(start)]
     if len(meant) != 1:
         raise ConfigError(f"--revoke: {start!r} begins {len(meant)} approved digests; give one of them, as `--list` shows them")

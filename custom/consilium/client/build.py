@@ -8,9 +8,9 @@ from torch import nn
 
 from consilium.client.client import Client
 from consilium.client.context import ClientContext
-from consilium.client.ddp import ranks_of
+from consilium.client.ddp import build_ranks
 from consilium.client.evaluator import speed_up
-from consilium.client.site_data import count_units, ledger_name_of, site_data, warn_about_patients, watch_files
+from consilium.client.site_data import count_units, ledger_name_of, patient_warning, site_data, watch_files
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, allowed_metrics, loading
@@ -54,7 +54,7 @@ def build_site(
     watch = watch_files(job.config, data) if job.config.privacy is not None else None
     decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))  # before any charge
     task = build_task(job.config, decoded, site)
-    if warning := warn_about_patients(job.config, data):
+    if warning := patient_warning(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})
     warn_of_alike(data)
     if model is None:
@@ -143,7 +143,7 @@ def _build_client(
         observer({"event": "warning", "text": f"{name}: {note}"})
     context = ClientContext(
         name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data,
-        ranks=ranks_of(job.config, site, data, folder),
+        ranks=build_ranks(job.config, site, data, folder),
         shares_scores=site.share_metrics if site.share_metrics is not None else job.config.privacy is None,
     )  # fmt: skip
     if site.base != "sharded":  # its ranks must run the encoder together, so none may skip it

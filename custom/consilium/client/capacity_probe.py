@@ -26,7 +26,7 @@ STEPS = 3
 BYTES = 4
 
 
-def step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[[], Tensor]:
+def make_step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[[], Tensor]:
     """Return a function that computes the training loss of one full batch.
 
     The batch has the site's own samples. In a job with privacy it has zeros of full size, because the time of real records

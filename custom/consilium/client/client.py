@@ -15,7 +15,7 @@ from consilium.client import capacity_probe
 from consilium.client.context import ClientContext
 from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
-from consilium.client.trainer import FitReport, Trainer, rehearse_step, step_of_all
+from consilium.client.trainer import FitReport, Trainer, compute_step_share, rehearse_step
 from consilium.core.errors import ConfigError, DataError, Reason, RefusedError
 from consilium.core.linalg.norms import norm
 from consilium.core.messages import (
@@ -31,7 +31,16 @@ from consilium.core.messages import (
     Stage,
     Tensors,
 )
-from consilium.core.storage import group_of, joined, load_state, note, read_json, room_for, save_state, write_json
+from consilium.core.storage import (
+    flatten_groups,
+    group_of,
+    load_state,
+    note,
+    read_json,
+    refuse_if_unwritable,
+    save_state,
+    write_json,
+)
 from consilium.data.counts import Tally, tally
 from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
@@ -48,17 +57,17 @@ R = TypeVar("R")
 
 
 def on_all_ranks(do: Callable[Concatenate["Client", P], R]) -> Callable[Concatenate["Client", P], R]:
-    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.working."""
+    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.model_on_all_ranks."""
 
     @wraps(do)
-    def done(client: "Client", /, *words: P.args, **named: P.kwargs) -> R:
+    def run_on_all_ranks(client: "Client", /, *words: P.args, **named: P.kwargs) -> R:
         context = client.context
         if context.ranks is None:
             return do(client, *words, **named)
-        with context.ranks.working(context.model) as context.model:
+        with context.ranks.model_on_all_ranks(context.model) as context.model:
             return do(client, *words, **named)
 
-    return done
+    return run_on_all_ranks
 
 
 class SiteState(NamedTuple):
@@ -91,7 +100,7 @@ class Client:
         """The client's name in the federation."""
         return self.context.name
 
-    def begin(self) -> None:
+    def prepare_round(self) -> None:
         """Check the data files, rehearse a DP-SGD step and start other devices, before a round is charged.
 
         Raises ConsiliumError if one of them fails.
@@ -122,7 +131,7 @@ class Client:
             context.name, context.task.num_samples, joined, __version__, base, carries, plugins=plugins, libraries=libraries()
         )
 
-    def kept(self, run: str) -> Tensors:
+    def stored_tensors(self, run: str) -> Tensors:
         """Return the client's stored adapter tensors of this run; before its first round only the base's own values."""
         return self._restore_state(run).params
 
@@ -131,11 +140,11 @@ class Client:
         context, config = self.context, self.context.config
         known = config.privacy is not None or context.task.num_samples  # a private job hides whether there are any
         unequal = context.strategy.traits.ranks_differ and config.adapter_kind.unequal_ranks
-        if not (context.limits.given and known and unequal):
+        if not (context.limits.has_limits and known and unequal):
             return {}
         path = context.folder / run / "capacity.json"
         if not path.exists():
-            most, loss = getattr(config.adapter, "rank", 1), capacity_probe.step_loss(config, context.task, context.model)
+            most, loss = getattr(config.adapter, "rank", 1), capacity_probe.make_step_loss(config, context.task, context.model)
             found = capacity_probe.measured_ranks(context.limits, context.model, most, loss)
             write_json(path, found)
         return read_json(path)
@@ -175,10 +184,10 @@ class Client:
         """Train from `start`, the received model, store the result, and return the update."""
         context, strategy = self.context, self.context.strategy
         metrics = self.evaluator.validate(Stage.GLOBAL, payload)
-        self.models.save_if_best(run, Stage.GLOBAL, self.models.received(start, payload), metrics)
+        self.models.save_if_best(run, Stage.GLOBAL, self.models.received_model(start, payload), metrics)
         began, report = time.monotonic(), FitReport()
         trainer = Trainer(context, payload, state.params, start, state.memory, state.optimizer, report)
-        if summed := step_of_all(context, payload, start):
+        if summed := compute_step_share(context, payload, start):
             reply = Payload(payload.round, payload.phase, summed)
         else:
             reply = strategy.local_update(trainer, payload)
@@ -197,14 +206,14 @@ class Client:
         seconds, end = time.monotonic() - began, trainer.values()
         if context.config.diagnostics.drift:
             path = context.folder / run / diagnostics.DRIFT
-            with room_for(path):
+            with refuse_if_unwritable(path):
                 begin = start if report.begin is None else report.begin
                 note(path, f"{payload.round}-{payload.phase}", diagnostics.drift(begin, end))
-        with self.evaluator.personalized(interpolation_of(strategy, closing=False), payload):
+        with self.evaluator.use_personalized(interpolation_of(strategy, closing=False), payload):
             metrics |= self.evaluator.validate(Stage.PERSONALIZED, payload)
         self.models.save_if_best(run, Stage.PERSONALIZED, self.models.build_personalized(end, payload, closing=False), metrics)
         metrics |= {TRAIN_SECONDS: seconds} | {REPORTED[what]: value for what, value in report.numbers.items()}
-        metrics |= context.skipped()
+        metrics |= context.skipped_metric()
         context.before_saving()
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         reply = replace(reply, metrics=metrics)
@@ -243,24 +252,24 @@ class Client:
         payload = evaluator.choose_final(own, payload)
         final = context.receive(own, payload)
         metrics |= evaluator.evaluate_final(split, Stage.GLOBAL, payload, examples)
-        models[Stage.GLOBAL] = self.models.received(final, payload)
+        models[Stage.GLOBAL] = self.models.received_model(final, payload)
         found = evaluator.validate_final(Stage.GLOBAL, payload)
         self.models.save_if_best(run, Stage.GLOBAL, models[Stage.GLOBAL], found)
         metrics |= found
         if closes and (traits.fits_after_last_round or last is not None):
-            models[Stage.PERSONALIZED] = self._close_personalized(state, final, payload)
-            with evaluator.personalized(interpolation_of(strategy, closing=True), payload):
+            models[Stage.PERSONALIZED] = self._build_final_personalized(state, final, payload)
+            with evaluator.use_personalized(interpolation_of(strategy, closing=True), payload):
                 metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
                 metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
         with layers.disabled(context.model):
             metrics |= evaluator.evaluate_final(split, Stage.PRETRAINED, payload, examples)
-        metrics |= context.skipped()
-        self.models.keep(run, models, metrics)
+        metrics |= context.skipped_metric()
+        self.models.write_models(run, models, metrics)
         self._write_pictures(examples, context.folder / run, metrics)
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
-    def _close_personalized(self, state: SiteState, final: Tensors, payload: Payload) -> SavedModel:
+    def _build_final_personalized(self, state: SiteState, final: Tensors, payload: Payload) -> SavedModel:
         """Return the personalized model made after the last round, with a closing training if the strategy has one.
 
         `state`: the client's stored state; `final`: the model received after the last round.
@@ -285,7 +294,7 @@ class Client:
             "privacy": context.plan.summary() if context.plan else None,
         }
         for problem in closing.write(context.folder, about, lambda: diagnostics.draw(run, context.folder)):
-            context.undrawn(problem)
+            context.report_undrawn(problem)
 
     def _state_path(self, run: str) -> Path:
         return self.context.folder / run / "state.safetensors"
@@ -295,13 +304,13 @@ class Client:
         reply, (round, phase) = state.reply, state.place
         groups = {"params": state.params, "reply": reply.tensors, "kept": state.memory, "optimizer": state.optimizer}
         meta = {"round": round, "phase": phase, "scalars": reply.scalars, "metrics": reply.metrics}
-        with room_for(self._state_path(run)):
-            save_state(self._state_path(run), joined(groups), meta)
+        with refuse_if_unwritable(self._state_path(run)):
+            save_state(self._state_path(run), flatten_groups(groups), meta)
 
     def _restore_state(self, run: str) -> SiteState:
         """Return the client's stored state of a run; before its first round an empty one with the base's own values."""
         if not self._state_path(run).exists():
-            return SiteState(layers.unchanged(self.context.model), None, Payload(-1, -1, {}), {}, {})
+            return SiteState(layers.zero_base_changes(self.context.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._state_path(run))
         place = meta["round"], meta["phase"]
         params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))

@@ -54,9 +54,9 @@ class ClientContext:
     events: SiteEvents = field(init=False)
 
     def __post_init__(self) -> None:
-        self.events = SiteEvents(self.folder / FOLDER, self.config.training.rounds, self.undrawn)
+        self.events = SiteEvents(self.folder / FOLDER, self.config.training.rounds, self.report_undrawn)
 
-    def undrawn(self, reason: str) -> None:
+    def report_undrawn(self, reason: str) -> None:
         """Report a picture or a curve that could not be drawn."""
         self.observer({"event": "undrawn", "site": self.name, "reason": reason})
 
@@ -91,7 +91,7 @@ class ClientContext:
         if LOCAL_ADAPTER in self.strategy.traits.parts and mix is not None:
             mix(self.model, self.config.adapter, share, cut_global)
 
-    def skipped(self) -> dict[str, float]:
+    def skipped_metric(self) -> dict[str, float]:
         """Return the number of skipped samples as a metric, {} for 0 or for a task that skips none."""
         count = getattr(self.task, "skipped", 0)
         return {SKIPPED: float(count)} if count else {}

@@ -27,14 +27,14 @@ from consilium.client.ddp_worker import (
     Share,
     as_failure,
     flat,
+    join_process_group,
     loss_and_gradients,
-    meet,
     mesh_of,
-    named,
-    reduced,
+    reduce_over_ranks,
+    rendezvous_store,
     run_rank,
+    select_tensors,
     sizes,
-    store_of,
 )
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -79,7 +79,7 @@ class Ranks:
         self._split: nn.Module | None = None
 
     @contextmanager
-    def working(self, model: nn.Module) -> Iterator[nn.Module]:
+    def model_on_all_ranks(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield the model for a task. A sharded base is distributed over the ranks first, and read again after a rank failed.
 
         Raises ConsiliumError if a rank has failed.
@@ -96,7 +96,7 @@ class Ranks:
         except ConsiliumError:
             raise
         except (OSError, EOFError, RuntimeError) as error:
-            raise self.failed(error) from error
+            raise self.end_after_failure(error) from error
         except BaseException:
             self.end()
             raise
@@ -120,7 +120,7 @@ class Ranks:
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:
-            raise self.failed(error) from None
+            raise self.end_after_failure(error) from None
         except BaseException:
             self.end()
             raise
@@ -129,7 +129,7 @@ class Ranks:
         """Start all other ranks. `model`: a model to shard, of which this rank keeps its part; None for a replicated base."""
         size = self.site.device_count
         self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
-        store = store_of(self.place, size)
+        store = rendezvous_store(self.place, size)
         self.children.extend(
             ChildProcess(run_rank, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:]
         )
@@ -138,7 +138,7 @@ class Ranks:
             own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1]})
             send_by_value(child.pipe, RankSetup(settings, packages, own, self.data, self.place, rank, size))
         _wait_until_ready(self.children)
-        self._group = meet(store, 0, size)
+        self._group = join_process_group(store, 0, size)
         if model is not None:
             self._split = model
             ask_for(shard(model, mesh_of(store, 0, size, self.site), self.device), self._request_block)
@@ -163,7 +163,7 @@ class Ranks:
         for child in self.children:
             send_by_value(child.pipe, BlockRequest(block))
 
-    def share(self, batch: Batch) -> Share:
+    def share_out_batch(self, batch: Batch) -> Share:
         """Send the other ranks their shares of a batch, and return the share of this rank."""
         self.count += 1
         own, *others = (self._share_of(batch, rank) for rank in range(len(self.children) + 1))
@@ -187,14 +187,14 @@ class Ranks:
         assert self._group is not None  # `joint_task` has created it
         return self._group
 
-    def failed(self, error: Exception) -> ConsiliumError:
+    def end_after_failure(self, error: Exception) -> ConsiliumError:
         """End all ranks; return the error, with the failure that a rank reported, if one did."""
         heard = ((found, child) for child in self.children if (found := _failure_of(child)))
         found, child = (error.why, error.child) if isinstance(error, FailedRank) else next(heard, (as_failure(error), None))
         rank = self.children.index(child) + 1 if child else 0
         who = f"rank {rank} on {self.site.devices[rank]}: " if child else ""
         self.end()
-        return failure(who, found)
+        return rank_error(who, found)
 
     def end(self) -> None:
         """End all other ranks."""
@@ -215,7 +215,7 @@ def training_only(data: DataList) -> DataList:
     return replace(data, splits=training, loading=Loading(prechecked=True, ignore_unfit=data.loading.ignore_unfit))
 
 
-def failure(who: str, what: Failed) -> ConsiliumError:
+def rank_error(who: str, what: Failed) -> ConsiliumError:
     """Return the site's error for a failed rank. `who`: the rank, for the message; `what`: its failure."""
     found = ConsiliumError(f"site.yaml: devices: {who}{what.line}", Reason.TRAINING)
     found.told = what.told and f"site.yaml: devices: {who}{what.told}"
@@ -257,16 +257,16 @@ class JointTask:
 
         Raises ConsiliumError if a rank fails.
         """
-        trained = named(model, self.trained)
+        trained = select_tensors(model, self.trained)
         self.ranks.together = True
         try:
-            own = self.ranks.share(batch)
+            own = self.ranks.share_out_batch(batch)
             found: Tensor = _AllRanksLoss.apply(self, model, own, *trained)
         except (OSError, EOFError) as error:
-            raise self.ranks.failed(error) from None
+            raise self.ranks.end_after_failure(error) from None
         except RuntimeError as error:
             if self.ranks.sharded:  # a block's parts are missing because a rank has ended
-                raise self.ranks.failed(error) from error
+                raise self.ranks.end_after_failure(error) from error
             self.ranks.end()
             raise
         except BaseException:
@@ -276,10 +276,10 @@ class JointTask:
             self.ranks.together = False
         return found
 
-    def reduced(self, numbers: Tensor, found: bool) -> Tensor:
-        """See `reduced` in ddp_worker.py. Raises OSError if a rank has ended."""
+    def reduce_over_ranks(self, numbers: Tensor, found: bool) -> Tensor:
+        """See `reduce_over_ranks` in ddp_worker.py. Raises OSError if a rank has ended."""
         try:
-            return reduced(self.ranks.group, numbers, found)
+            return reduce_over_ranks(self.ranks.group, numbers, found)
         except RuntimeError as error:
             raise OSError(str(error)) from None
 
@@ -290,8 +290,8 @@ class _AllRanksLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: JointTask, model: nn.Module, own: Share, *trained: Tensor) -> Tensor:
         """Return the mean loss of the whole batch, and store its gradients for backward."""
-        joint.reduced(flat(trained), found=False)
-        total = joint.reduced(loss_and_gradients(joint.task, model, own, trained), found=True)
+        joint.reduce_over_ranks(flat(trained), found=False)
+        total = joint.reduce_over_ranks(loss_and_gradients(joint.task, model, own, trained), found=True)
         ctx.gradients = [part.view_as(one).to(one) for part, one in zip(total[1:].split(sizes(trained)), trained, strict=True)]
         return total[0].to(next(model.parameters()).device)
 
@@ -301,7 +301,7 @@ class _AllRanksLoss(torch.autograd.Function):
         return (None, None, None, *(gradient * one for one in ctx.gradients))
 
 
-def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:
+def build_ranks(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:
     """Return the other ranks of a site with several devices.
 
     Return None for one device, and for a pooled site, which has no `data`. Raises ConsiliumError for a job whose training
@@ -331,6 +331,6 @@ def _why_whole_base(config: JobConfig, site: SiteConfig) -> str:
         return "training.compile makes one program of the model"
     if config.strategy.traits.probe_fraction:
         return f"strategy {config.strategy.name!r} looks at gradients before it trains"
-    if site.capacity.given and config.strategy.traits.ranks_differ:
+    if site.capacity.has_limits and config.strategy.traits.ranks_differ:
         return "capacity is measured by steps"
     return ""

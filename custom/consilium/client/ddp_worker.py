@@ -28,7 +28,7 @@ from consilium.federation.saved_model import load_values
 from consilium.report.private_logging import route_data_logs
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, pick_device
-from consilium.training.sharding import hand_over, shard, world
+from consilium.training.sharding import hand_over, make_device_mesh, shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -105,7 +105,7 @@ def loss_and_gradients(task: Task, model: nn.Module, share: Share, trained: Sequ
     return torch.cat([loss.detach().float().cpu().view(1), flat(filled)])
 
 
-def named(model: nn.Module, names: Set[str]) -> list[Tensor]:
+def select_tensors(model: nn.Module, names: Set[str]) -> list[Tensor]:
     """Return the model's adapter tensors with these names, not copied, in the model's order."""
     return [one for name, one in layers.tensors(model).items() if name in names]
 
@@ -128,14 +128,14 @@ def as_failure(error: Exception) -> Failed:
     return Failed(line, type(error).__name__, "".join(traceback.format_exception(error)))
 
 
-def store_of(place: Path, size: int) -> "Store":
+def rendezvous_store(place: Path, size: int) -> "Store":
     """Return the store through which the ranks find each other: a file in the folder `place`."""
     from torch.distributed import FileStore
 
     return FileStore(str(place / "store"), size)
 
 
-def meet(store: "Store", rank: int, size: int, patience: timedelta = PATIENCE) -> "ProcessGroup":
+def join_process_group(store: "Store", rank: int, size: int, patience: timedelta = PATIENCE) -> "ProcessGroup":
     """Wait for all ranks of a site and return their process group.
 
     It listens on LOOPBACK. torch's own setup would listen at the address of the machine's host name.
@@ -154,10 +154,12 @@ def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig) -> "DeviceMe
     """Wait for all ranks and return the device mesh over which a sharded base is distributed; see sharding.py."""
     from torch.distributed import PrefixStore
 
-    return world(PrefixStore("world", store), rank, size, pick_device(site.main_device), meet, PATIENCE)
+    return make_device_mesh(
+        PrefixStore("world", store), rank, size, pick_device(site.main_device), join_process_group, PATIENCE
+    )
 
 
-def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
+def reduce_over_ranks(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
     """Return, at every rank, the sum of all ranks' `numbers` if `found`, otherwise the `numbers` of rank 0.
 
     Raises RuntimeError if a rank has ended.
@@ -178,7 +180,7 @@ def run_rank(pipe: connection.Connection) -> None:
         except Exception as error:
             send_by_value(pipe, as_failure(error))
             return
-        worker.answer(pipe)
+        worker.process_messages(pipe)
 
 
 def _join_ranks(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
@@ -187,8 +189,8 @@ def _join_ranks(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
     config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
     task = build_task(config, setup.data, site)
     send_by_value(pipe, None)
-    store = store_of(setup.place, setup.size)
-    group, mesh = meet(store, setup.rank, setup.size), None
+    store = rendezvous_store(setup.place, setup.size)
+    group, mesh = join_process_group(store, setup.rank, setup.size), None
     if site.base == "sharded":
         mesh = mesh_of(store, setup.rank, setup.size, site)
     receive(pipe)  # None: with a sharded base one rank reads after the other, so the machine holds one whole base at a time
@@ -205,7 +207,7 @@ class RankWorker:
         self.model, self.task, self.config, self.group, self.blocks = model, task, config, group, blocks
         self.trained = list[Tensor]()
 
-    def answer(self, pipe: connection.Connection) -> None:
+    def process_messages(self, pipe: connection.Connection) -> None:
         """Process messages from rank 0 until this rank fails. Raises EOFError or OSError if rank 0 has ended."""
         while True:
             what: Phase | Share | BlockRequest = receive(pipe)
@@ -230,17 +232,17 @@ def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tenso
     if (scale := config.adapter_kind.scale) is not None:
         scale(model, config.adapter, phase.scaling)
     model.train()
-    return named(model, phase.trained)
+    return select_tensors(model, phase.trained)
 
 
 def _compute_share(
     model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup"
 ) -> None:
-    values = reduced(group, flat(trained), found=False)
+    values = reduce_over_ranks(group, flat(trained), found=False)
     with torch.no_grad():
         for one, part in zip(trained, values.split(sizes(trained)), strict=True):
             one.copy_(part.view_as(one))
     torch.manual_seed(share.seed)
     with autocast(next(model.parameters()).device, precision):
         found = loss_and_gradients(task, model, share, trained)
-    reduced(group, found, found=True)
+    reduce_over_ranks(group, found, found=True)

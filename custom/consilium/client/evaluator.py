@@ -21,7 +21,7 @@ from consilium.strategies.traits import Interpolation
 from consilium.tasks.base import Examples, Task
 from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.device import autocast, require_compiler
-from consilium.training.interpolation import interpolated
+from consilium.training.interpolation import interpolate_adapter
 
 
 def scores(model: nn.Module, task: Task, config: JobConfig, split: str, full: bool) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Evaluator:
         """Return the full metrics of the model, and add its predictions of a few samples to `closing`."""
         metrics, context = self.evaluate(split, stage, payload, full=True), self.context
         with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
-            closing.look(stage, context.task, context.model, split)
+            closing.collect_predictions(stage, context.task, context.model, split)
         return metrics
 
     def score(self, own: Tensors, payload: Payload, split: str) -> Payload:
@@ -91,7 +91,7 @@ class Evaluator:
             run_as_kept(context.model, context.config, kept)
         metrics = self.evaluate(split, stage, payload, full=True) if context.task.has(split) else {}
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
-        return Payload(payload.round, payload.phase, {}, metrics=metrics | context.skipped())
+        return Payload(payload.round, payload.phase, {}, metrics=metrics | context.skipped_metric())
 
     @torch.no_grad()
     def choose_final(self, own: Tensors, payload: Payload) -> Payload:
@@ -122,14 +122,14 @@ class Evaluator:
         with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
             return context.task.examples(context.model, split)
 
-    def personalized(self, interpolation: Interpolation | None, payload: Payload) -> AbstractContextManager[None]:
+    def use_personalized(self, interpolation: Interpolation | None, payload: Payload) -> AbstractContextManager[None]:
         """Return a context manager in which the model is the client's personalized model."""
         context = self.context
         if interpolation is None:
             return nullcontext()
         base, seed = MODELS[context.config.model.name], context.seed("blend", payload)
         cut = cut_of(context.model, base) if interpolation.examples else None
-        return interpolated(context.model, cut, context.task, context.mix, interpolation, seed)
+        return interpolate_adapter(context.model, cut, context.task, context.mix, interpolation, seed)
 
 
 # speedups --------------------------------------------------------------------------------------------------------------
@@ -139,13 +139,13 @@ _identities: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
-    """Apply `remember`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
+    """Apply `remember_embeddings`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
     if config.training.compile:
         require_compiler(next(model.parameters()).device)
-    remember(config, model, task)
+    remember_embeddings(config, model, task)
 
 
-def remember(config: JobConfig, model: nn.Module, task: Task) -> None:
+def remember_embeddings(config: JobConfig, model: nn.Module, task: Task) -> None:
     """Let the task encode each picture only once, if it can and nothing that trains influences a picture's embedding.
 
     The task's method `remember` takes a text that identifies the frozen encoder and its weights.

@@ -42,7 +42,7 @@ DISK_GIB = 5.0
 """The least free disk space. With less, a site may fail in the middle of a job while writing logs, adapters or releases."""
 
 
-def checked(check: str, look: Callable[[], Finding | str]) -> Finding:
+def run_check(check: str, look: Callable[[], Finding | str]) -> Finding:
     """Return the finding of `look`. A text means no problem; a ConsiliumError is a problem, and its message has the remedy."""
     try:
         found = look()
@@ -76,7 +76,7 @@ def examine_data(site: SiteConfig) -> Finding:
     """Return whether the data list and all files that it names exist."""
     if site.datalist is None:
         return Finding("data list", "none in site.yaml: only jobs with generated data run", advice="set `datalist:` for others")
-    return checked("data list", partial(_count_entries, site.datalist))
+    return run_check("data list", partial(_count_entries, site.datalist))
 
 
 def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
@@ -87,10 +87,10 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
             yield from examine_patients(site, "patients", site.datalist)
         return
     for name, one in site.datasets.items():
-        yield checked(f"data set {name}", partial(_count_entries, one.datalist))
+        yield run_check(f"data set {name}", partial(_count_entries, one.datalist))
         yield from examine_patients(site, f"patients of {name}", one.datalist)
     if site.privacy.dataset is None:
-        yield checked("budgets", lambda: _check_shared_images(site))
+        yield run_check("budgets", lambda: _check_shared_images(site))
 
 
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
@@ -144,7 +144,7 @@ def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:
         yield Finding("checkpoints", f"{folder}: no such folder, or an empty one", "put the base models there")
     else:
         for path in sorted(folder.iterdir()):
-            yield checked("checkpoint", partial(_hash_checkpoint, path))
+            yield run_check("checkpoint", partial(_hash_checkpoint, path))
 
 
 def _hash_checkpoint(path: Path) -> str:
@@ -165,7 +165,7 @@ def examine_device(site: SiteConfig, promised: int) -> Finding:
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
         return f"{device}: {names}" if device.type == "cuda" else f"{device}, no GPU in use: training will be slow"
 
-    return checked("device", look)
+    return run_check("device", look)
 
 
 def examine_disk(folder: Path, settings: str = "site.yaml") -> Finding:

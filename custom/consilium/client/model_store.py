@@ -25,7 +25,7 @@ from consilium.federation.saved_model import (
     write_kept,
 )
 from consilium.federation.trainable_checks import as_changes
-from consilium.privacy.plan import Plan, not_private
+from consilium.privacy.plan import Plan, not_private_sentence
 from consilium.report.run_record import Results
 from consilium.strategies.strategy import Strategy, scaling_of
 from consilium.strategies.traits import Interpolation
@@ -43,13 +43,13 @@ class ModelStore:
     def __init__(self, context: ClientContext) -> None:
         self.context = context
 
-    def received(self, values: Tensors, payload: Payload) -> SavedModel:
+    def received_model(self, values: Tensors, payload: Payload) -> SavedModel:
         """Return the global model that was received with `payload`."""
         return SavedModel(values, payload.round, scaling_of(self.context.strategy, payload))
 
     def build_personalized(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
         """Return the personalized model after a round's training or, if `closing`, after the training at the end of the run."""
-        found = replace(self.received(values, payload), rounds=payload.round + (not closing))
+        found = replace(self.received_model(values, payload), rounds=payload.round + (not closing))
         if (blend := interpolation_of(self.context.strategy, closing)) is not None:
             found = replace(found, share=fixed_share(blend), similar=blend.examples)
         return found
@@ -63,7 +63,7 @@ class ModelStore:
             self._best_path(run, stage), kept, config, metric, metrics.get(str(MetricKey("validation", stage, metric)))
         )
 
-    def keep(self, run: str, models: Mapping[Stage, SavedModel], metrics: Mapping[str, float]) -> None:
+    def write_models(self, run: str, models: Mapping[Stage, SavedModel], metrics: Mapping[str, float]) -> None:
         """Write a folder for every model, and one for the best model of each stage."""
         shares_scores = self.context.shares_scores
         for stage, kept in models.items():
@@ -176,5 +176,5 @@ def _shared_claim(config: JobConfig, plan: Plan | None, seeded: Collection[str])
         return plan.claim()
     if config.privacy is None:
         return ""
-    void = f"{not_private(seeded)} " if seeded else ""
+    void = f"{not_private_sentence(seeded)} " if seeded else ""
     return f"{void}{config.privacy.unit} level; each site's own model card has its epsilon"

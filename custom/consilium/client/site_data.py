@@ -20,10 +20,10 @@ from consilium.data.disk_cache import open_store
 from consilium.data.label_map import with_job_labels
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_pseudonym, patients_and_most_samples
-from consilium.data.sample_check import FileWatch, count_lost, without_faults
+from consilium.data.sample_check import FileWatch, record_lost, without_faults
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.data.text import Text
-from consilium.privacy.plan import per_patient
+from consilium.privacy.plan import max_samples_per_patient
 from consilium.tasks.registry import TASKS
 
 _log = logging.getLogger(__name__)
@@ -50,13 +50,13 @@ def site_data(
         read, lost = _only_test_split(config, name, read), [one for one in lost if one[0] == "test"]
     for _, note in read.notes:
         _log.warning(f"{name}: data list: {note}")
-    data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
-    found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, count_lost(data, lost)))
+    data = replace(limit_training(read, config.data.most_training, config.training.seed, name), loading=loading)
+    found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, record_lost(data, lost)))
     found = _skip_bad_samples(config, found) if skip else found
     return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
 
-def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
+def limit_training(data: DataList, most: int | None, seed: int, name: str) -> DataList:
     """Return a list with at most `most` training samples (None: all), in the list's order.
 
     Seed and site determine a random order, of which the first `most` are taken. So a smaller number gives a subset.
@@ -143,18 +143,18 @@ def _mark_alone(config: JobConfig, data: DataList) -> DataList:
         return data
     several = Counter(item.image for item in data.splits["training"] if isinstance(item, Item))
 
-    def apart(item: Any) -> Any:
+    def mark_item(item: Any) -> Any:
         return replace(item, alone=True) if isinstance(item, Item) and several[item.image] > 1 else item
 
-    return replace(data, splits=data.splits | {"training": tuple(map(apart, data.splits["training"]))})
+    return replace(data, splits=data.splits | {"training": tuple(map(mark_item, data.splits["training"]))})
 
 
 def count_units(config: JobConfig, data: DataList) -> int:
     """Return the number of units on which a site trains: patients if they are the unit, otherwise records."""
-    return len(by_patient(data)) if per_patient(config.privacy) else len(data.splits["training"])
+    return len(by_patient(data)) if max_samples_per_patient(config.privacy) else len(data.splits["training"])
 
 
-def warn_about_patients(config: JobConfig, data: DataList) -> str | None:
+def patient_warning(config: JobConfig, data: DataList) -> str | None:
     """Return a warning, or None.
 
     It warns if patients are the unit and samples name no patient, or if records are the unit and a patient has several.
@@ -162,7 +162,7 @@ def warn_about_patients(config: JobConfig, data: DataList) -> str | None:
     samples = data.splits["training"]
     patients, most = patients_and_most_samples(samples)
     nameless = sum(not item_pseudonym(item) for item in samples)
-    if per_patient(config.privacy) and nameless:
+    if max_samples_per_patient(config.privacy) and nameless:
         what = f"{nameless} of {len(samples)} training samples name no patient, and are left out"
         return f'privacy.unit patient: {what}; write "patient" into every entry of the list'
     if config.dpsgd is None or config.dpsgd.unit != "record" or most < 2:

@@ -17,7 +17,7 @@ from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.patients import by_patient
 from consilium.privacy.dpsgd import DpSgd, dpsgd, rehearse
-from consilium.privacy.plan import per_patient
+from consilium.privacy.plan import max_samples_per_patient
 from consilium.strategies.strategy import Role, scaling_of, trained_names
 from consilium.strategies.trainer import FeaturePenalty, GradientProbe, Penalty
 from consilium.tasks.base import Task
@@ -79,7 +79,7 @@ class Trainer:
         Raises ConfigError for a fit that the strategy's traits do not declare or that no privacy charge covers, CheckpointError
         for a correction that fits no tensor, and ConsiliumError if training fails.
         """
-        with self._noting_failure():
+        with self._record_failure():
             private = self._check_charge(feature_penalty is not None)
             self._fits += 1
             round, phase = self._payload.round, self._payload.phase
@@ -159,7 +159,7 @@ class Trainer:
         Raises ConfigError if the traits declare no probe, or under DP-SGD.
         """
         context, share = self._context, self._context.strategy.traits.probe_fraction
-        with self._noting_failure():
+        with self._record_failure():
             if context.config.dpsgd is not None:
                 raise self._no_charge_error("probe()", context.config.dpsgd.unit)
             if not share:
@@ -188,7 +188,7 @@ class Trainer:
         return Payload(round, phase, {name: end[name] - since[name] for name in shared})
 
     @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def _record_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -204,14 +204,14 @@ class Trainer:
 
 def dpsgd_of(context: ClientContext, payload: Payload, number: int = 0) -> DpSgd | None:
     """Return the DP-SGD settings for fit `number` of a phase, None if training does not use DP-SGD."""
-    patients = by_patient(context.data) if context.data and per_patient(context.config.privacy) else ()
+    patients = by_patient(context.data) if context.data and max_samples_per_patient(context.config.privacy) else ()
     seed = context.noise_seed
     if seed is not None:
         seed = seed_for(seed, "dpsgd", context.name, payload.round, payload.phase, *[number] * bool(number))
     return dpsgd(context.plan, seed, patients)
 
 
-def step_of_all(context: ClientContext, payload: Payload, names: Collection[str]) -> Tensors:
+def compute_step_share(context: ClientContext, payload: Payload, names: Collection[str]) -> Tensors:
     """Return this client's part of one DP-SGD step over all sites (integers on the grid), {} for any other training."""
     if context.plan is None or not context.plan.by_step or (dp := dpsgd_of(context, payload)) is None:
         return {}
@@ -229,6 +229,6 @@ def rehearse_step(context: ClientContext) -> None:
 
     def loss() -> Tensor:
         with device, autocast(device, "fp32"):
-            return made(config.task, config.model, context.model, per_patient(config.dpsgd) or 1)
+            return made(config.task, config.model, context.model, max_samples_per_patient(config.dpsgd) or 1)
 
     rehearse(context.model, trained, config.dpsgd.unit, loss)

@@ -64,13 +64,13 @@ class PhantomConfig(Section):
     ] = None
 
     @model_validator(mode="after")
-    def _groups_are_drawn(self) -> Self:
+    def _check_groups(self) -> Self:
         if self.groups and PHANTOMS[self.kind] == "language":
             raise ValueError("groups: sites that write texts have none; leave it out")
         return self
 
     @model_validator(mode="after")
-    def _has_classes(self) -> Self:
+    def _check_classes(self) -> Self:
         if self.classes is not None and self.kind != "cells":
             raise ValueError(f"classes: {self.kind} have no mix of classes; leave it out, or take kind cells")
         return self
@@ -94,7 +94,7 @@ class DataConfig(Section):
     ] = None
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if self.phantoms is not None and self.dataset is not None:
             raise ValueError("a data set that sites must have, and phantoms for sites that have none; give one of them")
         return self
@@ -108,7 +108,7 @@ Mapped = Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)]
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,9})")
 
 
-def _number(key: Any) -> Any:
+def _to_number(key: Any) -> Any:
     return int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key
 
 
@@ -116,7 +116,7 @@ def _parse_label_map(value: Any) -> Any:
     """Return a label map with every single class as a list, and with numeric text keys (from JSON) as numbers."""
     if not isinstance(value, Mapping):
         return value
-    found = {_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
+    found = {_to_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
     if len(found) < len(value):
         raise ValueError("every label once; one is there as a number and as a text")
     return found
@@ -161,16 +161,16 @@ class DatasetConfig(Section):
     ] = None
 
 
-def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
+def check_shared_files(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
     """Raise ConfigError for two data sets with the same files but different `patients`, which would get two budgets."""
     for (one, first), (other, second) in combinations(datasets.items(), 2):
         apart = (first.patients or one) != (second.patients or other)
-        if apart and _overlap(_place(first.datalist), _place(second.datalist)):
+        if apart and _overlap(_resolve_list_path(first.datalist), _resolve_list_path(second.datalist)):
             what = f"names the files of {one!r} again, so one budget would count as two"
             raise ConfigError(f"{path}: datasets.{other}.datalist: {what}; give both the same `patients`")
 
 
-def _place(datalist: Path) -> Path:
+def _resolve_list_path(datalist: Path) -> Path:
     """Return the resolved path of a data list, or of the folder that holds JSONL lists."""
     found = datalist.resolve()
     return found.parent if found.suffix == ".jsonl" else found
@@ -186,7 +186,7 @@ def _overlap(one: Path, other: Path) -> bool:
     return same or one == other or any(b.is_relative_to(a) for a, b in folders)
 
 
-def choose(
+def choose_dataset(
     datasets: Mapping[str, DatasetConfig], alone: DatasetConfig | None, wanted: str | None, who: str
 ) -> tuple[str | None, DatasetConfig | None]:
     """Return (name, data set) of the data set at a site that a job uses.

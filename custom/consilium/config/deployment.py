@@ -36,7 +36,7 @@ class ServerEntry(Section):
 
     @field_validator("state")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
+    def _check_absolute(cls, value: Path) -> Path:
         if not value.is_absolute():
             raise ValueError("an absolute path, such as /srv/consilium: FLARE starts in whatever folder start.sh was called")
         return value
@@ -86,7 +86,7 @@ class DeploymentConfig(Section):
     valid_days: Annotated[int, Field(ge=1, description="the number of days for which certificates are valid")] = 360
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _check_names_differ(self) -> Self:
         names = [entry.name for entry in self.entries()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"every name once; {twice[0]!r} is there twice")

@@ -22,10 +22,10 @@ def embed_architecture(raw: Any, job: Path) -> None:
     file.
     """
     if named := _config_path(raw):
-        raw["model"]["config"] = _read(job.parent / named, named, job)
+        raw["model"]["config"] = _read_config(job.parent / named, named, job)
 
 
-def job_text(job: Path) -> bytes:
+def read_job_bytes(job: Path) -> bytes:
     """Return the contents of the file `job`, with the config.json inserted if the job names one by path. Raises ConfigError."""
     raw = read_yaml(job)
     if not _config_path(raw):
@@ -41,7 +41,7 @@ def _config_path(raw: Any) -> str:
     return named if isinstance(named, str) else ""
 
 
-def _read(path: Path, named: str, job: Path) -> dict[str, Any]:
+def _read_config(path: Path, named: str, job: Path) -> dict[str, Any]:
     refuse_adapter(path, f"{job}: model.config")
     refuse_gguf(path, f"{job}: model.config")
     path = path / "config.json" if path.is_dir() else path

@@ -12,15 +12,15 @@ from pydantic import Field, model_validator
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.inline_model_config import embed_architecture
-from consilium.config.overrides import override
+from consilium.config.overrides import apply_overrides
 from consilium.config.privacy import (
     MOST_WEIGHT,
     DpSgdConfig,
     PrivacyConfig,
     SecureAggregationConfig,
     SiteLevelDpConfig,
-    check_apart,
     check_masked,
+    check_records_independent,
     check_shares,
 )
 from consilium.config.run_sections import (
@@ -201,7 +201,7 @@ class JobConfig(Section):
         if self.privacy.trust == "distributed":
             check_shares(self.privacy, self.secure_aggregation, self.training, self.server)
         if self.dpsgd is not None:
-            check_apart(self.dpsgd, self.data, self.training, self.adapter, self.model, self.task)
+            check_records_independent(self.dpsgd, self.data, self.training, self.adapter, self.model, self.task)
         return self
 
     def _check_diagnostics(self) -> None:
@@ -281,16 +281,16 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
     raw = deepcopy(raw)
     kinds = {name: mark for name, field in JobConfig.model_fields.items() for mark in field.metadata}
     keys = {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)}
-    override(raw, overrides or {}, path, keys)
+    apply_overrides(raw, overrides or {}, path, keys)
     if author:
         embed_architecture(raw, path)
     config = validate(JobConfig, raw, path, plugins)
     if author:
-        _check_used(config, path)
+        _check_no_unused_setting(config, path)
     return config
 
 
-def _check_used(config: JobConfig, path: Path) -> None:
+def _check_no_unused_setting(config: JobConfig, path: Path) -> None:
     """Raise ConfigError for a setting that has no effect with the others. Jobs of finished runs are not checked.
 
     Raises CheckpointError if `model.checkpoint` is a path on this machine and is an adapter's folder.

@@ -22,7 +22,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise ConfigError(f"--set: {override[:80]!r}: the value is not valid YAML ({why}); put text in quotes") from None
 
 
-def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[str, str]) -> None:
+def apply_overrides(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[str, str]) -> None:
     """Write `overrides`, by dotted field, into `raw`, the parsed file `path`. Raises ConfigError for an unknown section.
 
     `keys`: for each section that may be written as the name of its kind alone, the key of that name (strategy -> name).

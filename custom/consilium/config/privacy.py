@@ -71,11 +71,11 @@ class SiteLevelDpConfig(Section):
     ] = None
 
     @model_validator(mode="after")
-    def _one_noise(self) -> Self:
-        return _one_noise(self)
+    def _check_one_noise(self) -> Self:
+        return _check_one_noise(self)
 
     @model_validator(mode="after")
-    def _paper(self) -> Self:
+    def _check_calibration(self) -> Self:
         counts = {"sites": self.sites, "samples": self.samples}
         if self.calibration == "honest":
             if given := [name for name, value in counts.items() if value is not None]:
@@ -121,11 +121,11 @@ class _DpSgdConfig(Section):
     calibration: ClassVar[str] = "honest"
 
     @model_validator(mode="after")
-    def _one_noise(self) -> Self:
-        return _one_noise(self)
+    def _check_one_noise(self) -> Self:
+        return _check_one_noise(self)
 
     @model_validator(mode="after")
-    def _of_trust(self) -> Self:
+    def _check_trust(self) -> Self:
         given = {"sample_rate": self.sample_rate, "divisor": self.divisor}
         if self.trust == "distributed" and (missing := [name for name, value in given.items() if value is None]):
             raise ValueError(f"{missing[0]}: trust 'distributed' takes one step a round, with numbers that all know; give it")
@@ -161,7 +161,7 @@ DpSgdConfig: TypeAlias = PatientLevelDpConfig | RecordLevelDpConfig
 """The privacy sections with DP-SGD."""
 
 
-def _one_noise(section: Any) -> Any:
+def _check_one_noise(section: Any) -> Any:
     if (section.epsilon is None) == (section.noise_multiplier is None):
         raise ValueError("one of epsilon and noise_multiplier; give exactly one")
     return section
@@ -212,7 +212,7 @@ class HospitalPrivacyPolicy(Section):
         return self.ledger or root / "ledger.sqlite"
 
     @property
-    def protects(self) -> bool:
+    def requires_privacy(self) -> bool:
         """Whether jobs must be private here."""
         return bool(self.budgets) or self.trust is not None
 
@@ -293,7 +293,7 @@ def check_masked(
 # Checks of a job with DP-SGD, or with distributed noise, against its other sections.
 
 
-def check_apart(
+def check_records_independent(
     dpsgd: DpSgdConfig, data: DataConfig, training: TrainingConfig, adapter: AdapterConfig, model: ModelConfig, task: TaskConfig
 ) -> None:
     """Raise ValueError for a setting with which a record's (or patient's) gradient depends on others of its batch.

@@ -69,36 +69,36 @@ def _with_defaults(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def shown_type(field: Mapping[str, Any]) -> str:
+def describe_type(field: Mapping[str, Any]) -> str:
     """Return the allowed values of a field in words."""
     if "kind" in field:
         return f"section; `{field['kind']}` tells the kind"
     if "enum" in field or "const" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     if parts := field.get("anyOf", field.get("oneOf")):
-        return " or ".join(dict.fromkeys(shown_type(one) for one in parts if one.get("type") != "null"))
+        return " or ".join(dict.fromkeys(describe_type(one) for one in parts if one.get("type") != "null"))
     if field.get("type") == "array":
-        return f"list of {shown_type(field.get('items') or field['prefixItems'][0])}"
+        return f"list of {describe_type(field.get('items') or field['prefixItems'][0])}"
     if field.get("type") == "object":
         values = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), True)
-        return f"map to {shown_type(values)}" if isinstance(values, dict) else "map"
+        return f"map to {describe_type(values)}" if isinstance(values, dict) else "map"
     if "$ref" in field:
         return "section"
     if field.get("format") == "path":
         return "path"
     bounds = [
-        f"{word} {_number(field[key])}"
+        f"{word} {_format_number(field[key])}"
         for key, word in BOUNDS.items()
         if key in field and f"exclusive{key.capitalize()}" not in field
     ]
     return WORDS.get(field.get("type", ""), "anything") + (", " + " ".join(bounds) if bounds else "")
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return POWERS.get(int(value), "") or (f"{int(value):,}" if value == int(value) else f"{value:g}")
 
 
-def _default(field: Mapping[str, Any]) -> str:
+def _format_default(field: Mapping[str, Any]) -> str:
     """Return a field's default as YAML, or "required".
 
     Return "" for an empty default (null, {} or []) and for a section, whose fields show their own defaults.
@@ -120,7 +120,7 @@ def rows_of(section: type, nested: bool = True) -> dict[str, tuple[str, str, str
 
     def add(prefix: str, fields: Mapping[str, dict[str, Any]]) -> None:
         for name, field in fields.items():
-            found[prefix + name] = (shown_type(field), _default(field), field.get("description", ""))
+            found[prefix + name] = (describe_type(field), _format_default(field), field.get("description", ""))
             if (inner := _section_in(field)) and inner[0] != SiteConfig.__name__:  # has a page of its own
                 add(f"{prefix}{name}{inner[1]}.", _with_defaults(sections.get(inner[0], {})))
 

@@ -41,7 +41,7 @@ class ValidateConfig(Section):
     """Written into a job only if it is not 0, so that the digests of other jobs do not change."""
 
     @model_validator(mode="after")
-    def _sees_the_global_model(self) -> Self:
+    def _check_patience(self) -> Self:
         if self.patience and "global" not in self.stages:
             raise ValueError(
                 f"patience: {self.patience}: goes by the global model's score; add global to stages, or leave it out"
@@ -199,7 +199,7 @@ class ServerConfig(Section):
         return self.mean != "weighted"
 
     @model_validator(mode="after")
-    def _uses_all(self) -> Self:
+    def _check_no_unused_field(self) -> Self:
         """Raise ValueError for a field that has no effect. Default values are accepted: a run's job.yaml has all fields."""
         given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         for name in _USED:

@@ -7,12 +7,12 @@ from urllib.parse import urlparse
 
 from pydantic import Field, field_validator, model_validator
 
-from consilium.config.data import DatasetConfig, DatasetName, LabelMap, Mapped, check_apart, choose
+from consilium.config.data import DatasetConfig, DatasetName, LabelMap, Mapped, check_shared_files, choose_dataset
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy, SitePartnersConfig
 from consilium.config.run_sections import MIN_CELL_COUNT
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.registry import NO_PLUGINS, Plugins, normal
+from consilium.core.registry import NO_PLUGINS, Plugins, normalize_name
 from consilium.core.schema import Positive, Seconds, Section, read_yaml, validate
 from consilium.data.folders import has_classes, split_of
 from consilium.data.settings import NiftiAffine
@@ -43,7 +43,7 @@ class CapacityConfig(Section):
     ] = None
 
     @property
-    def given(self) -> bool:
+    def has_limits(self) -> bool:
         """Whether any field is set."""
         return any(value is not None for value in self.model_dump().values())
 
@@ -91,7 +91,7 @@ class TrackingConfig(Section):
 
     @field_validator("mlflow")
     @classmethod
-    def _address(cls, value: str) -> str:
+    def _check_address(cls, value: str) -> str:
         found = urlparse(value)
         # ConfigError, not ValueError, whose message would have the value in it, and so a password
         if not ((found.scheme in ("http", "https") and found.hostname) or (found.scheme == "file" and found.path != "")):
@@ -247,7 +247,7 @@ class SiteConfig(Section):
     ] = None
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _check_one_form(self) -> Self:
         if self.datasets and self.datalist is not None:
             raise ValueError("datalist is the short form of a site with one data set; give it or datasets")
         if self.datasets and not self.labels is self.annotated is None:
@@ -256,12 +256,12 @@ class SiteConfig(Section):
 
     @field_validator("devices", mode="before")
     @classmethod
-    def _numbered(cls, value: Any) -> Any:
+    def _name_gpus(cls, value: Any) -> Any:
         """Return `devices` with each number replaced by the name of that GPU, such as cuda:0."""
         return [f"cuda:{one}" if type(one) is int else one for one in value] if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")
-    def _one_place(self) -> Self:
+    def _check_devices(self) -> Self:
         if self.devices and self.device != "auto":
             raise ValueError("device is for one; give it or devices")
         if len(gpus := [one for one in self.devices if one != "cpu"]) > len(set(gpus)):
@@ -283,19 +283,19 @@ class SiteConfig(Section):
         return self.devices[0] if self.devices else self.device
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
-        """Return (name, data set) of the data set that a job uses, see config.data.choose. Raises RefusedError."""
-        name, found = choose(self.datasets, self.of_list(self.datalist) if self.datalist else None, wanted, who)
-        return name, found and self._placed(found)
+        """Return (name, data set) of the data set that a job uses, see config.data.choose_dataset. Raises RefusedError."""
+        name, found = choose_dataset(self.datasets, self.of_list(self.datalist) if self.datalist else None, wanted, who)
+        return name, found and self._with_default_affine(found)
 
     def of_list(self, datalist: Path) -> DatasetConfig:
         """Return a data list without a name as a data set, with the site's label map."""
-        return self._placed(DatasetConfig(datalist=datalist, labels=self.labels, annotated=self.annotated))
+        return self._with_default_affine(DatasetConfig(datalist=datalist, labels=self.labels, annotated=self.annotated))
 
     def named_datasets(self) -> dict[str, DatasetConfig]:
         """Return the data sets by name, with the site's `nifti_affine` as default."""
-        return {name: self._placed(one) for name, one in self.datasets.items()}
+        return {name: self._with_default_affine(one) for name, one in self.datasets.items()}
 
-    def _placed(self, one: DatasetConfig) -> DatasetConfig:
+    def _with_default_affine(self, one: DatasetConfig) -> DatasetConfig:
         return one.model_copy(update={"nifti_affine": one.nifti_affine or self.nifti_affine})
 
 
@@ -307,8 +307,8 @@ def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:
 def check_packages(config: JobConfig, site: SiteConfig, name: str) -> None:
     """Raise RefusedError if a simulated job uses a plug-in package that the site's `plugins` does not list."""
     allowed = allowed_plugins(site, simulated=True)
-    known = {normal(package) for package in allowed or ()}
-    if allowed is not None and (extra := [package for package in config.packages if normal(package) not in known]):
+    known = {normalize_name(package) for package in allowed or ()}
+    if allowed is not None and (extra := [package for package in config.packages if normalize_name(package) not in known]):
         what = f"package {extra[0]!r} is not among `plugins` of site.yaml; list it there, or take the job without it"
         raise RefusedError(f"{name}: {what}", Reason.POLICY)
 
@@ -327,7 +327,7 @@ def load_site(path: Path) -> SiteConfig:
         paths["cache"] = site.cache.model_copy(update={"folder": path.parent / site.cache.folder})
     paths["datasets"] = {n: d.model_copy(update={"datalist": path.parent / d.datalist}) for n, d in site.datasets.items()}
     if site.privacy.dataset is None:  # otherwise the ledger has one entry for all data sets
-        check_apart(path, paths["datasets"])
+        check_shared_files(path, paths["datasets"])
     if site.privacy.ledger is not None:
         paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
     return site.model_copy(update=paths)

@@ -150,11 +150,11 @@ class MetricKey:
 
 def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
     """Return the metrics that a site may report: the task's for every split and stage, the training loop's, SKIPPED."""
-    return _allowed(frozenset(task_metrics))
+    return _allowed_metrics(frozenset(task_metrics))
 
 
 @lru_cache
-def _allowed(metrics: frozenset[str]) -> frozenset[str]:
+def _allowed_metrics(metrics: frozenset[str]) -> frozenset[str]:
     scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
     return frozenset({TRAIN_LOSS, TRAIN_PENALTY, TRAIN_STEPS, TRAIN_SECONDS, TRAIN_MEMORY, SKIPPED, *scores})
 

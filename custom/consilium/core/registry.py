@@ -99,8 +99,8 @@ class Registry(Mapping[str, K], Generic[K]):
     def _entry_points(self, plugins: Plugins) -> list[EntryPoint]:
         if plugins is not None and not plugins:
             return []
-        wanted = None if plugins is None else {normal(name) for name in plugins}
-        return [p for p in entry_points(group=self.group) if wanted is None or normal(_package_name(p)) in wanted]
+        wanted = None if plugins is None else {normalize_name(name) for name in plugins}
+        return [p for p in entry_points(group=self.group) if wanted is None or normalize_name(_package_name(p)) in wanted]
 
 
 def _resolve_entry(place: str, what: str) -> Any:
@@ -138,7 +138,7 @@ def _package_name(point: EntryPoint) -> str:
     return point.dist.name if point.dist else ""
 
 
-def normal(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a package's name in the normalized form by which installers compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 

@@ -28,13 +28,13 @@ def shown(text: object, limit: int = LIMIT) -> str:
     return visible if len(whole) <= limit else f"{visible}... ({len(whole)} characters)"
 
 
-def cell(text: object, limit: int = LIMIT) -> str:
+def markdown_cell(text: object, limit: int = LIMIT) -> str:
     """Return a text for a table cell or heading of a Markdown page: `shown`, with markup escaped."""
     plain = "".join(_MARKDOWN.get(c, c) for c in shown(text, limit))
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", plain)  # an underscore inside a word is not markup
 
 
-def harmless(value: object) -> object:
+def csv_cell(value: object) -> object:
     """Return a value for a CSV cell, "" for None. A text that a spreadsheet would read as a formula gets an apostrophe."""
     if not isinstance(value, str):
         return "" if value is None else value
@@ -51,7 +51,7 @@ def few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def number_of(count: int, what: str) -> str:
+def count_with_noun(count: int, what: str) -> str:
     """Return a number with its noun, in the plural unless the number is 1."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 

@@ -83,7 +83,7 @@ class Section(BaseModel):
     model_config = STRICT | ConfigDict(frozen=True)
 
 
-def each_once(names: list[str], what: str = "class") -> list[str]:
+def check_unique(names: list[str], what: str = "class") -> list[str]:
     """Return `names`. Raises ValueError if a name occurs twice."""
     if twice := sorted(name for name in set(names) if names.count(name) > 1):
         raise ValueError(f"every {what} once; {twice[0]!r} is there twice")
@@ -212,7 +212,7 @@ MOST_LINES = 20
 LONGEST_SHOWN = 120
 
 
-def describe(error: ValidationError, path: Path | str, fields: list[str], rename: Callable[[list[str]], str]) -> str:
+def describe_errors(error: ValidationError, path: Path | str, fields: list[str], rename: Callable[[list[str]], str]) -> str:
     """Return one line per problem: file, field, value, and the expected value.
 
     `fields`: the dotted names of all fields; `rename`: returns the field that was probably meant by an unknown one, or "".
@@ -328,12 +328,12 @@ def _subsection(raw: Any, section: list[str]) -> Any:
     return raw
 
 
-def dotted(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flatten_settings(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Return nested settings as one map by dotted field. An empty map counts as a value."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         nested = isinstance(value, Mapping) and value
-        found |= dotted(value, f"{before}{key}.") if nested else {f"{before}{key}": value}
+        found |= flatten_settings(value, f"{before}{key}.") if nested else {f"{before}{key}": value}
     return found
 
 
@@ -345,6 +345,6 @@ def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | Non
         return model.model_validate(raw, context={"plugins": plugins})
     except ValidationError as error:
         fields = all_fields(model)
-        raise ConfigError(describe(error, path, fields, partial(_meant_field, model, raw, plugins, fields))) from None
+        raise ConfigError(describe_errors(error, path, fields, partial(_meant_field, model, raw, plugins, fields))) from None
     except ConfigError as error:  # a strategy's own check of its values
         raise ConfigError(f"{path}: {error}") from None

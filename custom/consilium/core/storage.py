@@ -48,13 +48,13 @@ def _tensor_spec(tensor: Tensor) -> TensorSpec:
     return TensorSpec(dtype=kind, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 
 
-def joined(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def flatten_groups(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of all groups, each named "GROUP/NAME", for `save_state`."""
     return {f"{group}/{name}": tensor for group, values in groups.items() for name, tensor in values.items()}
 
 
 def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
-    """Return one group of the tensors that `joined` has named, by their own names."""
+    """Return one group of the tensors that `flatten_groups` has named, by their own names."""
     return {name.removeprefix(f"{group}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{group}/")}
 
 
@@ -120,7 +120,7 @@ def write_figure(path: Path, figure: "Figure", dpi: int, mode: int = PRIVATE, **
 
 
 @contextmanager
-def room_for(what: Path) -> Iterator[None]:
+def refuse_if_unwritable(what: Path) -> Iterator[None]:
     """Turn an OSError in the block into a RefusedError with the reason `ledger`: the file `what` cannot be written."""
     try:
         yield
@@ -170,7 +170,7 @@ def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
     write_json(path, _read_json_object(path) | {key: dict(values)})
 
 
-def noted(path: Path, remedy: str) -> dict[str, Any]:
+def read_notes(path: Path, remedy: str) -> dict[str, Any]:
     """Return the content of a JSON file that `note` wrote, {} if there is no file.
 
     Raises RefusedError with the reason `ledger`, the file and the `remedy` if the file cannot be read.
@@ -178,7 +178,7 @@ def noted(path: Path, remedy: str) -> dict[str, Any]:
     try:
         return _read_json_object(path)
     except (OSError, ValueError):
-        raise unreadable(path, remedy) from None
+        raise unreadable_error(path, remedy) from None
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def unreadable(path: Path, remedy: str) -> RefusedError:
+def unreadable_error(path: Path, remedy: str) -> RefusedError:
     """Return the refusal, with the reason `ledger`, because a file of a site's records cannot be read."""
     return RefusedError(f"{path}: cannot be read; nothing was sent; {remedy}", Reason.LEDGER)
 

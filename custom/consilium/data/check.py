@@ -13,7 +13,7 @@ from consilium.data.class_names import doubtful_names
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
 from consilium.data.identifiers import ALIKE, alike_patients
 from consilium.data.pairs import MOST_VALUES
-from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
+from consilium.data.sample_check import Classes, SampleReport, check_samples, map_by_file
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
 from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, undeclared, undeclared_remedy
@@ -51,7 +51,7 @@ def check_datalist(
         report.warn(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
-    reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
+    reports = map_by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
     for (split, item), found in zip(entries, reports, strict=True):
         image = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
         _add_sample(report, split, item, f"{image}{item.part}", found, classes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from consilium.core.sanitize import number_of
+from consilium.core.sanitize import count_with_noun
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.settings import Value
 
@@ -81,7 +81,9 @@ class Findings:
             if split != "training" and not self.samples[split]:
                 self.warn("empty split", split)
             elif split != "training" and self.samples[split] < FEW:
-                self.warn("small split", f"{split}: {number_of(self.samples[split], 'sample')}; its scores will say little")
+                self.warn(
+                    "small split", f"{split}: {count_with_noun(self.samples[split], 'sample')}; its scores will say little"
+                )
 
     def problem(self, kind: str, line: str, item: Item | None = None) -> None:
         """Add a problem of this kind. `item`: the sample, to show its picture in the report."""

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.file_kinds import SLIDES, is_there, is_volume, place_of
+from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_below
 from consilium.data.folders import read_folders
-from consilium.data.identifiers import identifier, pseudonym
+from consilium.data.identifiers import pseudonym, read_identifier
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.safe_open import (
     MOST_BYTES as MOST_FILE,
@@ -113,7 +113,7 @@ class Item:
             return f"[{self.tile[0]},{self.tile[1]}]"
         return "" if self.slice is None else f"[{self.slice}]"
 
-    def across(self, axis: Axis) -> Axis:
+    def plane_axis(self, axis: Axis) -> Axis:
         """Return the orientation of this volume's planes: the entry's own if it names one or a slice, else the job's `axis`."""
         return self.axis if self.axis != "stored" or self.slice is not None else axis
 
@@ -297,11 +297,11 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
     _check_values(where, entry)
     label = entry.get("label")
     if isinstance(label, str) and not (not Path(label).suffix if classes is None else classes):
-        label = place_of(path.parent, label)
-    patient, study = (pseudonym(identifier(where, entry, key)) for key in ("patient", "study"))
+        label = path_below(path.parent, label)
+    patient, study = (pseudonym(read_identifier(where, entry, key)) for key in ("patient", "study"))
     known = annotated if entry.get("annotated") is None else entry["annotated"]
     found = Item(
-        place_of(path.parent, entry["image"]),
+        path_below(path.parent, entry["image"]),
         label,
         entry.get("slice"),
         entry.get("axis") or "stored",

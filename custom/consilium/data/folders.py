@@ -58,10 +58,10 @@ def may_have_classes(folder: Path) -> bool:
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
     kinds = [kind_of(one.name) for one in found]
     is_one_role = set(kinds) == {"image"} or kinds == ["mask"]
-    return bool(found) and not is_one_role and not are_patients(one.name for one in found) and not lone_masks(folder)
+    return bool(found) and not is_one_role and not are_patients(one.name for one in found) and not why_one_role_unread(folder)
 
 
-def lone_masks(folder: Path) -> str:
+def why_one_role_unread(folder: Path) -> str:
     """Return why one of the folders of images and of masks holds no file that can be read, although the other one does.
 
     "" if both can be read, or if there are no such folders.
@@ -105,7 +105,7 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
 
     Raises DataError for another layout.
     """
-    if what := lone_masks(folder):
+    if what := why_one_role_unread(folder):
         raise DataError(f"{folder}: holds {what}")
     if what := importable_content(folder):
         raise DataError(f"{folder}: holds {what}, and no folders of classes; {import_command(folder)} makes a list of it")

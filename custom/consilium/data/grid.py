@@ -47,7 +47,7 @@ class Grid:
         steps = np.abs(self.affine[:3, :3]) / np.linalg.norm(self.affine[:3, :3], axis=0)
         return float(np.degrees(np.arccos(np.clip(steps.max(0), 0, 1))).max())
 
-    def across(self, axis: Axis) -> int:
+    def stored_axis(self, axis: Axis) -> int:
         """Return the stored axis, 0 to 2, along which planes of orientation `axis` are counted.
 
         For an oblique volume it is the closest one.
@@ -56,7 +56,7 @@ class Grid:
 
     def planes(self, axis: Axis) -> int:
         """Return the number of planes of an orientation."""
-        return self.shape[self.across(axis)]
+        return self.shape[self.stored_axis(axis)]
 
     def cut(self, voxels: np.ndarray, axis: Axis, number: int) -> np.ndarray:
         """Return a copy of plane `number` of `voxels` (i, j, k, ...) as a picture (rows, columns, ...).

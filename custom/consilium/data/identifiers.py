@@ -24,7 +24,7 @@ _APART = "~"
 _LEADING = re.compile(r"(?<!\d)0+(?=\d)")
 
 
-def canonical(identifier: str) -> str:
+def canonical_spelling(identifier: str) -> str:
     """Return the canonical spelling of an identifier, "" for an empty one.
 
     Characters are normalised by NFKC, so that é is one code point and a full-width digit is a digit. Digits of any script
@@ -42,7 +42,7 @@ def canonical(identifier: str) -> str:
 
 def loose_spelling(identifier: str) -> str:
     """Return an identifier with case, punctuation, blanks and leading zeros removed, to compare nearly equal ones."""
-    plain = canonical(identifier).casefold()
+    plain = canonical_spelling(identifier).casefold()
     kept = "".join(c if unicodedata.category(c)[0] not in "PSZ" else "" for c in plain)
     return _LEADING.sub("", kept) or plain
 
@@ -63,10 +63,10 @@ def check_identifier(where: str, key: str, value: str) -> str:
                 f"character {place}, which is invisible; take it out, so that every {key} has one spelling",
                 "hidden character",
             )
-    return canonical(value)
+    return canonical_spelling(value)
 
 
-def identifier(where: str, entry: dict[str, Any], key: str) -> str:
+def read_identifier(where: str, entry: dict[str, Any], key: str) -> str:
     """Return the canonical spelling of an entry's patient or study, "" if it names none.
 
     Raises DataError for a value that is neither text nor a whole number, and for an invisible character.
@@ -81,10 +81,10 @@ def identifier(where: str, entry: dict[str, Any], key: str) -> str:
 def pseudonym(identifier: str) -> str:
     """Return a pseudonym of a patient or study, valid within this process; "" for "".
 
-    Identifiers of equal `canonical` spelling have equal pseudonyms; `alike_patients` finds nearly equal identifiers. Each
+    Identifiers with an equal `canonical_spelling` have equal pseudonyms; `alike_patients` finds nearly equal identifiers. Each
     process draws a key of its own, which is never written.
     """
-    text = canonical(identifier)
+    text = canonical_spelling(identifier)
     return f"{_keyed_hash(loose_spelling(text))}{_APART}{_keyed_hash(text)}" if text else ""
 
 

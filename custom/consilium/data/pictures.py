@@ -9,7 +9,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from consilium.core.errors import DataError
 from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import check_numbers, is_anti_aliased, whole_numbers
+from consilium.data.pixel_values import check_numbers, is_anti_aliased, to_integers
 from consilium.data.safe_open import check_pixels, open_picture, reading
 from consilium.data.settings import Value
 
@@ -108,7 +108,7 @@ def _label_values(path: Path, picture: Image.Image, is_gif: bool) -> np.ndarray:
 
 def labels(path: Path) -> Labels:
     """Return the label values (H, W) of a mask. Raises DataError for colours, and values that are not whole numbers."""
-    return Labels(values=whole_numbers(path, read(path, "mask")))
+    return Labels(values=to_integers(path, read(path, "mask")))
 
 
 def why_altered(path: Path, values: np.ndarray, declared: Collection[Value]) -> str:

@@ -36,7 +36,7 @@ def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
+def to_integers(path: Path, array: np.ndarray) -> np.ndarray:
     """Return label values as integers. Raises DataError for fractions, NaN and infinity."""
     if check_numbers(path, array).dtype.kind != "f":
         return array

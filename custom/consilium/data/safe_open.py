@@ -243,7 +243,7 @@ def open_picture(path: Path) -> Image.Image:
         try:
             found = Image.open(path, formats=FORMATS)
         except Image.DecompressionBombError:
-            raise _too_large(path, f"over {MOST_PIXELS:,} pixels") from None
+            raise _too_large_error(path, f"over {MOST_PIXELS:,} pixels") from None
         except UnidentifiedImageError:
             kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
             if not kind:  # `reading` turns it into one line
@@ -282,7 +282,7 @@ def _array_picture(path: Path) -> Image.Image:
             "array that is not a picture",
         )
     if found.shape[0] * found.shape[1] > MOST_PIXELS:
-        raise _too_large(path, f"{found.shape[1]}x{found.shape[0]} pixels, at most {MOST_PIXELS:,}")
+        raise _too_large_error(path, f"{found.shape[1]}x{found.shape[0]} pixels, at most {MOST_PIXELS:,}")
     if kind == "f":
         return Image.fromarray(found.astype(np.float32))
     if found.dtype not in (np.bool_, np.uint8, np.uint16):
@@ -306,13 +306,13 @@ def pages(path: Path) -> int:
             if len(seen) > MOST_PAGES:
                 raise UnfitError(f"{path}: has over {MOST_PAGES:,} pages; save each as a picture of its own", "several pages")
             file.seek(at)
-            entries = _number(file, order + count)
+            entries = _read_number(file, order + count)
             file.seek(entry * entries, os.SEEK_CUR)
-            at = _number(file, order + offset)
+            at = _read_number(file, order + offset)
     return len(seen)
 
 
-def _number(file: IO[bytes], form: str) -> int:
+def _read_number(file: IO[bytes], form: str) -> int:
     """Return the number at a file's position, 0 behind its end. `form`: the format for struct."""
     data = file.read(struct.calcsize(form))
     return int(struct.unpack(form, data)[0]) if len(data) == struct.calcsize(form) else 0
@@ -329,13 +329,13 @@ def check_pixels(path: Path, picture: Image.Image) -> None:
         told = count if picture.format == "TIFF" else "several"
         raise UnfitError(f"{path}: has {told} pages; save each as a picture of its own", "several pages")
     if picture.width * picture.height > MOST_PIXELS:
-        raise _too_large(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
+        raise _too_large_error(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
     on_side = picture.format == "TIFF" and picture.getexif().get(ExifTags.Base.Orientation, 1) >= 5
     if on_side and picture.info.get("compression") == "raw":
         raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
 
 
-def _too_large(path: Path, found: str) -> DataError:
+def _too_large_error(path: Path, found: str) -> DataError:
     return UnfitError(
         f"{path}: cannot be read as one picture ({found}); save it as a tiled TIFF and set task.tiles to read it by parts",
         "too large",

@@ -74,7 +74,7 @@ class SampleReport:
     hash: bytes | None = None
 
 
-def by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
+def map_by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
     """Return the results of `read` for all items, in order. Threads call it once per image file, with all items of the file."""
     files = grouped((item.image, index) for index, item in enumerate(items))
 
@@ -145,7 +145,7 @@ def _check_entry(
         if size and found.classes and isinstance(classes, Mapping):
             for part in _planes_or_tiles(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
-                found.vanished_classes.update(too_small(part, read_labels(part, settings), classes, size, settings))
+                found.vanished_classes.update(find_vanished_classes(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
         found.stop = error
     return found
@@ -153,7 +153,7 @@ def _check_entry(
 
 def _planes_or_tiles(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
     """Yield all planes of a volume, all tiles of a large picture, or any other picture itself. `count`: planes or tiles."""
-    axis = item.across(settings.slices.axis)
+    axis = item.plane_axis(settings.slices.axis)
     if count == 1:
         yield replace(item, axis=axis)
     elif volumes.is_volume(item.image):
@@ -191,7 +191,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
 def _check_volume(
     found: SampleReport, item: Item, header: volumes.VolumeHeader, digest: str, settings: PictureSettings, classes: Classes
 ) -> None:
-    axis = item.across(settings.slices.axis)
+    axis = item.plane_axis(settings.slices.axis)
     whole = item.slice is None and header.grid.planes(axis) > 1
     found.planes = header.grid.planes(axis) if whole else 1
     item = replace(item, patient=item.patient or pseudonym(header.patient), study=item.study or pseudonym(header.study))
@@ -337,10 +337,10 @@ def check_sample(
     shape, labels = image_shape(item, settings), read_labels(item, settings)
     check_pair(item, shape, labels)
     check_values(item, labels, classes_of(item, classes))
-    return too_small(item, labels, classes, size, settings) if size else ()
+    return find_vanished_classes(item, labels, classes, size, settings) if size else ()
 
 
-def too_small(
+def find_vanished_classes(
     item: Item, labels: Labels, classes: undeclared_values.Classes, size: int, settings: PictureSettings = DEFAULTS
 ) -> tuple[str, ...]:
     """Return the classes that an item's labels (H, W) show, and of which resizing to `size` would leave no pixel."""
@@ -388,7 +388,7 @@ def find_errors(
         yield from chain.from_iterable(pool.map(check_group, groups.values()))
 
 
-def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
+def record_lost(data: DataList, lost: Collection[Lost]) -> DataList:
     """Return the list with the `lost` samples added to its count. They must be removed already; the site's log names the first.
 
     Raises DataError if no training sample is left, because a network share that holds them may be back at the next attempt.
@@ -403,10 +403,10 @@ def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
 
 
 def without_faults(data: DataList, check: Check, settings: str, store: DiskCache | None) -> DataList:
-    """Return the list without the samples that fail the check, counted and logged by `count_lost`. Raises DataError."""
+    """Return the list without the samples that fail the check, counted and logged by `record_lost`. Raises DataError."""
     bad = dict(find_errors(data, check, settings, store))
     kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}
-    return count_lost(replace(data, splits=kept), [(split, error) for (split, _), error in bad.items()])
+    return record_lost(replace(data, splits=kept), [(split, error) for (split, _), error in bad.items()])
 
 
 # before each round: files ---------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class PictureSettings(Section):
     ] = False
 
     @model_validator(mode="after")
-    def _cut_once(self) -> Self:
+    def _check_crop_or_tiles(self) -> Self:
         if self.crop is not None and self.tiles is not None:
             raise ValueError("crop: takes one part of a picture, and tiles takes all of them; write one of the two")
         return self
@@ -94,7 +94,7 @@ class PictureSettings(Section):
 DEFAULTS = PictureSettings()
 
 
-def read_as(kind: str, settings: PictureSettings, size: int, classes: object = None) -> str:
+def reading_key(kind: str, settings: PictureSettings, size: int, classes: object = None) -> str:
     """Return all settings that decide how a task of this `kind` reads pictures, as a text. Equal texts give equal samples."""
     said = settings.model_dump(include=set(PictureSettings.model_fields) - {"slices"})
     return json.dumps([kind, said, size, classes], sort_keys=True, default=str)

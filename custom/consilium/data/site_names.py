@@ -20,7 +20,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "".join(c for c in plain if not unicodedata.combining(c))).strip("-")
 
 
-def asked_sites(names: Collection[str], only: Collection[str], chosen: Mapping[str, str]) -> set[str]:
+def select_sites(names: Collection[str], only: Collection[str], chosen: Mapping[str, str]) -> set[str]:
     """Return the sites of `names` that a user asks for with `only`; without it, all.
 
     `names`: the names in the source. `chosen`: a user's new names by these. `only` may hold the source's name, its `slug`, or
@@ -32,7 +32,7 @@ def asked_sites(names: Collection[str], only: Collection[str], chosen: Mapping[s
     return {name for name, own in spelt.items() if not only or own.intersection(only)}
 
 
-def renamed_sites(
+def valid_site_names(
     names: Iterable[str],
     source: Path,
     valid: str = r"[A-Za-z0-9][A-Za-z0-9._-]*",
@@ -62,7 +62,7 @@ def renamed_sites(
     return found | dict(zip(left, free, strict=False))
 
 
-def renamed_notes(names: Mapping[str, str]) -> list[str]:
+def describe_renames(names: Mapping[str, str]) -> list[str]:
     """Return a note for every site whose name differs from the one in its source."""
     return [f"{name} -> {new}" for name, new in names.items() if name != new]
 
@@ -71,5 +71,5 @@ def folder_of(data: Path, name: str) -> Path:
     """Return the folder of a site. It is also found if its own name, such as one with blanks, is not a valid site name."""
     if (data / name).is_dir() or not data.is_dir():
         return data / name
-    names = renamed_sites((one.name for one in data.iterdir() if one.is_dir() and not one.name.startswith(".")), data, VALID)
+    names = valid_site_names((one.name for one in data.iterdir() if one.is_dir() and not one.name.startswith(".")), data, VALID)
     return data / next((folder for folder, new in names.items() if new == name), name)

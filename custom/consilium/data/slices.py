@@ -10,7 +10,7 @@ from consilium.data import slides, volumes
 from consilium.data.datalist import DataList, Item, Lost
 from consilium.data.identifiers import pseudonym, pseudonym_of
 from consilium.data.images import read_labels
-from consilium.data.sample_check import count_lost
+from consilium.data.sample_check import record_lost
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 
 _UNIT = 2**32
@@ -37,7 +37,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
                     lost.append((split, error))
                 else:
                     raise
-    return count_lost(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
+    return record_lost(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
 
 
 def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
@@ -62,7 +62,7 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
     header = volumes.header(item.image, item.affine)
     known = replace(
         item,
-        axis=item.across(settings.slices.axis),
+        axis=item.plane_axis(settings.slices.axis),
         patient=item.patient or pseudonym(header.patient),
         study=item.study or pseudonym(header.study) or pseudonym_of(item.image),
     )

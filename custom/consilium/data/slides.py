@@ -19,7 +19,7 @@ from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.datalist import Tile
 from consilium.data.file_kinds import SLIDES
 from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import check_numbers, whole_numbers
+from consilium.data.pixel_values import check_numbers, to_integers
 from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, pages, reading
 from consilium.data.settings import PictureSettings, TilesConfig
 
@@ -95,7 +95,7 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     values = read(path, tile, levels.index(wanted), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
         raise DataError(f"{path}: mask has colours; save it as one channel of label values", "mask of colours")
-    return Labels(values=whole_numbers(path, values if values.ndim == 2 else values[..., 0]))
+    return Labels(values=to_integers(path, values if values.ndim == 2 else values[..., 0]))
 
 
 def sample_tiles(path: Path, level: int = 0) -> list[np.ndarray]:

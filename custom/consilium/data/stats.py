@@ -20,7 +20,7 @@ from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import windowed
-from consilium.data.sample_check import Classes, by_file
+from consilium.data.sample_check import Classes, map_by_file
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 PERCENTILES = (1, 25, 50, 75, 99)
@@ -57,7 +57,7 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     of all pixels.
     """
     items = [item for split in SPLITS for item in data.splits[split]]
-    found = by_file(items, lambda ones: [_measure(one, classes, settings) for one in ones])
+    found = map_by_file(items, lambda ones: [_measure(one, classes, settings) for one in ones])
     seen = [one for one in found if one is not None]
     stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
     stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}

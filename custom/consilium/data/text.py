@@ -15,7 +15,7 @@ from typing import Any
 from consilium.core.errors import DataError
 from consilium.core.schema import MOST_CLASSES
 from consilium.data.datalist import SPLITS, DataList, read_datalist
-from consilium.data.identifiers import identifier, pseudonym
+from consilium.data.identifiers import pseudonym, read_identifier
 from consilium.data.record_forms import EXAMPLE, FORMS, Chat, chat_of
 from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
 
@@ -177,7 +177,7 @@ def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Tex
         for part in (instruction, given, system, *earlier, *outputs, *labels, final or "", chat.rejected or "")
     ):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
-    patient = pseudonym(identifier(where, raw, "patient"))
+    patient = pseudonym(read_identifier(where, raw, "patient"))
     learns, rejected = chat.learns_history, chat.rejected or ""
     return Text(
         name, instruction, given, outputs, final, labels, None, patient, system, chat.history, learns, rejected

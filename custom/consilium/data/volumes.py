@@ -15,7 +15,7 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import check_numbers, whole_numbers
+from consilium.data.pixel_values import check_numbers, to_integers
 from consilium.data.safe_open import Kept, stamp
 from consilium.data.settings import NiftiAffine
 
@@ -138,7 +138,7 @@ def labels(path: Path, image: VolumeHeader, resample: bool = False) -> Labels:
     if volume_format(path) == "dicom":
         found: Labels = _read_by_format("labels", path, image)
     else:
-        found = Labels(values=whole_numbers(path, _read_by_format("voxels", path)))
+        found = Labels(values=to_integers(path, _read_by_format("voxels", path)))
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
     own = found.grid or header(path, image.affine).grid

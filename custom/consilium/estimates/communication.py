@@ -64,7 +64,7 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     return Cost(label, **dict(zip(_NUMBERS, numbers, strict=True)))
 
 
-def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
+def run_bytes(job: Job, own: Cost, sites: int) -> dict[str, float]:
     """Return the bytes that the job's own strategy trains and sends over all rounds.
 
     "trained": the trained tensors of a site. "run_site": a site's uploads and downloads, with its start. "run": the same for
@@ -73,7 +73,7 @@ def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
     number of bottlenecks, by 1 if there are none.
     """
     rounds, trained = job.config.training.rounds, 4 * own.trainable
-    once = moved(job, own, rounds, 1)
+    once = bytes_moved(job, own, rounds, 1)
     found = {"trained": trained, "run_site": once, "run": sites * once, "one_way": rounds * trained}
     return found | {"one_way_each": rounds * trained / max(bottleneck_count(job.initial), 1)}
 
@@ -90,7 +90,7 @@ def what_masks_hide(config: JobConfig) -> str:
     return "masks hide a site's update within this run; over many runs its noise does, as far as the ledger's epsilon says"
 
 
-def moved(job: Job, own: Cost, parts: int, sites: int) -> int:
+def bytes_moved(job: Job, own: Cost, parts: int, sites: int) -> int:
     """Return the bytes up and down of all `sites` together, for `parts` participations in a round in total.
 
     The first download of a site, when it joins, replaces that round's usual download.
@@ -100,7 +100,7 @@ def moved(job: Job, own: Cost, parts: int, sites: int) -> int:
     return parts * (own.bytes_up + own.bytes_down) + min(sites, parts) * (payload_bytes(sent[0]) - payload_bytes(sent[1]))
 
 
-def adapters(job: Job) -> dict[str, float] | None:
+def bottleneck_counts(job: Job) -> dict[str, float] | None:
     """Return the number of bottlenecks, the parameters of one, the number exchanged and the ratio of the two numbers.
 
     Return None for an adapter without bottlenecks.

@@ -16,8 +16,8 @@ from consilium.adapters import layers
 from consilium.adapters.names import is_local
 from consilium.config.job import JobConfig
 from consilium.core.messages import Stage
-from consilium.federation.job import Job, laid_out
-from consilium.models.meta_device import numberless
+from consilium.federation.job import Job, build_meta_model
+from consilium.models.meta_device import allow_meta_compute
 from consilium.strategies.strategy import trained_names
 from consilium.tasks.segmentation import prompts_of
 
@@ -46,13 +46,13 @@ class Work:
     scoring: int
 
 
-def work_of(job: Job) -> Work:
+def flops_per_sample(job: Job) -> Work:
     """Return the FLOPs per sample. Raises ConfigError for a model that cannot be built on the meta device."""
     config = job.config
     with torch.device("meta"):
-        model = laid_out(config)
-        given = _sample(config)
-        scoring = _count(lambda: _answer(model, given))
+        model = build_meta_model(config)
+        given = _sample_inputs(config)
+        scoring = _count_flops(lambda: _run_forward(model, given))
         # Only the tensors that one fit trains require gradients. A local adapter has its own fit, which costs the same.
         model.train()
         place = (max(1, job.strategy.traits.warm_up), 0)
@@ -60,7 +60,7 @@ def work_of(job: Job) -> Work:
         for name, tensor in layers.tensors(model).items():
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in trained)
-        training = _count(lambda: _learn(model, given))
+        training = _count_flops(lambda: _run_backward(model, given))
     return Work(training, scoring)
 
 
@@ -85,7 +85,7 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     rounds = training.rounds * asked * (fits * seen + strategy.traits.probe_fraction * own) * work.training
     closing = sites * strategy.traits.fits_after_last_round * seen * work.training
     writes = getattr(job.config.task, "evaluate", "") in GENERATES
-    return rounds + closing + _scored(job, samples, sites, asked) * work.scoring * (2 if writes else 1)
+    return rounds + closing + _count_scored(job, samples, sites, asked) * work.scoring * (2 if writes else 1)
 
 
 def own_samples(config: JobConfig, sites: int) -> Samples | None:
@@ -94,7 +94,7 @@ def own_samples(config: JobConfig, sites: int) -> Samples | None:
     return None if made is None else Samples(sites, *(n * sites for n in (made.training, made.validation, made.test)))
 
 
-def _scored(job: Job, samples: Samples, sites: int, asked: int) -> float:
+def _count_scored(job: Job, samples: Samples, sites: int, asked: int) -> float:
     """Return the number of scored samples in a run; a sample counts each time that it is scored."""
     config, validation = job.config, samples.validation / sites
     rounds = sum(config.training.validates(r, stage) for r in range(config.training.rounds) for stage in Stage)
@@ -102,7 +102,7 @@ def _scored(job: Job, samples: Samples, sites: int, asked: int) -> float:
     return (rounds * asked + held) * validation + len(Stage) * (samples.test or samples.validation)
 
 
-def _sample(config: JobConfig) -> dict[str, Tensor]:
+def _sample_inputs(config: JobConfig) -> dict[str, Tensor]:
     """Return the model's inputs for one sample of full size: `max_length` tokens, or a picture with its prompts."""
     if length := getattr(config.model, "max_length", 0):
         ids = torch.zeros(1, length, dtype=torch.long)
@@ -119,20 +119,20 @@ def _sample(config: JobConfig) -> dict[str, Tensor]:
     return found
 
 
-def _answer(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+def _run_forward(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     if "input_ids" in given:
         read = getattr(model, "read", dict)  # a vision-language model's pictures are not counted
         return model(**read(**given), use_cache=False).logits
     return model(*given.values())
 
 
-def _learn(model: nn.Module, given: dict[str, Tensor]) -> None:
-    answer = _answer(model, given).float().sum()
+def _run_backward(model: nn.Module, given: dict[str, Tensor]) -> None:
+    answer = _run_forward(model, given).float().sum()
     if answer.requires_grad:
         answer.backward()
 
 
-def _count(run: Any) -> int:
-    with FlopCounterMode(display=False) as counter, numberless():
+def _count_flops(run: Any) -> int:
+    with FlopCounterMode(display=False) as counter, allow_meta_compute():
         run()
     return counter.get_total_flops()

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job import Job, assemble_job, laid_out
-from consilium.models.dtypes import BLOCK, QUANTIZED, computing
+from consilium.federation.job import Job, assemble_job, build_meta_model
+from consilium.models.dtypes import BLOCK, QUANTIZED, compute_dtype
 from consilium.models.low_precision import replace, store
-from consilium.models.meta_device import numberless
+from consilium.models.meta_device import allow_meta_compute
 from consilium.tasks.registry import TASKS
 from consilium.training.device import multiplies_bf16
 from consilium.training.sharding import spared_bytes
@@ -95,8 +95,8 @@ class Packed(nn.Linear):
         return self.weight.new_empty((self.out_features, self.in_features), dtype=torch.float32)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (..., out) for input (..., in). Raises ConfigError for a type that `computing` refuses."""
-        x = input.to(computing(input))
+        """Return (..., out) for input (..., in). Raises ConfigError for a type that `compute_dtype` refuses."""
+        x = input.to(compute_dtype(input))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Unpacked.apply(x, (self.out_features, self.in_features), bias)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -164,7 +164,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
     task = TASKS[config.task.name]
     if task.rehearse is None:
         raise ConfigError(f"task.name: {config.task.name!r}: its steps cannot be counted; measure one instead")
-    model = laid_out(config)
+    model = build_meta_model(config)
     if config.model.dtype in QUANTIZED:
         pack(model, config.model.dtype, layers.tensors(model).values())
     else:
@@ -175,7 +175,11 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
         storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = {storage._cdata: storage.nbytes() for storage in storages}
         model.train()
-        with Live(held.keys()) as live, numberless(), torch.autocast("cpu", torch.bfloat16, enabled=lower(config, gpu)):
+        with (
+            Live(held.keys()) as live,
+            allow_meta_compute(),
+            torch.autocast("cpu", torch.bfloat16, enabled=computes_in_bf16(config, gpu)),
+        ):
             task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
     own = 4 * sum(p.numel() for p in trained)  # float32, and so are gradients and moments
     frozen = sum(held.values()) - own - (spared_bytes(model, devices) if sharded else 0)
@@ -201,7 +205,7 @@ def _materialize(model: nn.Module) -> None:
                 tensors[name] = made.setdefault(id(tensor), fake)
 
 
-def lower(config: JobConfig, gpu: bool) -> bool:
+def computes_in_bf16(config: JobConfig, gpu: bool) -> bool:
     """Return whether a step computes in bf16, see training/device.py. Steps of DP-SGD never do."""
     return config.dpsgd is None and (config.training.precision == "bf16" or (config.training.precision == "auto" and gpu))
 
@@ -219,7 +223,7 @@ def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iter
     first, last = [*([BF16] if quick else []), CHECKPOINTING], [] if sharded else [nf4]
     for change in (*first, *_smaller_batches(raw["training"]), *last):
         changed = raw | {section: raw[section] | fields for section, fields in change.items()}
-        if changed == raw or (_width(changed) > _width(raw)):
+        if changed == raw or (_bits_per_number(changed) > _bits_per_number(raw)):
             continue
         with suppress(ValidationError, ConfigError):  # settings that this job refuses, such as bf16 under record-level privacy
             found = JobConfig.model_validate(changed)
@@ -231,7 +235,7 @@ def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iter
             yield " ".join(f"{field}={value}" for field, value in said.items()), found
 
 
-def _width(raw: dict[str, Any]) -> int:
+def _bits_per_number(raw: dict[str, Any]) -> int:
     """Return the bits per number of the base."""
     return {"fp32": 32, "bf16": 16, "int8": 8, "nf4": 4}[raw["model"]["dtype"]]
 

@@ -17,7 +17,7 @@ from filelock import Timeout
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import ERRORS, OWNER, STATE, all_runs
-from consilium.privacy.ledger.audit_log import FILE, AuditLog, verified
+from consilium.privacy.ledger.audit_log import FILE, AuditLog, load_record
 from consilium.report.run_files import LOCK
 
 KIND = "forgotten"
@@ -34,16 +34,18 @@ def expired_runs(state: Path, days: int, now: float | None = None) -> list[str]:
     """Return the runs in which no file was written for `days` days and which have files to delete."""
     ends = (now or time.time()) - days * 86400
     return [
-        one.name for one in all_runs(state) if (files := list(_files(one))) and max(p.lstat().st_mtime for p in files) < ends
+        one.name
+        for one in all_runs(state)
+        if (files := list(_files_to_delete(one))) and max(p.lstat().st_mtime for p in files) < ends
     ]
 
 
-def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
+def delete_at_site(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
     """Delete a run's files at a site, with FLARE's copies of its jobs in the kit, and record it in the audit log of `state`.
 
     Return the record. Raises ConfigError if one of the run's jobs is still running.
     """
-    messages = [line for path in folder.rglob(FILE) for line in verified(path)["messages"]]
+    messages = [line for path in folder.rglob(FILE) for line in load_record(path)["messages"]]
     jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
     if going := next((one for one in jobs if _is_running(one)), None):
         raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
@@ -55,7 +57,7 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
     return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": left})
 
 
-def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: str) -> dict[str, Any]:
+def delete_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: str) -> dict[str, Any]:
     """Delete a run's files at the server and record it in the audit log of `state`.
 
     `stored`: FLARE's folders of the run's jobs, which are deleted too. Return the record. Raises ConfigError for a running run.
@@ -72,7 +74,7 @@ def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, A
     """Delete a run's files and emptied folders, and the paths `flares` of its jobs elsewhere; record and return it."""
     inside = [path for one in flares for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
     others = [path for path in inside if path.is_symlink() or path.is_file()]
-    files = [*_files(folder), *others]
+    files = [*_files_to_delete(folder), *others]
     size = sum(path.lstat().st_size for path in files)
     for path in files:
         path.unlink()
@@ -87,7 +89,7 @@ def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, A
     return said | {"record": str(state / FILE)}
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files_to_delete(folder: Path) -> Iterator[Path]:
     """Return the files to delete in a run's folder. A symbolic link is deleted itself, not its target."""
     found = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
     return (path for path in found if path.name not in KEPT and path.suffix != ".lock")

@@ -49,8 +49,8 @@ def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, Site
     for layer in sent:
         pairs = [(p, _factors(state, layer, results[name])) for name, p in share.items()]
         mean_b, mean_a = (torch.stack([p * pair[i] for p, pair in pairs]).sum(0) for i in (0, 1))
-        apart += norm(_joined([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
-        whole += norm(_joined([(p * b, a) for p, (b, a) in pairs])) ** 2
+        apart += norm(_concatenate_products([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
+        whole += norm(_concatenate_products([(p * b, a) for p, (b, a) in pairs])) ** 2
     return {"deviation/absolute": scale * apart**0.5, "deviation/relative": (apart / whole) ** 0.5 if whole > 0 else 0.0}
 
 
@@ -63,7 +63,7 @@ def _factors(state: ServerState, layer: str, result: SiteResult) -> Product:
     return b, a
 
 
-def _joined(products: list[Product]) -> Product:
+def _concatenate_products(products: list[Product]) -> Product:
     return torch.cat([left for left, _ in products], 1), torch.cat([right for _, right in products])
 
 
@@ -103,15 +103,15 @@ def draw(run: Path, folder: Path) -> None:
         return
     if (run / mechanism.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}
-        for place, values in _read(run / mechanism.FILE).items():
+        for place, values in _read_measurements(run / mechanism.FILE).items():
             rounds.setdefault(place[0], {}).update({n.replace("noise/", NOISE_TITLE): value for n, value in values.items()})
         named = [{f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)]
         figures.plot_curves(folder / "noise.png", named, from_zero=True)
     if (run / DRIFT).is_file():
-        figures.plot_drift(folder / "drift.png", sorted(_read(run / DRIFT).items()))
+        figures.plot_drift(folder / "drift.png", sorted(_read_measurements(run / DRIFT).items()))
 
 
-def _read(path: Path) -> dict[tuple[int, int], dict[str, float]]:
+def _read_measurements(path: Path) -> dict[tuple[int, int], dict[str, float]]:
     """Return the stored measurements by (round, phase)."""
     found = {}
     for place, values in json.loads(path.read_text()).items():

@@ -35,7 +35,7 @@ from consilium.models.architecture import refuse_gguf
 from consilium.models.checkpoint_file import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
 from consilium.models.low_precision import require_stored, store
-from consilium.models.meta_device import layout
+from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
 from consilium.strategies.heterogeneous_ranks.ranks import at_one_rank
@@ -78,7 +78,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     Raises ConfigError if model, adapter, strategy or privacy do not fit together.
     """
     base, _, adapter = kinds_of(config)
-    with layout():
+    with build_on_meta_device():
         model = bare_model(config, checkpoint=None, weights=False)
         own = adapter.shapes(model, config.adapter, base)
         names = adapter.trainable_base(model, config.adapter)
@@ -198,7 +198,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
 
     A base that will be sharded stays on the CPU, because it may be too large for one device.
     """
-    model = _adapted(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
+    model = _add_adapter(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
     device = CPU if site.base == "sharded" else pick_device(site.main_device)
     return store(model, config.model.dtype, layers.tensors(model).values()).to(device).eval()
 
@@ -219,13 +219,13 @@ def metric_names(config: JobConfig) -> frozenset[str]:
     return TASKS[config.task.name].metric_names(config.task)
 
 
-def laid_out(config: JobConfig) -> nn.Module:
+def build_meta_model(config: JobConfig) -> nn.Module:
     """Return the base with adapters on the meta device, without numbers. Raises ConfigError."""
-    with layout():
-        return _adapted(config, bare_model(config, checkpoint=None, weights=False)).to("meta")
+    with build_on_meta_device():
+        return _add_adapter(config, bare_model(config, checkpoint=None, weights=False)).to("meta")
 
 
-def _adapted(config: JobConfig, model: nn.Module) -> nn.Module:
+def _add_adapter(config: JobConfig, model: nn.Module) -> nn.Module:
     base, _, adapter = kinds_of(config)
     adapter.inject(model, config.adapter, base)
     add_parts(config.strategy.traits.parts, model, adapter, config.adapter, base)

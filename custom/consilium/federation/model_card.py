@@ -7,7 +7,7 @@ from typing import Any, Self
 from consilium import __version__
 from consilium.config.job import JobConfig
 from consilium.core.messages import SPLITS, MetricKey, Stage
-from consilium.core.sanitize import cell
+from consilium.core.sanitize import markdown_cell
 from consilium.report.tables import number
 from consilium.strategies.strategy import label_of
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
@@ -102,13 +102,13 @@ def page(card: Card) -> str:
         "---",
         "license: unknown",
         "library_name: consilium",
-        f"base_model: {cell(card.model)}",
+        f"base_model: {markdown_cell(card.model)}",
         "---",
         "",
-        f"# {cell(card.job)}: {cell(card.name)}",
+        f"# {markdown_cell(card.job)}: {markdown_cell(card.name)}",
         "",
-        *_what(card),
-        *_scores(card),
+        *_describe_model(card),
+        *_describe_scores(card),
         "## Limits",
         "",
         *LIMITS,
@@ -122,21 +122,25 @@ def page(card: Card) -> str:
     return "\n".join(lines)
 
 
-def _what(card: Card) -> list[str]:
-    whose = f"site {cell(card.site)}" if card.site else "the federation"
-    base = f"SHA-256 `{card.base_sha256}`" if card.base_sha256 else f"the weights of the package consilium {cell(card.version)}"
+def _describe_model(card: Card) -> list[str]:
+    whose = f"site {markdown_cell(card.site)}" if card.site else "the federation"
+    base = (
+        f"SHA-256 `{card.base_sha256}`"
+        if card.base_sha256
+        else f"the weights of the package consilium {markdown_cell(card.version)}"
+    )
     rows = [
         ("model of", whose),
-        ("which", _WHICH[Stage(card.stage)] + (_chosen(card) if card.best is not None else "")),
-        ("method", cell(card.method)),
+        ("which", _WHICH[Stage(card.stage)] + (_describe_choice(card) if card.best is not None else "")),
+        ("method", markdown_cell(card.method)),
         ("rounds", f"{card.rounds} of {card.of_rounds}"),
-        ("task", cell(card.task)),
-        ("base model", f"{cell(card.model)}, {base}"),
-        ("adapter", cell(card.adapter)),
+        ("task", markdown_cell(card.task)),
+        ("base model", f"{markdown_cell(card.model)}, {base}"),
+        ("adapter", markdown_cell(card.adapter)),
         ("sites", "not told" if card.sites is None else str(card.sites)),
         ("training samples", "not told" if card.training is None else f"{card.training:,}"),
-        ("privacy", cell(card.privacy) or "no guarantee: the job has no `privacy:` section"),
-        ("made by", f"consilium {cell(card.version)}"),
+        ("privacy", markdown_cell(card.privacy) or "no guarantee: the job has no `privacy:` section"),
+        ("made by", f"consilium {markdown_cell(card.version)}"),
     ]
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
 
@@ -147,11 +151,11 @@ _WHICH = {
 }
 
 
-def _chosen(card: Card) -> str:
+def _describe_choice(card: Card) -> str:
     return f"; of all rounds the best on the site's validation data ({number(card.best)})"
 
 
-def _scores(card: Card) -> list[str]:
+def _describe_scores(card: Card) -> list[str]:
     if not card.scores:
         return ["No scores: none were shared, or this model was not tested.", ""]
     head = [
@@ -161,7 +165,7 @@ def _scores(card: Card) -> list[str]:
         "|---|---|---|",
     ]
     rows = [
-        f"| {cell(name)} | {number(value)} | {'-' if low is None or high is None else f'{number(low)} to {number(high)}'} |"
-        for name, (value, low, high) in card.scores.items()
+        f"| {markdown_cell(name)} | {number(value)} | {'-' if None in ends else ' to '.join(map(number, ends))} |"
+        for name, (value, *ends) in card.scores.items()
     ]
     return [*head, *rows, ""]

@@ -6,7 +6,7 @@ from pathlib import Path
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import locked, private_folder, read_json, write_json
-from consilium.privacy.ledger.audit_log import FILE, verified
+from consilium.privacy.ledger.audit_log import FILE, load_record
 
 RUNS, OWNER = "runs", "owner.json"
 LENGTH = 64
@@ -94,7 +94,7 @@ def _recorded_sites(folder: Path) -> set[str]:
     found = set[str]()
     for path in folder.rglob(FILE):
         try:
-            found |= {str(line["site"]) for line in verified(path)["messages"] if "site" in line}
+            found |= {str(line["site"]) for line in load_record(path)["messages"] if "site" in line}
         except (OSError, ValueError, TypeError, AttributeError):
             raise ConfigError(f"{path}: cannot be read, so whose run it is of is not known; restore it") from None
     return found

@@ -13,7 +13,7 @@ from consilium.core.sanitize import few, shown
 from consilium.core.storage import read_json
 from consilium.data.fingerprint import fingerprint
 from consilium.data.folders import import_command
-from consilium.data.site_names import VALID, renamed_sites
+from consilium.data.site_names import VALID, valid_site_names
 
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
@@ -32,7 +32,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         if not 1 <= count <= MOST_SITES:
             raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
         if there is None:
-            return _numbered(count)
+            return _numbered_names(count)
         if count > len(there):
             raise ConfigError(
                 f"--sites: {count}: --data {data} has folders for {len(there)} ({_format_names(there)}); "
@@ -43,7 +43,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
     if sites:
         names = [name.strip() for name in sites.split(",") if name.strip()]
     else:
-        names = there if there is not None else _numbered(3)
+        names = there if there is not None else _numbered_names(3)
     _check_names(names, "--sites" if sites else f"--data: {data}")
     if there is not None and (unknown := [name for name in names if name not in there]):
         raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_format_names(there)}")
@@ -61,7 +61,7 @@ class Kept(NamedTuple):
     content: Mapping[str, str]
 
 
-def kept(sites: Mapping[str, SiteConfig]) -> Kept:
+def record_sites(sites: Mapping[str, SiteConfig]) -> Kept:
     """Return the record of a run's sites that its folder stores."""
     return Kept(
         {name: _list_paths(site) for name, site in sites.items()},
@@ -80,7 +80,7 @@ def _paths(site: SiteConfig) -> list[Path]:
     return [path for path in lists if path is not None]
 
 
-def kept_in(folder: Path) -> Kept:
+def read_recorded_sites(folder: Path) -> Kept:
     """Return the recorded sites of the run in `folder`, empty if there is no record. Raises ConfigError for a damaged one."""
     path = folder / SIMULATION
     try:
@@ -93,7 +93,7 @@ def kept_in(folder: Path) -> Kept:
 
 def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError if the run in `folder`, recorded with the sites `was`, would be resumed with other sites or data."""
-    now, run = kept(sites), f"the run in {folder}"
+    now, run = record_sites(sites), f"the run in {folder}"
     before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))
     if before and not given:
         name, lists = next(iter(before.items()))
@@ -119,14 +119,14 @@ def _format_lists(lists: list[str] | None) -> str:
     return shown(", ".join(lists or ["no data list"]), 300)
 
 
-def unused_state(sites: Mapping[str, SiteConfig]) -> str:
+def unused_state_warning(sites: Mapping[str, SiteConfig]) -> str:
     """Return a warning for sites whose site.yaml sets `state` but no ledger, because a simulation does not use it; else ""."""
     told = [name for name, site in sites.items() if site.state and not site.privacy.ledger]
     why = "a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used"
     return f"{_format_names(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
 
 
-def _numbered(count: int) -> list[str]:
+def _numbered_names(count: int) -> list[str]:
     return [f"site-{i}" for i in range(1, count + 1)]
 
 
@@ -158,4 +158,4 @@ def _site_folders(data: Path) -> list[str]:
             f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; "
             f"{import_command(data)} makes lists of pictures beside masks or tables"
         )
-    return sorted(renamed_sites(found, data, VALID).values())
+    return sorted(valid_site_names(found, data, VALID).values())

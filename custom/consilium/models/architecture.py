@@ -84,7 +84,7 @@ class FolderConfig(ModelConfig):
 
     @field_validator("config", mode="before")
     @classmethod
-    def _embedded(cls, value: Any) -> Any:
+    def _check_embedded(cls, value: Any) -> Any:
         if isinstance(value, str):
             raise ValueError(
                 "the contents of config.json: paths are read only where a job is made; run `consilium export JOB --output "
@@ -94,16 +94,16 @@ class FolderConfig(ModelConfig):
 
     @field_validator("config")
     @classmethod
-    def _bounded(cls, value: Any) -> Any:
+    def _check_config(cls, value: Any) -> Any:
         if value is None:
             return None
         if "peft_type" in value:
             raise ValueError(f"the config.json of a model; these are the settings of an adapter of PEFT's: {MERGED}")
-        return plain({name: value[name] for name in sorted(value)})
+        return check_and_clean_config({name: value[name] for name in sorted(value)})
 
     @field_validator("checkpoint", "config")
     @classmethod
-    def _belongs_to_folder(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_fits_variant(cls, value: Any, info: ValidationInfo) -> Any:
         variant, field = info.data.get("variant"), str(info.field_name)
         if value is None and variant == "folder":
             wanted = {"checkpoint": "the path of a transformers folder", "config": "the path of its config.json"}
@@ -176,14 +176,14 @@ class PictureFolderConfig(FolderConfig):
 
     @field_validator("pixel_std")
     @classmethod
-    def _divides(cls, value: Channels | None) -> Channels | None:
+    def _check_divisor(cls, value: Channels | None) -> Channels | None:
         if value is not None and min(value) < 0.001:
             raise ValueError(f"{min(value)} divides pixels; use the folder's image_std, of which none is under 0.001")
         return value
 
     @field_validator("pixel_mean", "pixel_std")
     @classmethod
-    def _of_folder(cls, value: Channels | None, info: ValidationInfo) -> Channels | None:
+    def _check_only_for_folder(cls, value: Channels | None, info: ValidationInfo) -> Channels | None:
         if value is not None and info.data.get("variant") != "folder":
             raise ValueError("none: only a folder's pixels may differ; remove it, or use variant folder")
         return value
@@ -237,7 +237,7 @@ _DRAWN: dict[str, dict[str, Any]] = {"dinov3_vit": {"pos_embed_rescale": 2.0}}
 _DRAWS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without the keys in _NOTES. Raises ValueError, beginning with the key, for a forbidden entry.
 
     Keys must be names that do not begin with `_`. Text values must not be paths, addresses or sentences. Implementations must
@@ -249,7 +249,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a map of a config.json without notes, see `plain`."""
+    """Return a map of a config.json without notes, see `check_and_clean_config`."""
     found = dict[str, Any]()
     for key, value in values.items():
         where = f"{place}{key}"

@@ -37,7 +37,7 @@ def user_of(name: str, kinds: Set[str]) -> str | None:
     return min(kinds & set(_USED.get(_own(name), ())), default=None)
 
 
-def is_read(name: str, kinds: Set[str]) -> bool:
+def is_weight_read(name: str, kinds: Set[str]) -> bool:
     """Return whether code of these architectures reads this layer's weight directly, so that its type must not change."""
     own = _own(name)
     return own in _ASKED or not kinds.isdisjoint(_ASKED_OF.get(own, ())) or user_of(name, kinds) is not None

@@ -11,7 +11,7 @@ BLOCK = 64
 """How many consecutive numbers of a flattened weight share a scale in NF4."""
 
 
-def computing(input: Tensor) -> torch.dtype:
+def compute_dtype(input: Tensor) -> torch.dtype:
     """Return the type in which a quantized layer computes: autocast's, or the input's.
 
     Raises ConfigError for an integer input, which a model has cast to the type of a quantized weight's bytes.

@@ -1,10 +1,10 @@
 """The keys and values of a config.json that `transformers` gets: only those that the architecture's class declares.
 
 A job carries the config.json, so a submitter writes it, and `transformers` reads more from it than sizes: names of hub
-repositories whose code is attention, names of weights, files and classes. `listed` passes on what the configuration class of
-the `model_type` declares, and of words those that the architecture's own code holds. The lists are read off the installed
-`transformers`, so that a new version needs no table of ours. `models/transformers_folder.py` calls it before any configuration
-is made.
+repositories whose code is attention, names of weights, files and classes. `keep_listed_keys` passes on what the configuration
+class of the `model_type` declares, and of words those that the architecture's own code holds. The lists are read off the
+installed `transformers`, so that a new version needs no table of ours. `models/transformers_folder.py` calls it before any
+configuration is made.
 """
 
 import re
@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from consilium.core.errors import ConfigError
-from consilium.models.architecture import IMPLEMENTATIONS, plain
+from consilium.models.architecture import IMPLEMENTATIONS, check_and_clean_config
 
 DTYPES = frozenset({"float32", "float16", "bfloat16", "float64"})
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -39,14 +39,14 @@ _FORMER = {"position_embedding_type": "absolute", "directionality": "bidi", "poo
 _REMEDY = "leave it out, or give the contents of the model's own config.json"
 
 
-def listed(config: Mapping[str, Any]) -> dict[str, Any]:
+def keep_listed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that its architecture's class declares, with `model_type`.
 
     Labels, notes of earlier versions, and numbers that neither the class nor the architecture's code names are left out. Raises
     ConfigError for every other key, for a map in the place of a plain value, and for an unknown word.
     """
     try:
-        values = plain(config)
+        values = check_and_clean_config(config)
     except ValueError as error:
         raise ConfigError(f"model.config.{error}") from None
     kind = values.get("model_type")
@@ -70,7 +70,9 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
         elif key in kind.sub_configs_defaults or _nested(kind, key):
             found[key] = None if value is None else _part(value, kind, key, where)
         elif key == "per_layer_config" and isinstance(value, dict):
-            layers = {name: _map(item, f"{where}.{name}") for name, item in value.items()}  # they replace the model's settings
+            layers = {
+                name: _require_map(item, f"{where}.{name}") for name, item in value.items()
+            }  # they replace the model's settings
             found[key] = {name: _section(item, kind, f"{where}.{name}.") for name, item in layers.items()}
         elif (
             key in _STAGES and isinstance(value, list) and all(isinstance(one, str) and _STAGE.fullmatch(one) for one in value)
@@ -110,7 +112,7 @@ def _owner(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | N
 
 def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dict[str, Any]:
     """Return the listed part of a nested configuration. If several classes are possible, its `model_type` chooses one."""
-    value = _map(value, where)
+    value = _require_map(value, where)
     if own := _nested(kind, key):
         return _section(value, own, f"{where}.")
     spec, named = kind.sub_configs_defaults[key], value.get("model_type")
@@ -125,7 +127,7 @@ def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dic
     return _section(value, chosen, f"{where}.")
 
 
-def _map(value: Any, where: str) -> dict[str, Any]:
+def _require_map(value: Any, where: str) -> dict[str, Any]:
     """Return the value. Raises ConfigError if it is not a map."""
     if isinstance(value, dict):
         return value
@@ -167,7 +169,7 @@ def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str)
 
 def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int = 0) -> None:
     """Raise ConfigError for anything but numbers in the settings of rotary positions, and the name of their type."""
-    for name, item in _map({} if value is None else value, where).items():
+    for name, item in _require_map({} if value is None else value, where).items():
         if isinstance(item, dict) and depth == 0:
             _check_rope(item, kind, f"{where}.{name}", 1)  # by type of layer
         elif isinstance(item, str):

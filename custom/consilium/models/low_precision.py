@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.core.errors import ConfigError
-from consilium.models.custom_weight_access import architectures, is_read
+from consilium.models.custom_weight_access import architectures, is_weight_read
 from consilium.models.dtypes import QUANTIZED
 
 
@@ -66,7 +66,7 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
     found, architecture = list[nn.Linear](), architectures(model)
     for name, module in model.named_modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
-        plain = type(module) is nn.Linear and not is_read(name, architecture)
+        plain = type(module) is nn.Linear and not is_weight_read(name, architecture)
         if plain and kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
             found.append(cast(nn.Linear, module))
     return found

@@ -59,7 +59,7 @@ class _OneExpert(TorchDispatchMode):
 
 
 @contextmanager
-def numberless() -> Iterator[None]:
+def allow_meta_compute() -> Iterator[None]:
     """Within the context, a model on the meta device can compute. Raises ConfigError if its code reads values."""
     try:
         with _OneExpert():
@@ -72,14 +72,14 @@ def numberless() -> Iterator[None]:
 
 
 @contextmanager
-def layout() -> Iterator[None]:
+def build_on_meta_device() -> Iterator[None]:
     """Within the context, models are built on the meta device, without weights."""
-    with torch.device("meta"), _NoNumbers(), _counted():
+    with torch.device("meta"), _NoNumbers(), _limit_model_size():
         yield
 
 
 @contextmanager
-def _counted() -> Iterator[None]:
+def _limit_model_size() -> Iterator[None]:
     """Within the context, raise ConfigError for a model with more than MOST modules or parameters.
 
     They are counted when they are created. Walking the finished model would be too late, after minutes and gigabytes.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.dtypes import BLOCK, computing
+from consilium.models.dtypes import BLOCK, compute_dtype
 
 OUTLIERS = 6.0
 """The input value above which LLM.int8() computes a column in 16 bits, as in the paper."""
@@ -42,8 +42,8 @@ class _Product(torch.autograd.Function):
 
 
 def _computed(x: Tensor, layer: nn.Module) -> Tensor:
-    """Return (..., out) of x (..., in). Raises ConfigError, see computing."""
-    return cast(Tensor, _Product.apply(x.to(computing(x)), layer))
+    """Return (..., out) of x (..., in). Raises ConfigError, see compute_dtype."""
+    return cast(Tensor, _Product.apply(x.to(compute_dtype(x)), layer))
 
 
 class Nf4Linear(bnb.nn.Linear4bit):

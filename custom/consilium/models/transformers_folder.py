@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.models.architecture import refuse_gguf
-from consilium.models.listed_keys import listed
+from consilium.models.listed_keys import keep_listed_keys
 from consilium.models.model_writer import no_progress_bar
-from consilium.models.untrusted_folder import TOKENS, WANTED, read_json, tokenizer_of, weights_of
+from consilium.models.untrusted_folder import TOKENS, WANTED, link_tokenizer, link_weights, read_json
 from consilium.models.untrusted_tokenizer import check_backend
 
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -59,14 +59,16 @@ def build(
     """
     shape = shape_of(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
-        return _fill(auto, folder, shape, options, known) if weights else _laid_out(auto, shape, options)
+        return _fill(auto, folder, shape, options, known) if weights else _build_without_weights(auto, shape, options)
     except ImportError as error:
         found = re.search(r"requires the (\S+) library", str(error))
-        what = f"needs the package {found[1]}, which is not here" if found else f"cannot be loaded here ({short(error)})"
+        what = (
+            f"needs the package {found[1]}, which is not here" if found else f"cannot be loaded here ({shorten_error(error)})"
+        )
         raise ConfigError(f"model.config: {shape.model_type!r} {what}; use another model") from None
 
 
-def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+def _build_without_weights(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
     """Return the model without the folder's weights. Raises ConfigError for inconsistent sizes."""
     try:
         return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)
@@ -74,8 +76,8 @@ def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) ->
         raise
     except Exception as error:  # each architecture fails in its own way
         raise ConfigError(
-            f"model.config: {shape.model_type!r} cannot be made of these sizes ({short(error)}); give the contents of the "
-            "model's config.json"
+            f"model.config: {shape.model_type!r} cannot be made of these sizes ({shorten_error(error)}); give the contents "
+            "of the model's config.json"
         ) from None
 
 
@@ -90,7 +92,7 @@ def load_tokenizer(
     folder = _require(folder)
     only_slow = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
     wanted = f"tokenizer.model alone is not enough: {_SLOW}" if only_slow else WANTED
-    with tokenizer_of(folder) as view:
+    with link_tokenizer(folder) as view:
         if not any((view / name).exists() for name in TOKENS):
             raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read (no tokenizer.json); {wanted}")
         try:
@@ -98,7 +100,7 @@ def load_tokenizer(
         except STOPS:
             raise
         except BaseException as error:  # each class fails in its own way, and a panic of the library is not an Exception
-            why = short(error, view, folder)
+            why = shorten_error(error, view, folder)
             raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({why}); {wanted}") from None
         tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
     check_backend(tokenizer, str(folder))
@@ -128,7 +130,7 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
         tokenizer.pad_token = None
 
 
-def positions(model: nn.Module) -> int:
+def context_length(model: nn.Module) -> int:
     """Return a model's context length in tokens; 2**30 if its config names none.
 
     `transformers` knows the other names of `max_position_embeddings` (`n_positions`), all but MPT's.
@@ -139,13 +141,13 @@ def positions(model: nn.Module) -> int:
     return next((most for most in told if isinstance(most, int) and most > 0), 2**30)  # XLNet's -1 is no limit
 
 
-def room(model: nn.Module, written: int) -> int:
+def max_prompt_tokens(model: nn.Module, written: int) -> int:
     """Return how many tokens a prompt may have if `written` tokens follow. Raises ConfigError if fewer than LEAST are left."""
-    left = positions(model) - written
+    left = context_length(model) - written
     if left < LEAST:
         raise ConfigError(
-            f"task.max_new_tokens: {written}: of the model's {positions(model)} positions {max(left, 0)} are left for a "
-            f"prompt; use {max(positions(model) - LEAST, 1)} or less"
+            f"task.max_new_tokens: {written}: of the model's {context_length(model)} positions {max(left, 0)} are left for a "
+            f"prompt; use {max(context_length(model) - LEAST, 1)} or less"
         )
     return left
 
@@ -156,8 +158,8 @@ def require_positions(model: PreTrainedModel, longest: int, written: int) -> Non
     Rotary positions may exceed the model's length, but dynamic ones may not: they would depend on the longest text that the
     process has read.
     """
-    most, turned = positions(model), getattr(model.config.get_text_config(), "rope_parameters", None)
-    room(model, written)
+    most, turned = context_length(model), getattr(model.config.get_text_config(), "rope_parameters", None)
+    max_prompt_tokens(model, written)
     if longest <= most:
         return
     if not turned:
@@ -181,7 +183,7 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
                 raise CheckpointError(f"model.{field}: {list(ours)}: {path} has {key} {theirs}; write that into the job")
 
 
-def finished(model: Any, use_checkpointing: bool) -> Any:
+def set_evaluation_mode(model: Any, use_checkpointing: bool) -> Any:
     """Return the model in evaluation mode, with gradient checkpointing if asked. Raises ConfigError if its code has none."""
     try:
         if use_checkpointing:
@@ -194,7 +196,7 @@ def finished(model: Any, use_checkpointing: bool) -> Any:
         ) from None
 
 
-def answer_plainly(model: PreTrainedModel) -> None:
+def remove_generation_config(model: PreTrainedModel) -> None:
     """Remove a folder's generation_config, which would change greedy answers silently.
 
     Router logits are disabled too, because their loss is defined for whole texts, not for single steps of generation.
@@ -251,14 +253,16 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
     """Return `transformers`' configuration of a config.json, for a model of one of `auto`'s classes. Raises ConfigError."""
     if config.get("quantization_config"):
         raise ConfigError(f"model.config.quantization_config: {_PACKED}")
-    sizes = listed(PreTrainedConfig._decode_special_floats(dict(config)))  # decoded as it does itself with a config.json
+    sizes = keep_listed_keys(
+        PreTrainedConfig._decode_special_floats(dict(config))
+    )  # decoded as it does itself with a config.json
     kind = sizes.pop("model_type", None)
     try:
         shape = AutoConfig.for_model(kind, **sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.config: model_type {kind!r}: {short(error)}; known are {known.examples}") from None
+        raise ConfigError(f"model.config: model_type {kind!r}: {shorten_error(error)}; known are {known.examples}") from None
     except Exception as error:  # transformers' own validation errors share no base
-        raise ConfigError(f"model.config: {short(error)}; give the contents of the model's config.json") from None
+        raise ConfigError(f"model.config: {shorten_error(error)}; give the contents of the model's config.json") from None
     if type(shape) not in auto._model_mapping:
         raise ConfigError(f"model.config: model_type {kind!r} is not a {known.what}; known are {known.examples}")
     return shape
@@ -270,7 +274,7 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
     remedy = f"convert it once: {auto.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-    with weights_of(folder, remedy) as view, no_progress_bar():
+    with link_weights(folder, remedy) as view, no_progress_bar():
         try:
             model, found = auto.from_pretrained(
                 view,
@@ -284,7 +288,7 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
                 **options,
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
-            why = short(error, view, folder)
+            why = shorten_error(error, view, folder)
             raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({why}); {WANTED}") from None
     model.name_or_path = model.config._name_or_path = str(folder)
     _require_equal_layout(folder, found, known)
@@ -311,7 +315,7 @@ def _require_equal_layout(folder: Path, found: Mapping[str, Any], known: Known) 
             raise CheckpointError(f"model.checkpoint: {folder}: {reason}; {remedy}")
 
 
-def short(error: BaseException, view: Path | None = None, folder: Path | None = None) -> str:
+def shorten_error(error: BaseException, view: Path | None = None, folder: Path | None = None) -> str:
     """Return an error's text on one line of at most 120 characters, with the path of a `view` replaced by its `folder`."""
     text = str(error) if view is None else str(error).replace(str(view), str(folder))
     return " ".join(text.split())[:120] or type(error).__name__

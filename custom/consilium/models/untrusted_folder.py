@@ -1,8 +1,8 @@
 """What `transformers` gets to see of a model folder: a view of listed files, which lie in the folder and name no others.
 
 A folder is a stranger's. Left to itself `transformers` follows all that lies in it: adapters, indices and settings that name
-files anywhere, pickles. `weights_of` and `tokenizer_of` make a folder of links for one load. `models/transformers_folder.py`
-calls them.
+files anywhere, pickles. `link_weights` and `link_tokenizer` make a folder of links for one load.
+`models/transformers_folder.py` calls them.
 """
 
 import json
@@ -59,7 +59,7 @@ _ADDED = {"content": str, "lstrip": bool, "normalized": bool, "rstrip": bool, "s
 
 
 @contextmanager
-def named_as(field: str, wanted: str = WANTED) -> Iterator[None]:
+def name_field_in_errors(field: str, wanted: str = WANTED) -> Iterator[None]:
     """Within the context, errors about a folder name `field` instead of model.checkpoint, and `wanted` for a missing file."""
     try:
         yield
@@ -71,13 +71,13 @@ def named_as(field: str, wanted: str = WANTED) -> Iterator[None]:
 
 
 @contextmanager
-def weights_of(folder: Path, remedy: str) -> Iterator[Path]:
+def link_weights(folder: Path, remedy: str) -> Iterator[Path]:
     """Yield a temporary folder with links to model.safetensors, or to the parts that its index names.
 
     Raises CheckpointError for missing weights or an adapter, with `remedy` for weights that are pickles.
     """
     refuse_adapter(folder)
-    with _view() as view:
+    with _temporary_view() as view:
         if _present(folder / WEIGHTS):
             _link(view, folder, WEIGHTS)
             refuse_adapter_tensors(folder / WEIGHTS, tensor_names(view / WEIGHTS))
@@ -113,7 +113,7 @@ def _parts(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def tokenizer_of(folder: Path) -> Iterator[Path]:
+def link_tokenizer(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder with the tokenizer's files, its settings reduced to the keys that this module allows.
 
     Raises CheckpointError for settings of another form, and for a tokenizer.json that may grow or backtrack without bound.
@@ -122,9 +122,9 @@ def tokenizer_of(folder: Path) -> Iterator[Path]:
     given = read_json(folder, "tokenizer_config.json") if _present(folder / "tokenizer_config.json") else None
     if given and "auto_map" in given and isinstance(name := given.get("tokenizer_class"), str) and not _has_tokenizer(name):
         raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read; {CODELESS}")
-    with _view() as view:
+    with _temporary_view() as view:
         if model is not None:
-            (view / "config.json").write_text(json.dumps(_of_model(model)), encoding="utf-8")
+            (view / "config.json").write_text(json.dumps(_tokenizer_entries(model)), encoding="utf-8")
         if given is not None:
             _write_settings(view, folder, "tokenizer_config.json", given)
         if _present(folder / "special_tokens_map.json"):
@@ -156,7 +156,7 @@ def _has_tokenizer(name: str) -> bool:
     return any(tokenizer_class_from_name(one) is not None for one in (name, name.removesuffix("Fast")))
 
 
-def _of_model(config: Mapping[str, Any]) -> dict[str, str]:
+def _tokenizer_entries(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a config.json about the tokenizer: architecture, class and the version that wrote it."""
     kind, named, version = (config.get(key) for key in ("model_type", "tokenizer_class", "transformers_version"))
     found = {
@@ -231,7 +231,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return a folder's JSON file. Raises CheckpointError for one that is not a map, or outside of the folder."""
     path = plain_file(folder, name, LARGEST_JSON)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_repeated_keys)
     except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
         raise CheckpointError(f"model.checkpoint: {folder / name}: not valid JSON ({why}); fetch it again") from None
@@ -240,7 +240,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON map. Raises ValueError for a repeated key, because another reader may use the other value."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -285,6 +285,6 @@ def _present(path: Path) -> bool:
 
 
 @contextmanager
-def _view() -> Iterator[Path]:
+def _temporary_view() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="consilium-model-") as folder:
         yield Path(folder)

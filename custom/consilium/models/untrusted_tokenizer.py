@@ -1,9 +1,9 @@
 """Limits on the tokenizer of a model folder. Its tokenizer.json is an untrusted program that processes every record.
 
 Unbounded it may write millions of tokens for one letter, search for minutes, or fail for records of one kind only, and so tell
-who has them. `check_program` passes the kinds of step that published tokenizers have, with limits; `plain_failure` turns
-what still fails into one error. `models/transformers_folder.py` checks with it, `tasks/language` and the embeddings encode
-within it.
+who has them. `check_program` passes the kinds of step that published tokenizers have, with limits;
+`replace_tokenizer_errors` turns what still fails into one error. `models/transformers_folder.py` checks with it,
+`tasks/language` and the embeddings encode within it.
 """
 
 import base64
@@ -75,7 +75,7 @@ _MOST_TIMES = 16
 
 
 @contextmanager
-def plain_failure() -> Iterator[None]:
+def replace_tokenizer_errors() -> Iterator[None]:
     """Within the context, turn any error of a tokenizer into CheckpointError, without quoting the text.
 
     A panic of the library, such as for a search with too many steps, is not an Exception and would end the process silently.
@@ -154,7 +154,7 @@ def _check_steps(program: Mapping[str, Any]) -> None:
                 if kind in lengthening:
                     raise ValueError(f"{where}.type: {kind!r} is there twice, and lengthens texts each time")
                 lengthening.append(kind)
-            growth *= _checked(step, where)
+            growth *= _checked_growth(step, where)
             if growth > GROWTH:
                 raise ValueError(
                     f"{where}: with the steps before it may write {growth:.0f} characters for one, at most {GROWTH}"
@@ -178,7 +178,7 @@ def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[
             yield from _flat(part, f"{where}.{key}[{number}]", depth + 1)
 
 
-def _checked(step: Mapping[str, Any], where: str) -> float:
+def _checked_growth(step: Mapping[str, Any], where: str) -> float:
     """Return how many characters a step may make from one character. Raises ValueError if a part of it is why_slow."""
     kind = step["type"]
     if kind == "Precompiled":
@@ -276,7 +276,7 @@ def _depths(pattern: str) -> Iterator[tuple[int, int]]:
     at, depth = 0, 0
     while at < len(pattern):
         if pattern[at] in "\\[":
-            at = _atom(pattern, at)
+            at = _end_of_atom(pattern, at)
             continue
         depth += {"(": 1, ")": -1}.get(pattern[at], 0)
         yield at, depth
@@ -287,7 +287,7 @@ def _check_branch(branch: str) -> None:
     """Raise ValueError for an alternative that may backtrack more than a few times."""
     at, ways, endless = 0, 1, False
     while at < len(branch):
-        start, at = at, _group(branch, at) if branch[at] == "(" else _atom(branch, at)
+        start, at = at, _end_of_group(branch, at) if branch[at] == "(" else _end_of_atom(branch, at)
         least, most, at = _times(branch, at)
         if endless and least > 0:
             raise ValueError(f"{ascii(branch[start:at])[:64]} must follow what may be there any number of times")
@@ -316,37 +316,37 @@ def _times(branch: str, at: int) -> tuple[int, int | None, int]:
     return least, most, found.end()
 
 
-def _atom(text: str, at: int) -> int:
+def _end_of_atom(text: str, at: int) -> int:
     """Return where the character, escape or class ends that begins here. Raises ValueError for anything else."""
     if text[at] == "\\":
         if found := _ESCAPE.match(text, at):
             return found.end()
         raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
     if text[at] == "[":
-        return _class(text, at)
+        return _end_of_class(text, at)
     if text[at] in "](){}*+?|^$":
         raise ValueError(f"{text[at]!r} at character {at + 1} has a meaning that is not allowed there")
     return at + 1
 
 
-def _class(text: str, at: int) -> int:
+def _end_of_class(text: str, at: int) -> int:
     """Return where a class in brackets ends, which may hold others."""
     begin, at = at, at + (2 if text[at + 1 : at + 2] == "^" else 1)
     if text[at : at + 1] == "]":
         raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
     while at < len(text) and text[at] != "]":
-        at = _atom(text, at) if text[at] in "\\[" else at + 1
+        at = _end_of_atom(text, at) if text[at] in "\\[" else at + 1
     if at >= len(text):
         raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
     return at + 1
 
 
-def _group(branch: str, at: int) -> int:
+def _end_of_group(branch: str, at: int) -> int:
     """Return where a group of alternatives ends, each of characters and classes once."""
     found = re.compile(r"\((\?i:|\?:)?").match(branch, at)
     at = found.end() if found else at
     while at < len(branch) and branch[at] != ")":
-        at = at + 1 if branch[at] == "|" else _atom(branch, at)
+        at = at + 1 if branch[at] == "|" else _end_of_atom(branch, at)
     if at >= len(branch):
         raise ValueError(f"{ascii(branch)[:32]} has a group without end")
     return at + 1

@@ -116,7 +116,7 @@ TERMS = Terms()
 # one answer -----------------------------------------------------------------------------------------------------------
 
 
-def question(config: JobConfig) -> str:
+def question_hash(config: JobConfig) -> str:
     """Return the SHA-256 of all job settings on which the statistics depend."""
     task = config.task.model_dump(mode="json")
     kept = {key: task[key] for key in ("name", "classes", *SettingNames) if key in task}
@@ -142,7 +142,7 @@ def answer_once(
         if (found := _read_stored_answer(folder, dataset, config)) is None:
             least = max(terms.minimum, config.statistics.minimum if config.statistics else 0)
             found = disclose(counted, config, least).model_dump(mode="json")
-            write_json(_answer_path(folder, dataset), {"question": question(config), "answer": found})
+            write_json(_answer_path(folder, dataset), {"question": question_hash(config), "answer": found})
     return found
 
 
@@ -161,7 +161,7 @@ def _read_stored_answer(folder: Path, dataset: str, config: JobConfig) -> dict[s
         raise RefusedError(
             f"{path}: the kept statistics cannot be read; nothing was sent; restore the file", Reason.LEDGER
         ) from None
-    if asked != question(config):
+    if asked != question_hash(config):
         raise RefusedError(
             f"another question about data set {dataset!r} was answered before, and the two could be subtracted; "
             f"nothing was sent; remove {path} to answer anew",

@@ -223,7 +223,7 @@ def _largest_log_ratio(variance: float) -> float:
     return 2 * math.atanh(eta)
 
 
-def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Tensors:
+def clip_to_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Tensors:
     """Return an update clipped jointly to `clip` and rounded to whole units (int64). Its norm is at most clip / unit exactly.
 
     Rounding may lengthen the update by sqrt(d) unit / 2, so it is first clipped to that much less. Raises RefusedError for

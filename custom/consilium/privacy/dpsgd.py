@@ -31,7 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from consilium.config.privacy import SiteLevelDpConfig
 from consilium.core.errors import STOPS, ConfigError, ConsiliumError, Reason
 from consilium.privacy.distributed_noise import clipped_sum, discrete_gaussian, rounding, share_deviation
-from consilium.privacy.plan import Plan, per_patient
+from consilium.privacy.plan import Plan, max_samples_per_patient
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 
@@ -89,7 +89,7 @@ def dpsgd(plan: Plan | None, seed: int | None, patients: tuple[tuple[int, ...], 
     if plan is None or isinstance(plan.config, SiteLevelDpConfig):
         return None
     noise = 0.0 if plan.by_step else plan.noise_multiplier
-    return DpSgd(noise, plan.config.clip, plan.event.sample_rate, seed, patients, per_patient(plan.config))
+    return DpSgd(noise, plan.config.clip, plan.event.sample_rate, seed, patients, max_samples_per_patient(plan.config))
 
 
 class ClippedSum:
@@ -210,7 +210,7 @@ class PrivateSteps:
         self._numbers = sum(parameter.numel() for parameter in trained.values())
         self._deviation = share_deviation(dp.noise_multiplier, dp.clip + rounding(self._numbers), 1)
         source = dp.randomness()
-        self._draws, self._noise = source.apart("draws"), source.apart("noise")
+        self._draws, self._noise = source.derive_stream("draws"), source.derive_stream("noise")
         self._ahead = ThreadPoolExecutor(1, "consilium-noise")
         self._next: Future[Tensor] | None = None
 

@@ -32,7 +32,7 @@ from consilium.adapters.names import factor
 from consilium.core.linalg.lowrank import norm
 from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
-from consilium.privacy.distributed_noise import Bits, add_share, on_grid
+from consilium.privacy.distributed_noise import Bits, add_share, clip_to_grid
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
 
@@ -110,19 +110,19 @@ def privatize(
     distributed_noise.py); 0 adds none. Tensors without an entry in `geometries` are their own coordinates. Raises RefusedError
     for values that are not finite.
     """
-    clean = whitened(geometries, update)
+    clean = whiten_update(geometries, update)
     groups = [{name: tensor} for name, tensor in clean.items()] if each else [clean]
-    clipped = {name: tensor for group in groups for name, tensor in on_grid(group, clip).items()}
+    clipped = {name: tensor for group in groups for name, tensor in clip_to_grid(group, clip).items()}
     released = add_share(clipped, deviation, bits)
     return released, outcome_of(clean, in_reals(clipped), in_reals(released), deviation * UNIT)
 
 
-def whitened(geometries: Mapping[str, Geometry], update: Mapping[str, Tensor]) -> Tensors:
+def whiten_update(geometries: Mapping[str, Geometry], update: Mapping[str, Tensor]) -> Tensors:
     """Return an update's whitened coordinates by tensor name, float64."""
     return {name: geometries[name].whiten(t) if name in geometries else t.double() for name, t in update.items()}
 
 
-def restored(geometries: Mapping[str, Geometry], coordinates: Tensors) -> Tensors:
+def restore_update(geometries: Mapping[str, Geometry], coordinates: Tensors) -> Tensors:
     """Return the update with these whitened coordinates, float64. Works for sums and means over several sites too."""
     return {name: geometries[name].restore(t) if name in geometries else t for name, t in coordinates.items()}
 
@@ -175,7 +175,7 @@ def linear_terms(noise: Mapping[str, Tensor], factors: Mapping[str, Tensor], sca
     return {term: square**0.5 for term, square in sorted(squares.items())}
 
 
-def measured(clean: Tensors, released: Tensors, sent: Tensors, update: Tensors, scale: float) -> dict[str, float]:
+def measure_noise_terms(clean: Tensors, released: Tensors, sent: Tensors, update: Tensors, scale: float) -> dict[str, float]:
     """Return `linear_terms` of a release. The noise is `released` minus `clean`; the factors are `sent` plus `update`.
 
     A factor that was not `sent` in this round (such as FFA-LoRA's A) has no term.

@@ -23,7 +23,14 @@ from consilium.config.privacy import (
 )
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.schema import SMALLEST_NOISE
-from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, epsilon_of, noise_multiplier, paper_sigma, printed
+from consilium.privacy.accounting.accountant import (
+    SLACK,
+    GaussianEvent,
+    epsilon_of,
+    noise_multiplier,
+    paper_sigma,
+    printed_epsilon,
+)
 from consilium.privacy.distributed_noise import honest_shares, rounding, share_deviation, slack
 from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.strategies.strategy import Role, Strategy
@@ -46,7 +53,7 @@ AGAINST = {
 """The text that says against whom a claim holds, by trust."""
 
 
-def not_private(seeded: Collection[str]) -> str:
+def not_private_sentence(seeded: Collection[str]) -> str:
     """Return the sentence that marks a private job as not private, because the noise of the sites `seeded` came from a seed."""
     return f"NOT PRIVATE: the noise of {', '.join(sorted(seeded))} came from a seed (noise_seed in site.yaml)."
 
@@ -152,7 +159,7 @@ class Plan:
             smaller = math.sqrt(self.shares / could.honest)
             found.append(f"noise counts on {self.shares} honest shares; {least} {smaller:.2f} of it")
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
-            found.append(f"calibration paper: {printed(self.config)} is not kept; the epsilon of the claim is")
+            found.append(f"calibration paper: {printed_epsilon(self.config)} is not kept; the epsilon of the claim is")
         return found
 
     def with_seeded(self, sites: Collection[str]) -> "Plan":
@@ -184,11 +191,13 @@ class Plan:
         hidden = HIDDEN[self.config.unit, self.config.adjacency]
         if self.config.unit != "site" and not self.by_step:
             hidden += f"; how many {self.config.unit}s a site has is public"
-        void = f"{not_private(self.seeded)} " if self.seeded else ""
+        void = f"{not_private_sentence(self.seeded)} " if self.seeded else ""
         kept = f"{void}epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
         if not (isinstance(self.config, SiteLevelDpConfig) and self.by_tensor):
             return kept
-        return f"{kept}; calibration paper: the noise is that of a printed {printed(self.config)}, which it does not keep"
+        return (
+            f"{kept}; calibration paper: the noise is that of a printed {printed_epsilon(self.config)}, which it does not keep"
+        )
 
 
 def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = None, names: Iterable[str] = ()) -> Plan | None:
@@ -295,12 +304,12 @@ def _plan(privacy: SiteLevelDpConfig | DpSgdConfig, releases: int, rate: float =
 
 def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) -> None:
     """Raise RefusedError if a hospital's `policy` forbids its site `name` to take part under this plan."""
-    if plan is None and policy.protects:
+    if plan is None and policy.requires_privacy:
         raise RefusedError(
             f"{name}: site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent",
             Reason.POLICY,
         )
-    if plan is None or not policy.protects:
+    if plan is None or not policy.requires_privacy:
         return
     if plan.config.trust not in (policy.trust or ("local",)):
         raise RefusedError(
@@ -313,7 +322,7 @@ def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) ->
         )
 
 
-def per_patient(privacy: PrivacyConfig | None) -> int:
+def max_samples_per_patient(privacy: PrivacyConfig | None) -> int:
     """Return the largest number of samples per patient in a step; 0 if patients are not the unit."""
     return privacy.per_patient if isinstance(privacy, PatientLevelDpConfig) else 0
 

@@ -66,7 +66,7 @@ class Randomness:
         self._rekey_after_fork()
         return self._stream.update(bytes(count))
 
-    def apart(self, purpose: str) -> "Randomness":
+    def derive_stream(self, purpose: str) -> "Randomness":
         """Return a stream whose key is derived from this stream's key and `purpose`; different purposes are independent."""
         self._rekey_after_fork()
         return Randomness(hashlib.sha256(self._key + purpose.encode()).digest(), self.private)

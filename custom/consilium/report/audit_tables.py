@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from consilium.core.sanitize import shown
 from consilium.privacy.ledger.audit_log import FILE
 from consilium.report.tables import Table, columns, only_true, size, stamp
-from consilium.report.untrusted_files import Number, finite
+from consilium.report.untrusted_files import Number, as_finite_float
 
 MOST_ROWS = 500
 """Messages and tensors that are listed, at most. Further messages are counted in a note."""
@@ -71,7 +71,7 @@ def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
     """Return a row per message that left the site."""
     rows = []
     for one in messages[:MOST_ROWS]:
-        epsilon, there = finite(one.privacy.get("epsilon")), one.tensors.values()
+        epsilon, there = as_finite_float(one.privacy.get("epsilon")), one.tensors.values()
         norm = "" if one.masked or not there else f"{math.sqrt(sum(tensor.norm**2 for tensor in there)):.4g}"
         said = [
             f"{shown(key, 60)} {value:.4g}" if isinstance(value, float) else shown(f"{key} {value}", 90)

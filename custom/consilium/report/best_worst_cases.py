@@ -18,7 +18,7 @@ from consilium.core.messages import Stage
 from consilium.core.storage import write_atomic
 from consilium.report import predictions
 from consilium.report.predictions import PREDICTIONS, draw_outlines, overlay, panel
-from consilium.report.private_logging import undrawn
+from consilium.report.private_logging import failed_drawing_line
 from consilium.tasks.base import Answered, Classified, Examples, Segmented, Shown, ShowsUnits, Task, UnitScores
 
 CASES, FOLDER = "cases.json", "cases"
@@ -49,12 +49,12 @@ class Closing:
         self.by: Stage | None = None
         self.problems: list[str] = []
 
-    def look(self, stage: Stage, task: Task, model: Any, split: str) -> None:
+    def collect_predictions(self, stage: Stage, task: Task, model: Any, split: str) -> None:
         """Collect a model's predictions. Called right after the task scored the whole split with this model."""
-        with self._noting(PREDICTIONS):
+        with self._note_errors(PREDICTIONS):
             if (found := task.examples(model, split)) is not None:
                 self.first[stage] = found
-        with self._noting(CASES):
+        with self._note_errors(CASES):
             if not isinstance(task, ShowsUnits) or task.scored is None:
                 return
             if self.by is None:
@@ -72,9 +72,9 @@ class Closing:
 
         `about`: further fields of cases.json. `more`: writes the site's diagnostics; its error becomes a problem too.
         """
-        with self._noting(PREDICTIONS):
+        with self._note_errors(PREDICTIONS):
             predictions.write_predictions(folder / PREDICTIONS, self.first)
-        with self._noting(CASES):
+        with self._note_errors(CASES):
             if self.by is not None:
                 by = self.by
                 first, pictures = self.scored[by], self._pictures()
@@ -90,7 +90,7 @@ class Closing:
                 cases = [self._case_fields(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
                 found |= {"values": values, "classes": classes, "cases": cases, "pictures": sorted(pictures)}
                 write_atomic(folder / CASES, json.dumps(found, allow_nan=False).encode())
-        with self._noting("diagnostics"):
+        with self._note_errors("diagnostics"):
             more()
         return self.problems
 
@@ -128,12 +128,12 @@ class Closing:
         return found
 
     @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
+    def _note_errors(self, what: str) -> Iterator[None]:
         """Turn an error in the block into a line of `problems`."""
         try:
             yield
         except Exception as error:
-            self.problems.append(undrawn(what, error))
+            self.problems.append(failed_drawing_line(what, error))
 
 
 def pick(scored: UnitScores) -> dict[str, int]:

@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
-from consilium.core.sanitize import LIMIT, line, number_of, shown
+from consilium.core.sanitize import LIMIT, count_with_noun, line, shown
 from consilium.report.tables import Column, Table, only_true, terminal
-from consilium.report.untrusted_files import Line, finite, place_of, read_events, round_timestamps
+from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events, round_timestamps
 from consilium.tasks.registry import Scores, task_scores
 
 # progress --------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
 
 def early_stop_text(line: Mapping[str, Any]) -> str:
     """Return in words where and why a run's rounds ended early. `line`: the event "ended" of metrics.jsonl."""
-    no_better = f"no better for {number_of(line['validations'], 'validation')} (best round {line['best_round']})"
+    no_better = f"no better for {count_with_noun(line['validations'], 'validation')} (best round {line['best_round']})"
     return f"ended after round {line['round']} of {line['rounds']}: {no_better}"
 
 
@@ -76,7 +76,7 @@ def last_round(progress: Mapping[str, Any]) -> int:
     return int(early["round"] if early else progress["rounds"])
 
 
-def when(refusal: Mapping[str, Any], rounds: int) -> str:
+def refusal_time_text(refusal: Mapping[str, Any], rounds: int) -> str:
     """Return in words when a site was refused, in a run of `rounds` rounds."""
     place = "the closing evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
     if not refusal.get("joining"):
@@ -107,7 +107,7 @@ def _progress_by_site(lines: list[Line]) -> dict[str, Any]:
         empty = {"round": 0, "metrics": {}, "bytes_up": 0, "bytes_down": 0, "weight": None, "share": None}
         site, metrics = found.setdefault(one["site"], empty), dict(one["metrics"])
         for way, name in (("up", BYTES_UP), ("down", BYTES_DOWN)):
-            site[f"bytes_{way}"] += int(finite(metrics.pop(name, 0)) or 0)
+            site[f"bytes_{way}"] += int(as_finite_float(metrics.pop(name, 0)) or 0)
         before = (
             site["metrics"] if one["event"] == "result" else {}
         )  # after a round without validation, the earlier scores stay
@@ -242,12 +242,12 @@ class LiveView(LiveScreen):
 
     def _on_refused(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = "refused"
-        self.say(f"{shown(event['site'])}: refused {when(event, self.rounds)}: {shown(event['reason'])}", "red")
+        self.say(f"{shown(event['site'])}: refused {refusal_time_text(event, self.rounds)}: {shown(event['reason'])}", "red")
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         """Take a site's scores. Without a terminal, print its training loss and leading score, if there are any."""
         metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
-        if found := reported(metrics):  # a round may go without validation
+        if found := reported_scores(metrics):  # a round may go without validation
             self.score = self.scores.lead(found)
         scored = {stage: value for stage in Stage if (value := score_of(metrics, stage, self.score)) is not None}
         row |= scored | {"state": DONE, "part": 1.0}
@@ -301,7 +301,7 @@ class LiveView(LiveScreen):
         return Table("", heads, rows, ["; ".join(only_true(said))] if any(said.values()) else [])
 
 
-def reported(metrics: Iterable[str]) -> set[str]:
+def reported_scores(metrics: Iterable[str]) -> set[str]:
     """Return the scores in metric names such as "test/global/dice"; the training loss is not among them."""
     return {key.metric for name in metrics if (key := MetricKey.parse(name))}
 

@@ -25,7 +25,7 @@ from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
-from consilium.report.tables import shortened
+from consilium.report.tables import shorten_names
 from consilium.report.untrusted_files import read_plain
 from consilium.tasks.base import Examples, Segmented
 
@@ -70,7 +70,7 @@ def fit(text: object, width: int, face: ImageFont.FreeTypeFont) -> str:
     return whole[:kept].rstrip() + "…"
 
 
-def words(text: object, size: tuple[int, int], points: int, colour: Colour = BLACK, bold: bool = False) -> Image.Image:
+def draw_text(text: object, size: tuple[int, int], points: int, colour: Colour = BLACK, bold: bool = False) -> Image.Image:
     """Draw a text in the middle of a white strip of `size` (width, height)."""
     strip, face = Image.new("RGB", size, WHITE), font(points, bold)
     place = (size[0] / 2, size[1] / 2)
@@ -175,7 +175,7 @@ def write_predictions(path: Path, found: Mapping[Stage, Examples]) -> None:
         write_page(path, _page({stage: found[stage] for stage in Stage if stage in found}))
 
 
-def drawn(found: Mapping[Stage, Examples]) -> np.ndarray:
+def draw_example_rows(found: Mapping[Stage, Examples]) -> np.ndarray:
     """Return the examples as a picture (H, W, 3) uint8, at half the size of predictions.png."""
     body, _ = _sheet(_page(found))
     return np.asarray(body.resize((body.width // 2, body.height // 2), Image.Resampling.BOX))
@@ -210,11 +210,11 @@ def _page(stages: Mapping[Stage, Examples]) -> Page:
             assert isinstance(said, Segmented)
             columns[str(stage)] = []
             for image, masks, dice in zip(first.images, said.predictions, said.dice.tolist(), strict=True):
-                score = words("Dice –" if math.isnan(dice) else f"Dice {dice:.2f}", (PANEL, LINE), POINTS)
+                score = draw_text("Dice –" if math.isnan(dice) else f"Dice {dice:.2f}", (PANEL, LINE), POINTS)
                 columns[str(stage)].append(arrange([(0, 0, overlay(image, masks, PANEL)), (0, PANEL, score)]))
-        return columns, _key(first.classes, (2 + len(stages)) * (PANEL + GAP) - GAP, first.grid)
+        return columns, _draw_legend(first.classes, (2 + len(stages)) * (PANEL + GAP) - GAP, first.grid)
     true = [first.classes[number] for number in first.references.tolist()]
-    columns[REFERENCE] = [words(name, (PANEL, PANEL), POINTS, bold=True) for name in true]
+    columns[REFERENCE] = [draw_text(name, (PANEL, PANEL), POINTS, bold=True) for name in true]
     face = font(POINTS - 2)
     for stage, said in stages.items():
         columns[str(stage)] = []
@@ -222,11 +222,11 @@ def _page(stages: Mapping[Stage, Examples]) -> Page:
             guess, share = said.classes[int(probabilities.argmax())], float(probabilities.max())
             mark, number, colour = ("✓ " if guess == name else "✗ "), f" {share:.2f}", RIGHT if guess == name else WRONG
             short = fit(guess, PANEL - math.ceil(face.getlength(mark + number)), face)  # never cuts the number
-            columns[str(stage)].append(words(f"{mark}{short}{number}", (PANEL, PANEL), POINTS - 2, colour))
+            columns[str(stage)].append(draw_text(f"{mark}{short}{number}", (PANEL, PANEL), POINTS - 2, colour))
     return columns, Image.new("RGB", (1, 1), WHITE)
 
 
-def _key(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
+def _draw_legend(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
     """Draw each class's colour and name, and the grid on which scores are taken, in as many lines as needed."""
     face, side = font(POINTS), 22
     entries = []
@@ -239,7 +239,7 @@ def _key(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
         entries.append(entry)
     more = len(classes) - KEYS
     told = [f"and {more} more"] * (more > 0) + [f"Dice: {grid}"] * bool(grid)
-    entries += [words(text, (PANEL, LINE), POINTS, GREY) for text in told]
+    entries += [draw_text(text, (PANEL, LINE), POINTS, GREY) for text in told]
     parts, x, y = list[tuple[int, int, Image.Image]](), 0, 0
     for entry in entries:
         if x and x + entry.width > width:
@@ -258,14 +258,14 @@ def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
     for x, heading, tiles in zip(range(left, left + 100 * step, step), lines, columns.values(), strict=False):
         parts += [
             *(
-                (x, y, words(line, (PANEL, LINE), POINTS, bold=True))
+                (x, y, draw_text(line, (PANEL, LINE), POINTS, bold=True))
                 for y, line in zip((0, LINE), heading, strict=True)
                 if line
             ),
             *((x, top + row * high, tile) for row, tile in enumerate(tiles)),
         ]
     for row, name in enumerate(names):
-        upright = words(name, (PANEL, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
+        upright = draw_text(name, (PANEL, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
         parts.append((0, top + row * high, upright))
     return arrange([*parts, (left, top + rows * high, key)]), Layout(list(columns), rows, top)
 
@@ -280,7 +280,7 @@ def _fit_headings(names: Sequence[str]) -> list[str]:
     """Return names, shortened in the middle until each fits over a tile in two lines. Different names stay different."""
     face = font(POINTS, True)
     for cells in range(max(map(cell_len, names)), 0, -1):
-        found = shortened(names, cells)
+        found = shorten_names(names, cells)
         if all(fit(text, PANEL, face) == shown(text) for name in found.values() for text in _two_lines(name)):
             break
     return [found[name] for name in names]

@@ -44,7 +44,7 @@ def log_privately(text: str) -> None:
     _log.info(text)
 
 
-def undrawn(what: str, error: Exception) -> str:
+def failed_drawing_line(what: str, error: Exception) -> str:
     """Return a public line on a picture or file that failed: its name and the error's type. Log the error privately."""
     _log.warning(f"{what}: {type(error).__name__}: {error}")
     system = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""

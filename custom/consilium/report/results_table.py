@@ -12,10 +12,10 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from consilium.core.messages import SKIPPED, MetricKey, Stage
-from consilium.core.sanitize import few, number_of
+from consilium.core.sanitize import count_with_noun, few
 from consilium.core.storage import write_atomic
 from consilium.report import figures
-from consilium.report.run_record import Results, RunRecord, known, split_of
+from consilium.report.run_record import Results, RunRecord, finite_score, split_of
 from consilium.report.tables import Column, Table, columns, number, only_true
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER, Scores
 
@@ -81,7 +81,9 @@ def _notes(results: Results, split: str, scores: Scores) -> list[str]:
     skipped = [f"{site} {one[SKIPPED]:.0f}" for site, one in sorted(results.items()) if one.get(SKIPPED)]
     start, vanished = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/")), []
     for site, one in sorted(results.items()) if scores.too_small else ():
-        counts = sorted((name.removeprefix(start), known(value)) for name, value in one.items() if name.startswith(start))
+        counts = sorted(
+            (name.removeprefix(start), finite_score(value)) for name, value in one.items() if name.startswith(start)
+        )
         for name, count in counts:
             where, _, of = name.partition("/")
             vanished += [f"{site} {count:.0f} {where} of {of}"] if count else []
@@ -105,7 +107,7 @@ def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
 
 
 def _count(value: float | None) -> str:
-    return number(value) if known(value) is None else f"{value:.0f}"
+    return number(value) if finite_score(value) is None else f"{value:.0f}"
 
 
 def mean_of(results: Results, metric: str, weighted: bool = False) -> float | None:
@@ -115,7 +117,7 @@ def mean_of(results: Results, metric: str, weighted: bool = False) -> float | No
     found = [
         (value, weight)
         for one in results.values()
-        if (value := known(one.get(metric))) is not None and (weight := one.get(count, 0.0) if weighted else 1.0) > 0
+        if (value := finite_score(one.get(metric))) is not None and (weight := one.get(count, 0.0) if weighted else 1.0) > 0
     ]
     return (
         fsum(value * n for value, n in found) / fsum(n for _, n in found) if found else None
@@ -126,13 +128,13 @@ def frozen_level(record: RunRecord) -> str:
     """Return a warning if the global model is not better than the frozen model by more than LEVEL; else ""."""
     sites = sorted(record.closing.keys() - record.test_only) if record.results and record.config.trains else []
     both = [[record.score(site, stage, record.metric) for stage in (Stage.PRETRAINED, Stage.GLOBAL)] for site in sites]
-    pairs = [(before, after) for before, after in both if known(before) is not None and known(after) is not None]
+    pairs = [(before, after) for before, after in both if finite_score(before) is not None and finite_score(after) is not None]
     if not pairs:
         return ""
     frozen, tuned = (fsum(side) / len(pairs) for side in zip(*pairs, strict=True))
     if (frozen - tuned if record.metric in LOWER else tuned - frozen) > LEVEL * max(1.0, abs(frozen)):
         return ""
-    side, rounds = record.config.model.image_side, number_of(record.last_round, "round")
+    side, rounds = record.config.model.image_side, count_with_noun(record.last_round, "round")
     where, more = (f" at {side} pixels", " and model.image_size") if side else ("", "")
     what = f"{record.scores.label(record.metric)} of the global model, {number(tuned)}, is at the level of the frozen model"
     shows = "this shows that the pipeline runs, and nothing about the method"
@@ -190,7 +192,7 @@ def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, 
     `rows`: per model its name, its stage, and by site the metrics that it reached there. `metric`: a name in these metrics.
     """
     sites = sorted({site for _, _, found in rows for site in found})
-    values = [[known(found.get(site, {}).get(metric)) for site in sites] for _, _, found in rows]
+    values = [[finite_score(found.get(site, {}).get(metric)) for site in sites] for _, _, found in rows]
     models, stages = tuple(model for model, _, _ in rows), tuple(stage for _, stage, _ in rows)
     return CrossSiteMatrix(metric, split, models, stages, tuple(sites), values, grid)
 

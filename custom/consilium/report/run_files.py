@@ -73,7 +73,7 @@ class RunLog:
         self._config = config
         self._tracker, self._finished = track() if track else None, False
 
-    def resumed(self, state: ServerState) -> list[str]:
+    def record_resume(self, state: ServerState) -> list[str]:
         """Record the phase at which a run resumes. The events of this phase and of later ones are then written again.
 
         Return a line for each package whose version has changed, and for the strategy's code if it has changed.
@@ -88,7 +88,7 @@ class RunLog:
         self._line({"event": "resumed", "round": state.round, "phase": state.phase})
         return self._describe()
 
-    def started(self, state: ServerState, sites: list[str]) -> None:
+    def record_phase_start(self, state: ServerState, sites: list[str]) -> None:
         """Record that a phase begins, and the sites that are asked for a result."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
@@ -105,18 +105,18 @@ class RunLog:
         write_atomic(self.folder / VERSIONS, json.dumps(found | before | changed, indent=1).encode())
         return [f"{name} {told}" for name, told in changed.items() if name != "platform"]
 
-    def trains(self, strategy: Strategy, initial: Tensors) -> None:
+    def record_parameter_counts(self, strategy: Strategy, initial: Tensors) -> None:
         """Record the start of a new run: how many parameters are shared, are local to a site, and are frozen."""
         self._describe()
         roles = roles_of(strategy, initial)
         counts = {role.value: sum(initial[name].numel() for name, one in roles.items() if one is role) for role in Role}
         self._line({"event": "parameters", "round": 0, "phase": 0, **counts})
 
-    def began_from(self, sha256: str) -> None:
+    def record_start_adapter(self, sha256: str) -> None:
         """Record the SHA-256 of the adapter with which all sites begin."""
         self._line({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
 
-    def joined(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
+    def record_join(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
         """Record that a site takes part, and the last seal of its privacy ledger. Each later result brings a newer seal.
 
         `seeded`: the site's noise comes from a seed.
@@ -132,11 +132,11 @@ class RunLog:
             if joined.get(mark) is True:
                 sites.add(joined["site"])
 
-    def sent(self, site: str, payload: Payload) -> None:
+    def count_sent_bytes(self, site: str, payload: Payload) -> None:
         """Note the bytes of the payload that a site receives."""
         self._down[site] = payload_bytes(payload.tensors)
 
-    def received(self, site: str, result: Payload, weight: int = 1) -> None:
+    def record_result(self, site: str, result: Payload, weight: int = 1) -> None:
         """Record one accepted result and its weight in the mean."""
         up, down = payload_bytes(result.tensors), self._down.get(site, 0)
         values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
@@ -145,15 +145,15 @@ class RunLog:
         self._scalars(site, values | ({"update/norm": norm(result.tensors)} if self._sizes else {}), result.round)
         self._phase.append(values)
 
-    def refused(self, refusal: dict[str, Any]) -> None:
+    def record_refusal(self, refusal: dict[str, Any]) -> None:
         """Record why a site's message was refused; see Coordinator.refuse."""
         self._line(refusal)
 
-    def stopped(self, reason: str) -> None:
+    def record_stop(self, reason: str) -> None:
         """Record why the run stopped before it was finished."""
         self._line({"event": "stopped", "reason": reason})
 
-    def concluded(
+    def record_phase_end(
         self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: RoundResults | None = None
     ) -> None:
         """Record that a phase ended, and the plan's epsilon so far.
@@ -168,14 +168,14 @@ class RunLog:
         self._scalars(MEANS, mean_metrics(self._phase), state.round)
         self._phase = []
 
-    def diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
+    def record_diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
         """Record the numbers that a strategy measured in a phase. `finish` draws them as curves."""
         if values:
             self._line({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
             self._scalars("server", values, state.round)
             self._curves.append(values)
 
-    def figures(self, state: ServerState, matrices: Tensors) -> None:
+    def record_figures(self, state: ServerState, matrices: Tensors) -> None:
         """Record matrices whose rows and columns are sites. `finish` draws the matrices of all rounds."""
         for title, matrix in matrices.items():
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
@@ -190,18 +190,18 @@ class RunLog:
             self._line(line)
             self._figures.setdefault(title, []).append(line)
 
-    def held_out(self, site: str, result: Payload) -> None:
+    def record_held_out_scores(self, site: str, result: Payload) -> None:
         """Record the scores, before the round's training, of a site that did not train in this round."""
         self._line({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
 
-    def final(self, site: str, result: Payload) -> None:
+    def record_closing_scores(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
         self.results[site] = result.metrics
         line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
         self._line(line | {"ledger": result.ledger})
         self._scalars(site, result.metrics, result.round)
 
-    def ended(self, ending: Mapping[str, Any]) -> None:
+    def record_early_end(self, ending: Mapping[str, Any]) -> None:
         """Record that the rounds ended early, see server/coordinator.py."""
         self._rounds = ending["round"]
         self._line({"event": "ended", "phase": 0, **ending})

@@ -22,7 +22,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, TRAIN_STEPS, MetricKey, Stage
 from consilium.core.registry import Plugins, installed_version
 from consilium.core.sanitize import few, shown
-from consilium.core.schema import dotted
+from consilium.core.schema import flatten_settings
 from consilium.core.storage import locked, write_atomic
 from consilium.report.untrusted_files import Line, Number, read_events, read_json, read_plain, strict_model, subfolders
 from consilium.strategies.strategy import Role, Strategy
@@ -158,7 +158,7 @@ class RunRecord:
         """Return a metric by site and number of rounds done. `after`: the metric was measured after a round's training."""
         found: dict[str, Curve] = {}
         for (round, phase, site), metrics in sorted(self.rounds.items()):
-            if (value := known(metrics.get(metric))) is not None and (after or phase <= 0):
+            if (value := finite_score(metrics.get(metric))) is not None and (after or phase <= 0):
                 found.setdefault(site, {})[round + after] = value
         return found
 
@@ -170,7 +170,7 @@ class RunRecord:
         name = str(MetricKey("validation", stage, metric or self.metric))
         found = self.curves(name, stage is Stage.PERSONALIZED)
         for line in self.of("final"):
-            if line["site"] in found and (value := known(line["metrics"].get(name))) is not None:
+            if line["site"] in found and (value := finite_score(line["metrics"].get(name))) is not None:
                 found[line["site"]][self.last_round] = value
         return found
 
@@ -203,7 +203,7 @@ class RunRecord:
         if not {round for round, *_ in trained} >= {*range(self.last_round)}:
             return None
         values = [one.get(name, math.nan) for one in trained.values() for name in names]
-        return known(sum(values))
+        return finite_score(sum(values))
 
     @property
     def bytes(self) -> float | None:
@@ -289,7 +289,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
     lines, lost, wrong = read_events(folder / "metrics.jsonl")
     damaged |= {"metrics.jsonl"} if wrong else set()
     private, simulation = files["privacy.json"], files[SIMULATION]
-    settings = dotted(config.model_dump(mode="json"))
+    settings = flatten_settings(config.model_dump(mode="json"))
     return RunRecord(
         name or str(folder),
         folder,
@@ -337,7 +337,7 @@ def unit_of(task: Mapping[str, Any]) -> str:
     return "record" if task.get("name") in ("language", "report") else "image"
 
 
-def known(value: float | None) -> float | None:
+def finite_score(value: float | None) -> float | None:
     """Return the value if it is a finite number, else None."""
     return None if value is None or not math.isfinite(value) else value
 

@@ -45,12 +45,17 @@ def _rows_of_site(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         there = [one for one in cells if one["samples"] or what == "classes"]
         area = areas if what == "classes" else {}
         if there:
-            yield what, ", ".join(f"{_joined(one['names'])}: {one['samples']}{area.get(one['names'][0], '')}" for one in there)
+            yield (
+                what,
+                ", ".join(
+                    f"{_join_cell_names(one['names'])}: {one['samples']}{area.get(one['names'][0], '')}" for one in there
+                ),
+            )
     if told["greys"]:
         yield "greys", ", ".join(f"{share:g} % at {quantile_cells(told['greys'], share / 100)}" for share in (5, 50, 95))
 
 
-def _joined(names: list[str]) -> str:
+def _join_cell_names(names: list[str]) -> str:
     """Return the names of merged cells in one text: all names if there are under four, else the first and the last."""
     told = [shown(name, 64) for name in names]
     return " + ".join(told) if len(told) < 4 else f"{told[0]} ... {told[-1]}"
@@ -80,7 +85,9 @@ def plot(path: Path, sites: Answers) -> None:
         "longest side in pixels": {name: one.get("sizes") for name, one in told.items()},
     }
     for axis, (title, rows) in zip(bars, measures.items(), strict=True):
-        cells = {name: [(_joined(one["names"]), one["samples"]) for one in groups or ()] for name, groups in rows.items()}
+        cells = {
+            name: [(_join_cell_names(one["names"]), one["samples"]) for one in groups or ()] for name, groups in rows.items()
+        }
         labels = list(dict.fromkeys(label for row in cells.values() for label, count in row if count))
         axis.set_title(title, fontsize=9)
         axis.set_yticks(range(len(rows)), [name if rows[name] else f"{name} (not told)" for name in rows], fontsize=7)

@@ -20,7 +20,7 @@ from rich.console import Group
 from rich.table import Table as Grid
 from rich.text import Text
 
-from consilium.core.sanitize import cell, harmless, line, shown
+from consilium.core.sanitize import csv_cell, line, markdown_cell, shown
 
 NARROW = 14
 """Characters of a shortened heading, at most."""
@@ -99,9 +99,12 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
     names = [text for row in texts for text, number in zip(row, right, strict=True) if not number]
     longest = max(map(cell_len, [*names, ""]))
     headings = [shown(one.heading) for one in table.columns]
-    short = shortened(headings, NARROW)
+    short = shorten_names(headings, NARROW)
     heads = [headings, list(map(_two_lines, headings)), [short[one] for one in headings]]
-    rooms = [shortened(names, longest), *(shortened(names, room) for room in ROOMS if room < longest and not table.whole)]
+    rooms = [
+        shorten_names(names, longest),
+        *(shorten_names(names, room) for room in ROOMS if room < longest and not table.whole),
+    ]
 
     def room(place: int, head: Sequence[str], written: Mapping[str, str]) -> int:
         """Return a column's width in terminal cells, with a blank on each side."""
@@ -161,7 +164,7 @@ def folding(table: Table) -> Grid:
     return grid
 
 
-def shortened(names: Sequence[str], width: int) -> dict[str, str]:
+def shorten_names(names: Sequence[str], width: int) -> dict[str, str]:
     """Return for each name a text of at most `width` terminal cells: the name, or its beginning and end.
 
     Different names get different texts. If `width` is too small for that, some texts are longer.
@@ -170,16 +173,16 @@ def shortened(names: Sequence[str], width: int) -> dict[str, str]:
     used: set[str] = set()
     tried: Counter[str] = Counter()
     for name in sorted(set(names), key=lambda n: (cell_len(n) > width, n)):
-        first = short = _ends(name, width, "…")
+        first = short = _shorten_middle(name, width, "…")
         while short in used:  # number the names that would be shortened to the same text
             tried[first] += 1
-            short = _ends(name, width, f"…{tried[first] + 1}")
+            short = _shorten_middle(name, width, f"…{tried[first] + 1}")
         found[name] = short
         used.add(short)
     return found
 
 
-def _ends(name: str, width: int, mark: str) -> str:
+def _shorten_middle(name: str, width: int, mark: str) -> str:
     """Return equally long parts of the name's beginning and end around `mark`, together at most `width` terminal cells.
 
     A name that fits stays whole if `mark` is "…"; a numbered `mark` is always inserted. If no part fits, return `mark`.
@@ -194,18 +197,20 @@ def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
     """Return notes and tables as Markdown. The best cells are bold."""
 
     def line_of(cells: Iterable[str], bold: Set[int] = frozenset()) -> str:
-        return "| " + " | ".join(f"**{cell(c)}**" if i in bold else cell(c) for i, c in enumerate(cells)) + " |"
+        return (
+            "| " + " | ".join(f"**{markdown_cell(c)}**" if i in bold else markdown_cell(c) for i, c in enumerate(cells)) + " |"
+        )
 
-    parts = [*(f"- {cell(note, 2000)}" for note in notes), ""]
+    parts = [*(f"- {markdown_cell(note, 2000)}" for note in notes), ""]
     for table in tables:
         parts += [
-            f"### {cell(table.title)}",
+            f"### {markdown_cell(table.title)}",
             "",
             line_of(column.heading for column in table.columns),
             "|" + "|".join("--:" if column.right else "---" for column in table.columns) + "|",
             *(line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)),
             "",
-            *(f"{cell(note, 2000)}.  " for note in table.notes),
+            *(f"{markdown_cell(note, 2000)}.  " for note in table.notes),
             "",
         ]
     return "\n".join(parts).strip() + "\n"
@@ -375,7 +380,7 @@ def csv_text(rows: Sequence[Mapping[str, Any]], heads: Sequence[str] = ()) -> st
     file = io.StringIO()
     writer = csv.DictWriter(file, heads or list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({key: harmless(one.get(key)) for key in writer.fieldnames} for one in rows)
+    writer.writerows({key: csv_cell(one.get(key)) for key in writer.fieldnames} for one in rows)
     return file.getvalue()
 
 

@@ -13,8 +13,8 @@ from PIL import Image
 from consilium.core.messages import Stage
 from consilium.core.sanitize import tag
 from consilium.core.storage import PRIVATE, private_folder
-from consilium.report.predictions import drawn
-from consilium.report.private_logging import undrawn
+from consilium.report.predictions import draw_example_rows
+from consilium.report.private_logging import failed_drawing_line
 from consilium.tasks.base import Examples
 
 FOLDER = "tb_events"
@@ -90,7 +90,7 @@ class SiteEvents:
 
         def write() -> None:
             if (found := make()) is not None:
-                self._file.image(f"validation/{stage}", drawn({stage: found}), round)
+                self._file.image(f"validation/{stage}", draw_example_rows({stage: found}), round)
 
         if self.draws(round):
             self._try(write)
@@ -101,4 +101,4 @@ class SiteEvents:
                 write()
         except Exception as error:
             self._broken = True
-            self.complain(undrawn(FOLDER, error))
+            self.complain(failed_drawing_line(FOLDER, error))

@@ -19,7 +19,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import MetricKey, Observer
 from consilium.core.sanitize import shown, tag
-from consilium.core.schema import dotted
+from consilium.core.schema import flatten_settings
 from consilium.core.storage import private_folder, write_atomic
 
 ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapters")
@@ -162,4 +162,4 @@ def flat_name(name: str) -> str:
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name, without None and {}."""
-    return {name: value for name, value in dotted(values).items() if value is not None and value != {}}
+    return {name: value for name, value in flatten_settings(values).items() if value is not None and value != {}}

@@ -73,7 +73,7 @@ def plain_file_hashes(folder: Path, names: tuple[str, ...]) -> list[tuple[str, s
     return found
 
 
-def finite(value: Any) -> float | None:
+def as_finite_float(value: Any) -> float | None:
     """Return a number as a float; None if it is no number, a bool, NaN, or too large for single precision."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -133,7 +133,7 @@ def read_events(path: Path) -> tuple[list[Line], int, int]:
     for line in (line for line in raw if line["event"] in LINES):
         try:
             read = LINES[line["event"]].model_validate(line).model_dump()
-            found.append(line | read | {"time": finite(line.get("time"))})
+            found.append(line | read | {"time": as_finite_float(line.get("time"))})
         except (ValidationError, OverflowError):
             wrong += 1
     return without_repeats(found), torn + wrong, wrong

@@ -9,14 +9,14 @@ from consilium.client.build import build_pooled_site
 from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Kind, Observer
-from consilium.core.sanitize import number_of
+from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import write_json
 from consilium.data.disk_cache import discard_cache
 from consilium.federation.job import Job
-from consilium.federation.simulated_sites import kept
+from consilium.federation.simulated_sites import record_sites
 from consilium.privacy.secagg.simulated_identities import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
-from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
+from consilium.runtime.side_by_side import SideBySide, one_by_one_event, why_one_by_one
 from consilium.runtime.site_diagnostics import SiteDiagnostics
 from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool, simulated_sites
 from consilium.server import run_start
@@ -46,10 +46,10 @@ def simulate(
     """
     folder, former = workspace / "sites", former_run(job.config, workspace)
     if resume:
-        _check_goes_on(job, workspace)
+        _check_resumable(job, workspace)
     if workers:
         _check_workers_allowed(job, sites)
-    if together > 1 and (why := one_by_one(job)):
+    if together > 1 and (why := why_one_by_one(job)):
         observer(one_by_one_event(why))
         together = 1
     if job.config.secure_aggregation:
@@ -73,7 +73,7 @@ def simulate(
         root = workspace / IDENTITIES / "rootCA.pem"
         masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
         crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-        write_json(workspace / SIMULATION, kept(sites)._asdict())
+        write_json(workspace / SIMULATION, record_sites(sites)._asdict())
         try:
             beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
             transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)
@@ -88,12 +88,12 @@ def simulate(
         return coordinator
 
 
-def _check_goes_on(job: Job, workspace: Path) -> None:
+def _check_resumable(job: Job, workspace: Path) -> None:
     """Raise ConsiliumError if this job cannot resume the run in `workspace`. It is called before any file is written."""
     rounds = run_start.load_for_resume(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
         raise ConfigError(
-            f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone; "
+            f"--resume: the run in {workspace} ended after {count_with_noun(rounds, 'round')}, and its sites' keys are gone; "
             "start anew in another --workspace"
         )
 

@@ -69,7 +69,7 @@ LAST = (sys.maxsize, 0)
 """The `place` of sites that have trained."""
 
 
-def one_by_one(job: Job) -> str:
+def why_one_by_one(job: Job) -> str:
     """Return why the sites of a job cannot train side by side; "" if the job's settings allow it."""
     config, traits = job.config, job.strategy.traits
     hindrances = {
@@ -108,11 +108,11 @@ class SideBySide:
         names, done = list(work), dict[str, Callable[[], Any]]()
         for start in range(0, len(names), self._most):
             workers = [_Worker(name, work[name]) for name in names[start : start + self._most]]
-            self._together(workers)
+            self._run_together(workers)
             done |= {worker.name: worker.outcome for worker in workers}
         return done
 
-    def _together(self, workers: Sequence["_Worker"]) -> None:
+    def _run_together(self, workers: Sequence["_Worker"]) -> None:
         self._running = {worker.begin(): worker for worker in workers}
         try:
             for worker in workers:
@@ -136,7 +136,7 @@ class SideBySide:
             return
         losses = [worker.request.loss for worker in group if isinstance(worker.request, _Backward)]
         if losses:
-            answer = _result(lambda: torch.autograd.backward(losses))
+            answer = _capture_result(lambda: torch.autograd.backward(losses))
             for worker in group:
                 worker.answer = answer
             return
@@ -144,16 +144,16 @@ class SideBySide:
         for worker in group:
             request = worker.request
             assert isinstance(request, _Forward)
-            if (watched := request.call.watched) and request.gradients:
+            if (watched := request.call.has_hooks) and request.gradients:
                 self._tell("each site's model is looked into, as adapters and algorithms with hooks do")
             key: object = id(worker) if self._refused or watched else (request.call.key, request.autocast)
             alike.setdefault(key, []).append(worker)
         for key, workers in alike.items():
-            if len(workers) == 1 or not self._joined(key, workers):
+            if len(workers) == 1 or not self._answer_jointly(key, workers):
                 for worker in workers:
                     worker.alone()
 
-    def _joined(self, key: object, workers: Sequence["_Worker"]) -> bool:
+    def _answer_jointly(self, key: object, workers: Sequence["_Worker"]) -> bool:
         """Answer the requests by one joint pass and return True.
 
         If that is not possible, return False with all states unchanged; later requests are then answered one by one.
@@ -257,7 +257,7 @@ class _Worker:
         assert isinstance(request, _Forward)
         set_random_state(self._random)
         with request.modes():
-            self.answer = _result(request.call.alone)
+            self.answer = _capture_result(request.call.alone)
         self._random = random_state()
 
     def wait(self, request: _Forward | _Backward | _Save) -> Any:
@@ -282,7 +282,7 @@ class _Worker:
         self._has_stopped.release()
 
 
-def _result(work: Callable[[], Any]) -> Callable[[], Any]:
+def _capture_result(work: Callable[[], Any]) -> Callable[[], Any]:
     """Call `work` now. Return a function that returns its result or raises its error."""
     try:
         return partial(_return_value, work())

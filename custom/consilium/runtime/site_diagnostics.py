@@ -57,7 +57,7 @@ class SiteDiagnostics:
     def _store_start(self, name: str, run: str, payload: Payload) -> None:
         """Store the tensors that a site starts a phase from. If the site repeats the task, the first values are kept."""
         site, self._runs[name] = self.sites[name], run
-        own = _kept_once(site.context.folder / run / "before.safetensors", payload, site.kept(run))
+        own = _store_once(site.context.folder / run / "before.safetensors", payload, site.stored_tensors(run))
         self._starts[name] = self.job.strategy.receive(own, payload)
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
@@ -68,7 +68,7 @@ class SiteDiagnostics:
         """Return the phase's measurements and clear the stored results. `state`: before the results are merged."""
         found = {}
         if self.config.leakage and self._results:
-            ends = {name: self.sites[name].kept(self._runs[name]) for name in self._results}
+            ends = {name: self.sites[name].stored_tensors(self._runs[name]) for name in self._results}
             seen = {n: Move(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
             found = leakage(seen, self._factors_with_local_partner(state.round, state.phase))
         oracle = self.config.oracle
@@ -118,7 +118,7 @@ class SiteDiagnostics:
         return found
 
 
-def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
+def _store_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
     """Return a site's own tensors from before this phase: those stored at `path`, or `own`, which is then stored."""
     if path.exists():
         kept, meta = load_state(path)

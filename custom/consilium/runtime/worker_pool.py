@@ -76,7 +76,7 @@ def simulated_sites(
         guard = build_guard(job, name, site, own, own, observer, simulated=True, data=data, identity=identity)
         own_model = copy_sharing_base(model) if together else model
         client = build_site(job, name, site, home, observer, own_model, data=data)
-        guard.ready = client.begin
+        guard.ready = client.prepare_round
         made[name] = SimulatedSite(client, guard)
     return made
 

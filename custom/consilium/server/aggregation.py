@@ -52,7 +52,7 @@ FIRST, SECOND = "first", "second"
 """Prefixes of names in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
 
 
-def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
+def apply_server_optimizer(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
     """Apply the job's server optimizer to a mean update. Return the state with new moments, and the step to add.
 
     Tensors that are shared but not trained, such as FedDBE's mean of features, are added unchanged.
@@ -67,13 +67,13 @@ def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, T
     return after, {**mean, **steps}
 
 
-def merged(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
+def aggregate_results(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
     """Return the next state after aggregating `mean`. Raises ConsiliumError if the result has NaN or Inf, or an error occurs.
 
     `state` is not changed.
     """
     try:
-        after = job.strategy.aggregate(*advance(job, state, mean))
+        after = job.strategy.aggregate(*apply_server_optimizer(job, state, mean))
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round + 1}: the results cannot be merged ({type(error).__name__}: {why})") from None

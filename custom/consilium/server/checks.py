@@ -225,7 +225,7 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
                 )
 
 
-def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
+def refusals_text(reasons: Mapping[str, str], what: str = "gave no result") -> str:
     """Return which sites did `what` and why, as the beginning of a message that continues with the consequence; "" for none.
 
     Sites with the same reason are named together.
@@ -237,7 +237,7 @@ def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
     return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
 
 
-def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
+def suggest_remedy(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
     """Return the remedy for a round that too few of the `asked` sites answered. `reasons`: by site, its last refusal.
 
     A site that is ahead of this checkpoint, or has lost its record of the run, cannot take part again, even if others return.

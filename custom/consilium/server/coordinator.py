@@ -21,14 +21,14 @@ from consilium.federation.diagnostics import deviation
 from consilium.federation.job import Job
 from consilium.federation.saved_model import SavedModel, keeps_local
 from consilium.privacy.guard.release import geometries, noised_sum, sent_as_sums, upload_shapes
-from consilium.privacy.mechanism import Geometry, in_reals, privatize, restored
-from consilium.privacy.plan import Plan, make_plan, not_private
+from consilium.privacy.mechanism import Geometry, in_reals, privatize, restore_update
+from consilium.privacy.plan import Plan, make_plan, not_private_sentence
 from consilium.privacy.randomness import Randomness
 from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import run_start
-from consilium.server.aggregation import RoundAggregate, merged, penalized
-from consilium.server.checks import check_evaluation, check_hello, check_update, next_step, refusals
+from consilium.server.aggregation import RoundAggregate, aggregate_results, penalized
+from consilium.server.checks import check_evaluation, check_hello, check_update, refusals_text, suggest_remedy
 from consilium.server.early_stopping import early_end, no_score_warning, record_validation
 from consilium.server.run_start import Saved, server_start
 from consilium.server.statistics_round import StatisticsRound
@@ -112,11 +112,11 @@ class Coordinator:
         else:
             start = server_start(job, own)
             if start.adapter:
-                self.log.began_from(start.adapter)
+                self.log.record_start_adapter(start.adapter)
             saved = Saved(secrets.token_hex(6), start.checkpoint, job.strategy.initialize(start.tensors))
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
-            for changed in self.log.resumed(self.state):
+            for changed in self.log.record_resume(self.state):
                 observer(
                     {
                         "event": "warning",
@@ -124,7 +124,7 @@ class Coordinator:
                     }
                 )
         else:
-            self.log.trains(job.strategy, job.initial)
+            self.log.record_parameter_counts(job.strategy, job.initial)
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
 
     @property
@@ -164,8 +164,8 @@ class Coordinator:
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
         if hello.seeded:
             self.plan = self.plan and self.plan.with_seeded([hello.name])
-            self.observer({"event": "warning", "text": not_private([hello.name])})
-        self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
+            self.observer({"event": "warning", "text": not_private_sentence([hello.name])})
+        self.log.record_join(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
         self.seals.note(hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
@@ -179,7 +179,7 @@ class Coordinator:
                 have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
-                raise ConsiliumError(f"round {self.state.round + 1}: {refusals(out, 'refused')}{have}; {step}")
+                raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")
             self.asked = {name: self.sites[name] for name in names or self._sample_sites()}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(max(len(self.asked), 1))
@@ -198,10 +198,10 @@ class Coordinator:
             "phases": self.job.strategy.traits.phases_of(self.state.round),
         }
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
-        self.log.started(self.state, sorted(self.asked))
+        self.log.record_phase_start(self.state, sorted(self.asked))
         self.sent = {name: self.job.strategy.payload(self.state, site) for name, site in self.asked.items()}
         for name, payload in self.sent.items():
-            self.log.sent(name, payload)
+            self.log.count_sent_bytes(name, payload)
         return dict(self.sent)
 
     def evaluation_payloads(self) -> dict[str, Payload]:
@@ -219,7 +219,7 @@ class Coordinator:
             check_evaluation(self.job, result, self.state.round, HELD_OUT)
         except RefusedError as refusal:
             return self.refuse(name, str(refusal))
-        self.log.held_out(name, result)
+        self.log.record_held_out_scores(name, result)
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
@@ -243,7 +243,7 @@ class Coordinator:
             self.accepted.add(name)
             self._trained.append(result.metrics)
             self.sites[name] = replace(self.asked[name], joined=True)
-        self.log.received(name, result, weight)
+        self.log.record_result(name, result, weight)
         self.seals.note(name, result.ledger)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
         return None
@@ -258,7 +258,7 @@ class Coordinator:
         told[name] = word.text if word else reason  # others see only the Reason: a site's text may name data
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
-        self.log.refused(refusal)
+        self.log.record_refusal(refusal)
         self.survey.decline(name, told[name])
         return reason
 
@@ -284,26 +284,26 @@ class Coordinator:
         with self._lock:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
-                step = next_step(self.reasons, self.asked, self.quorum)
-                raise ConsiliumError(f"round {self.state.round + 1}: {refusals(self.reasons)}{few}; {step}")
+                step = suggest_remedy(self.reasons, self.asked, self.quorum)
+                raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(self.reasons)}{few}; {step}")
             if plan := self._central:  # noise of sigma S on the sum, then divided by the number of results
                 noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
                 means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}
-                mean: RoundResults = restored(self._whitening_maps(noised), means)
+                mean: RoundResults = restore_update(self._whitening_maps(noised), means)
             else:
                 mean = self.aggregate.take()
-            self.log.concluded(self.state, sorted(self.accepted), self._epsilon_after_phase(), mean)
+            self.log.record_phase_end(self.state, sorted(self.accepted), self._epsilon_after_phase(), mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
             if config.diagnostics.deviation:
                 curves |= deviation(self.job.strategy, self.state, self._results, config.adapter.product_scaling)
-            self.log.diagnostics(self.state, curves | dict(seen or {}))
-            after = merged(self.job, self.state, mean)
+            self.log.record_diagnostics(self.state, curves | dict(seen or {}))
+            after = aggregate_results(self.job, self.state, mean)
             place = config, self.job.strategy, self.state
             self.validations = record_validation(*place, self.validations, self._trained)
             if warning := no_score_warning(*place, self.validations):
                 self.observer({"event": "warning", "text": warning})
             self.state = after
-            self.log.figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
+            self.log.record_figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
             self._write_checkpoint()
             self.asked, self.sent, self._results = {}, {}, {}
 
@@ -341,7 +341,7 @@ class Coordinator:
     def final_payloads(self) -> dict[str, Payload]:
         """Record early stopping, if the run ended so, and return the payload of each site for the final evaluation."""
         if ended := early_end(self.job.config, self.state, self.validations):
-            self.log.ended(ended)
+            self.log.record_early_end(ended)
             self.observer({"event": "ended", **ended})
         return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
 
@@ -351,7 +351,7 @@ class Coordinator:
             check_evaluation(self.job, result, self.state.round, self.state.phase)
         except RefusedError as refusal:
             return self.refuse(name, str(refusal))
-        self.log.final(name, result)
+        self.log.record_closing_scores(name, result)
         self.seals.note(name, result.ledger)
         self.observer({"event": "final", "site": name, "metrics": result.metrics})
         return None

@@ -15,13 +15,13 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
 from consilium.privacy.guard.release import geometries, sent_as_sums, upload_shapes
-from consilium.privacy.mechanism import Geometry, restored
+from consilium.privacy.mechanism import Geometry, restore_update
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
 from consilium.privacy.secagg.messages import cancellations
 from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from consilium.server.aggregation import RoundAggregate
-from consilium.server.checks import next_step, refusals
+from consilium.server.checks import refusals_text, suggest_remedy
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import ServerState
 
@@ -48,7 +48,7 @@ class MaskedAggregate(RoundAggregate):
 
     def mean(self) -> Tensors:
         """Return the mean update, float64, and forget the sum."""
-        return restored(self._maps, super().mean())
+        return restore_update(self._maps, super().mean())
 
 
 def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
@@ -133,14 +133,14 @@ class MaskedRounds:
     def _begin(self) -> tuple[Attempt, dict[str, Payload]]:
         """Choose the sites of a phase, or continue an interrupted phase. Return the attempt and the payloads by site."""
         c = self.coordinator
-        attempt = self.collector.stored(c.state.round, c.state.phase)
+        attempt = self.collector.load_attempt(c.state.round, c.state.phase)
         if attempt is None:
             asked = set(c.start())
             cohort = set(self.collector.roster) if self.bare else asked
             attempt = self.collector.begin(c.state.round, c.state.phase, cohort)
             return attempt, c.sent
         # absent sites whose updates are stored
-        self._away = {n for n in attempt.cohort if n not in c.sites and attempt.masked(n)}
+        self._away = {n for n in attempt.cohort if n not in c.sites and attempt.load_masked(n)}
         c.sites |= {name: SiteInfo(name, 1, joined=True) for name in self._away}
         c.start([name for name in attempt.cohort if name in c.sites])
         return attempt, c.sent
@@ -194,7 +194,7 @@ class MaskedRounds:
 
     def _train(self, ask: Ask, summed: Sum, names: list[str], payloads: Mapping[str, Payload]) -> None:
         attempt, c = summed.attempt, self.coordinator
-        silent = [name for name in names if attempt.masked(name) is None]
+        silent = [name for name in names if attempt.load_masked(name) is None]
         tasks = {n: replace(payloads[n], masking=attempt.train_question(n, summed.parties)) for n in silent}
         count = len(summed.parties) - len(silent)
 
@@ -212,7 +212,7 @@ class MaskedRounds:
         Sites are asked to cancel only if enough sites answered the last question, because a site that has cancelled can no
         longer help to open the sum.
         """
-        last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.masked(name)]
+        last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.load_masked(name)]
         present = {*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys()
         able = [name for name in sorted(present) if name not in attempt.answers.of("reveal")]
         asked = attempt.silent("cancel", able)
@@ -229,15 +229,15 @@ class MaskedRounds:
     def _too_few_error(self, what: str, attempt: Attempt) -> ConsiliumError:
         """Return the error for a phase that too few sites completed: the reasons, the consequence `what`, and the remedy."""
         reasons = self.coordinator.reasons
-        step = next_step(reasons, self.coordinator.asked, attempt.terms.least)
-        return ConsiliumError(f"{refusals(reasons)}{what}; {step}")
+        step = suggest_remedy(reasons, self.coordinator.asked, attempt.terms.least)
+        return ConsiliumError(f"{refusals_text(reasons)}{what}; {step}")
 
     def _open_and_conclude(self, opened: tuple[Sum, list[str]]) -> None:
         """Open the sum, and conclude the phase with it."""
         (summed, survivors), c = opened, self.coordinator
         words = summed.attempt.unmask(summed.parties, survivors, summed.masks, summed.order)
         for name in survivors:
-            result = summed.attempt.masked(name)
+            result = summed.attempt.load_masked(name)
             assert result is not None  # it is in the sum
             if (reason := c.accept(name, result)) is not None:
                 raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")

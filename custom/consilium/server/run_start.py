@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Tensors
-from consilium.core.storage import checkpoint_hash, file_hash, group_of, joined, load_state, save_state
+from consilium.core.storage import checkpoint_hash, file_hash, flatten_groups, group_of, load_state, save_state
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
@@ -33,7 +33,7 @@ class Start(NamedTuple):
     adapter: str = ""
 
 
-def keep_inside(config: JobConfig, own: SiteConfig) -> None:
+def check_start_inside(config: JobConfig, own: SiteConfig) -> None:
     """Raise ConfigError for an `adapter.start` outside the server's checkpoint folder.
 
     In a federation the submitter of a job names that folder, and all sites receive its content. Without this check a submitter
@@ -148,7 +148,7 @@ def write(folder: Path, job: Job, saved: Saved) -> None:
         "job": job.config.digest,  # of all settings except the number of rounds: the resuming job must have the same
         "validations": asdict(saved.validations),
     }
-    save_state(folder / FILE, joined(groups), meta)
+    save_state(folder / FILE, flatten_groups(groups), meta)
 
 
 def read(folder: Path, job: Job) -> Saved:

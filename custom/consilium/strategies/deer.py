@@ -78,7 +78,7 @@ class DEeR(Strategy):
         if not self.rebalance:
             return after
         frozen = "A" if self._trained(after.round)[after.phase] == "B" else "B"
-        return replace(after, shared=after.shared | rebalanced(after.shared, frozen))
+        return replace(after, shared=after.shared | rebalance_factors(after.shared, frozen))
 
     def _trained(self, round: int) -> str:
         """Return the factors that the phases of a round train, in order, such as "BA"."""
@@ -86,7 +86,7 @@ class DEeR(Strategy):
         return rounds[round % len(rounds)]
 
 
-def rebalanced(shared: Tensors, frozen: str) -> Tensors:
+def rebalance_factors(shared: Tensors, frozen: str) -> Tensors:
     """Return the factors of every layer with the factor `frozen` ("A" or "B") orthonormal and the product B A unchanged.
 
     With A^T = Q R, A becomes Q^T and B becomes B R^T; for B the same with the roles swapped. A layer whose frozen factor is

@@ -83,7 +83,7 @@ class FedALA(FedIT):
         gap = {name: start[name] - own[name] for name in upper}
         weights = {name: known[name] if name in known else torch.ones_like(gap[name]) for name in upper}
         losses: list[float] = []
-        while not losses or (not known and not self.settled(losses)):
+        while not losses or (not known and not self.is_settled(losses)):
             for _ in range(probe.batches):
                 loss, gradients = probe({**start, **mixture(own, gap, weights)}, upper)
                 weights = {n: (w - self.eta * gradients[n] * gap[n]).clamp(0, 1) for n, w in weights.items()}
@@ -97,7 +97,7 @@ class FedALA(FedIT):
         top = set(found if self.layers is None else found[-self.layers :])
         return [name for name in ordered if layer_of(name) in top]
 
-    def settled(self, losses: list[float]) -> bool:
+    def is_settled(self, losses: list[float]) -> bool:
         """Return whether the first learning of the weights ends, given the losses of its passes so far."""
         if len(losses) >= self.most_passes:
             return True

@@ -29,7 +29,7 @@ from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, normalized
+from consilium.strategies.strategy import ServerState, SiteResult, next_phase, normalize_weights
 from consilium.strategies.traits import Traits
 
 ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
@@ -62,7 +62,7 @@ class FedHEAL(FedIT):
         masks = {name: self.mask(state.sites.get(name, {}), one.update.tensors) for name, one in sorted(results.items())}
         masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
         kept = self.weights(state, {name: sum(float(t.norm()) for _, t in sorted(one.items())) for name, one in masked.items()})
-        share = normalized({name: float(kept[name][WEIGHT]) for name in masks})
+        share = normalize_weights({name: float(kept[name][WEIGHT]) for name in masks})
         shared = {n: _shared_after(t, n, share, masks, masked) for n, t in state.shared.items()}
         sites = {name: _history(state.sites.get(name, {}), results[name].update.tensors) | kept[name] for name in masks}
         round, phase = next_phase(state, self.traits.phases_of(state.round))

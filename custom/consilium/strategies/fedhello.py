@@ -79,7 +79,7 @@ class FedHeLLo(UnequalRanks):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return all layers: those that the site trains as factors, the others as frozen ranks."""
-        tensors, chosen = dict(non_lora_tensors(state.shared)), self.chosen(state, site)
+        tensors, chosen = dict(non_lora_tensors(state.shared)), self.choose_layers(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
             tensors |= prefix_and_tail(layer, (b, a), len(a) if layer in chosen else 0, 1.0)
@@ -89,7 +89,7 @@ class FedHeLLo(UnequalRanks):
         """Return all layers' factors."""
         return Payload(state.round, state.phase, dict(state.shared))
 
-    def chosen(self, state: ServerState, site: SiteInfo) -> set[str]:
+    def choose_layers(self, state: ServerState, site: SiteInfo) -> set[str]:
         """Return the layers that a site trains.
 
         Their number is the site's average rank per layer times the number of layers, divided by `rank`; at least 1, at most
@@ -116,9 +116,9 @@ class FedHeLLo(UnequalRanks):
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
         round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared, matrices=self._scored(state, results, share))
+        return replace(state, round=round, phase=phase, shared=shared, matrices=self._update_scores(state, results, share))
 
-    def _scored(self, state: ServerState, results: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
+    def _update_scores(self, state: ServerState, results: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
         """Return the scores of all layers, renewed for those that were trained in this round."""
         if self.layers != "fisher":
             return state.matrices

@@ -30,7 +30,7 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, normalized, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, normalize_weights, shares
 from consilium.strategies.trainer import LocalStep, Trainer
 from consilium.strategies.traits import Traits
 
@@ -133,7 +133,7 @@ class FedSCA(Strategy):
         for takers, givers in ((here, here), (~here, torch.ones_like(here))):
             if takers.any():
                 known = {n: weights[n] for n, there in zip(names, givers.tolist(), strict=True) if there}
-                prior = torch.tensor(list(normalized(known).values()), dtype=torch.float64)
+                prior = torch.tensor(list(normalize_weights(known).values()), dtype=torch.float64)
                 found = self._weights(flat if givers.all() else flat[givers], prior)
                 rows[takers.nonzero(), givers.nonzero().T] = found[takers[givers]]
         return rows

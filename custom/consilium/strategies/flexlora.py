@@ -42,10 +42,10 @@ class FlexLoRA(ExactServer):
         """Return W truncated to the site's rank; the site trains all of it."""
         ranks, tensors = self.download_ranks(state, site), dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
-            tensors |= pair(layer, self._shifted(truncated_factors(state, layer, found, ranks[layer]), found))
+            tensors |= pair(layer, self._move_values_to_b(truncated_factors(state, layer, found, ranks[layer]), found))
         return Payload(state.round, state.phase, tensors)
 
-    def _shifted(self, product: Product, found: Spectrum) -> Product:
+    def _move_values_to_b(self, product: Product, found: Spectrum) -> Product:
         """Return the product with its singular values in B, if `values_in` is left. A direction with value 0 is unchanged."""
         if self.values_in == "both":
             return product

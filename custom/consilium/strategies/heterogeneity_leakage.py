@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Tensors
-from consilium.strategies.strategy import normalized
+from consilium.strategies.strategy import normalize_weights
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, f
 
 def _drift_and_leakage(moves: Mapping[str, Move], layer: str, which: str) -> tuple[Tensor, Tensor]:
     """Return (common drift, leakage) of a layer's shared factor, in its shape, float64."""
-    share = normalized({name: move.weight for name, move in sorted(moves.items())})
+    share = normalize_weights({name: move.weight for name, move in sorted(moves.items())})
     private = {n: _factor(moves[n].start, layer, "A" if which == "B" else "B") for n in share}
     mean = torch.stack([share[n] * private[n] for n in share]).sum(0)
     common = [share[n] * _change_times_factor(moves[n], layer, which, mean) for n in share]

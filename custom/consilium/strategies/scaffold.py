@@ -36,7 +36,7 @@ from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase, normalized, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase, normalize_weights, shares
 from consilium.strategies.trainer import Trainer
 from consilium.strategies.traits import Traits
 
@@ -101,6 +101,6 @@ def controls(result: SiteResult) -> Tensors:
 
 def weighted_mean(sites: Mapping[str, Tensors], weights: Mapping[str, float]) -> Tensors:
     """Return the mean of the sites' tensors in float64, summed in the order of names."""
-    share = normalized({name: weights[name] for name in sorted(sites)})
+    share = normalize_weights({name: weights[name] for name in sorted(sites)})
     names = next(iter(sites.values()))
     return {n: summed([share[site] * sites[site][n].double() for site in share]) for n in names}

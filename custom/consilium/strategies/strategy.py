@@ -66,10 +66,10 @@ class SiteResult:
 
 def shares(results: Mapping[str, SiteResult]) -> dict[str, float]:
     """Return p_i by site: each result's weight over the sum of weights."""
-    return normalized({name: float(result.weight) for name, result in results.items()})
+    return normalize_weights({name: float(result.weight) for name, result in results.items()})
 
 
-def normalized(weights: Mapping[str, float]) -> dict[str, float]:
+def normalize_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weights divided by their sum."""
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}

@@ -4,8 +4,8 @@ import json
 import math
 
 from consilium.config.job import JobConfig
-from consilium.estimates.communication import moved, own_cost
-from consilium.estimates.flops import Samples, Work, own_samples, run_flops, work_of
+from consilium.estimates.communication import bytes_moved, own_cost
+from consilium.estimates.flops import Samples, Work, flops_per_sample, own_samples, run_flops
 from consilium.federation.job import assemble_job
 from consilium.federation.simulated_sites import site_names
 from consilium.study.definition import Cell, Study
@@ -31,7 +31,7 @@ def count_flops(study: Study) -> float | None:
         job, said = assemble_job(config, cell.base), config.model_dump(mode="json", include=set(COUNTING))
         key = json.dumps([said, config.training.gradient_checkpointing])
         if key not in known:
-            known[key] = work_of(job)
+            known[key] = flops_per_sample(job)
         total += run_flops(job, known[key], samples)
     save_flops(study, total)
     return total
@@ -50,7 +50,7 @@ def bytes_of(cell: Cell) -> int | None:
         return 0
     federation = job.config.federation
     asked = min(count, max(federation.min_sites, math.ceil(federation.fraction_train * count)))
-    return moved(job, own_cost(job), asked * job.config.training.rounds, count)
+    return bytes_moved(job, own_cost(job), asked * job.config.training.rounds, count)
 
 
 def _sites_of(cell: Cell, config: JobConfig) -> int:

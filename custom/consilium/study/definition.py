@@ -63,7 +63,7 @@ def _name_as_text(name: Any) -> str:
     return str(name)
 
 
-def _described(words: str) -> WrapValidator:
+def _describing_validator(words: str) -> WrapValidator:
     """Return a validator whose error message is `words`, a description of the texts that a pattern accepts."""
 
     def check(raw: Any, inner: ValidatorFunctionWrapHandler) -> Any:
@@ -78,9 +78,11 @@ def _described(words: str) -> WrapValidator:
 LABEL = "a name of 1 to 40 printable characters without = and , and /, with no blank at an end"
 AXIS = "a name of 1 to 40 small letters a to z, digits and _, with a letter first"
 Label = Annotated[
-    str, Field(pattern=r"^[^=,/\p{C}\p{Z}]([^=,/\p{C}\p{Zl}\p{Zp}]*[^=,/\p{C}\p{Z}])?$", max_length=40), _described(LABEL)
+    str,
+    Field(pattern=r"^[^=,/\p{C}\p{Z}]([^=,/\p{C}\p{Zl}\p{Zp}]*[^=,/\p{C}\p{Z}])?$", max_length=40),
+    _describing_validator(LABEL),
 ]
-AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _described(AXIS)]
+AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _describing_validator(AXIS)]
 Overrides = dict[str, Any]
 Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_parse_axis)]
 Labels = Annotated[
@@ -161,7 +163,7 @@ class StudyConfig(Section):
         return [axis for axis, values in self.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
 
     @model_validator(mode="after")
-    def _knows_its_values(self) -> Self:
+    def _check_axis_values(self) -> Self:
         for where, chosen in [
             *(("exclude", one.when) for one in self.exclude),
             *((name, size.only) for name, size in (("smoke", self.smoke), ("small", self.small)) if size),
@@ -307,14 +309,14 @@ class Study:
         return f"{self.name} (--{self.size})" if self.size else self.name
 
     @property
-    def shrunk(self) -> SizeConfig:
+    def size_changes(self) -> SizeConfig:
         """The study's changes for its size; empty for the full one."""
         return getattr(self.config, self.size) if self.size else SizeConfig()
 
     @property
     def axes(self) -> dict[str, list[str]]:
         """The values of each axis at this size."""
-        return {axis: self.shrunk.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
+        return {axis: self.size_changes.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
 
     def grid(self) -> list[dict[str, str]]:
         """Return the labels of all cells at this size, including excluded cells."""
@@ -322,7 +324,9 @@ class Study:
 
     def excluded(self) -> list[tuple[dict[str, str], str]]:
         """Return (labels, reason) for each excluded cell, with its first reason."""
-        reasons = ((labels, (one.reason for one in self.config.exclude if chosen(labels, one.when))) for labels in self.grid())
+        reasons = (
+            (labels, (one.reason for one in self.config.exclude if fits_choice(labels, one.when))) for labels in self.grid()
+        )
         return [(labels, why) for labels, found in reasons if (why := next(found, ""))]
 
     def cells(self) -> list[Cell]:
@@ -357,7 +361,7 @@ class Study:
     def _cell(self, labels: dict[str, str], place: int) -> Cell:
         """Return the cell with these labels. Raises ConfigError if its job is invalid."""
         values = dict(self.config.set)
-        for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
+        for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.size_changes.set):
             values = {
                 field: value for field, value in values.items() if field not in more
             } | more  # a later override replaces an earlier one and moves to the end
@@ -424,7 +428,7 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         seen |= numbers
 
 
-def chosen(labels: Mapping[str, str], when: Choice) -> bool:
+def fits_choice(labels: Mapping[str, str], when: Choice) -> bool:
     """Tell whether labels fit a choice: on each axis in `when`, one of the values listed there."""
     return all(labels.get(axis) in values for axis, values in when.items())
 
@@ -470,6 +474,6 @@ def pick(study: Study, only: list[str]) -> list[Cell]:
         study.config.check_choice("--only", wanted)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if found := [cell for cell in study.cells() if chosen(cell.labels, wanted)]:
+    if found := [cell for cell in study.cells() if fits_choice(cell.labels, wanted)]:
         return found
     raise ConfigError(f"--only: {' '.join(only)}: leaves no cell of this study; name other values")

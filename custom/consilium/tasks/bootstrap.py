@@ -21,13 +21,13 @@ def group_of(item: Item) -> str:
     return item.patient or str(item.image or item.name)
 
 
-def numbered(groups: Sequence[str]) -> np.ndarray:
+def number_groups(groups: Sequence[str]) -> np.ndarray:
     """Return for each entry the number of its group (N,), counted from 0 in the order of first appearance."""
     seen: dict[str, int] = {}
     return np.array([seen.setdefault(group, len(seen)) for group in groups], np.int64)
 
 
-def grouped(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def sum_by_group(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Return the sums (G, ...) of values (N, ...) by group; `numbers` (N,): the group of each value."""
     found = np.zeros((int(numbers.max()) + 1, *values.shape[1:]), np.float64)
     np.add.at(found, numbers, values)
@@ -44,13 +44,13 @@ def intervals(groups: int, statistic: Statistic) -> dict[str, float]:
         drawn.append(statistic(_weights(random.integers(0, groups, (count, groups)))))
         rest -= count
     found = {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
-    return {f"{name}{end}": value for name, values in found.items() for end, value in _ends(values).items()}
+    return {f"{name}{end}": value for name, values in found.items() for end, value in _percentile_limits(values).items()}
 
 
 def intervals_of_means(values: Mapping[str, Sequence[float]], groups: Sequence[str]) -> dict[str, float]:
     """Return the intervals of each score's mean over samples. `values`: N values by score; `groups`: the N samples' groups."""
-    whose = numbered(groups)
-    sums, sizes = grouped(np.array(list(values.values())).T, whose), grouped(np.ones(len(whose)), whose)
+    whose = number_groups(groups)
+    sums, sizes = sum_by_group(np.array(list(values.values())).T, whose), sum_by_group(np.ones(len(whose)), whose)
 
     def means(weights: np.ndarray) -> dict[str, np.ndarray]:
         return dict(zip(values, (weights @ sums / (weights @ sizes)[:, None]).T, strict=True))
@@ -65,7 +65,7 @@ def _weights(drawn: np.ndarray) -> np.ndarray:
     return np.bincount(flat, minlength=count * groups).reshape(count, groups).astype(np.float64)
 
 
-def _ends(values: np.ndarray) -> dict[str, float]:
+def _percentile_limits(values: np.ndarray) -> dict[str, float]:
     known = values[~np.isnan(values)]
     if not len(known):
         return {}

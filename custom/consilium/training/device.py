@@ -45,7 +45,7 @@ def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
         found["peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
 
 
-def pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def pin_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return a batch, in pinned memory if `device` is a GPU, so that copying overlaps with computing."""
     return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
 
@@ -58,12 +58,12 @@ def pick_device(wanted: str, said: str = "site.yaml: device") -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = wanted.partition(":")
-    if (why := _missing(kind, int(number or 0))) is not None:
+    if (why := _why_unusable(kind, int(number or 0))) is not None:
         raise ConsiliumError(f"{said}: {wanted!r}: {why}; use cpu or auto", Reason.POLICY)
     return torch.device(kind, int(number)) if number else torch.device(kind)
 
 
-def _missing(kind: str, number: int) -> str | None:
+def _why_unusable(kind: str, number: int) -> str | None:
     """Return why a device cannot be used here, None if it can. PyTorch itself would accept cuda:256 as cuda:0."""
     if kind == "mps":
         return None if torch.backends.mps.is_available() else "no MPS device here"
@@ -92,7 +92,7 @@ OPTIONS = {"fallback_random": True}
 
 
 @contextmanager
-def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
+def compile_blocks(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Compile the blocks of `model` within the context, if `wanted`. Earlier compilations are reused."""
     blocks = _blocks(model) if wanted else []
     try:

@@ -20,7 +20,7 @@ Mix = Callable[[float | Tensor], None]
 
 
 @contextmanager
-def interpolated(
+def interpolate_adapter(
     model: nn.Module, cut: Cut | None, task: Task, mix: Mix, interpolation: Interpolation, seed: int
 ) -> Iterator[None]:
     """Within the context, every call of `model` weighs the local adapter by `interpolation`; `mix` sets the weight.
@@ -33,7 +33,7 @@ def interpolated(
         def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
             mix(1.0)
             with torch.no_grad():
-                found = represented(cut, lambda: model.forward(*args, **kwargs))
+                found = mean_at_cut(cut, lambda: model.forward(*args, **kwargs))
             mix(sample_shares(interpolation, found, known))
 
         handle = model.register_forward_pre_hook(weigh, with_kwargs=True)
@@ -57,10 +57,10 @@ def reference_features(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: 
         return torch.zeros(0)
     mix(1.0)
     with torch.no_grad(), evaluating(model):
-        return represented(cut, lambda: task.loss(model, batch))
+        return mean_at_cut(cut, lambda: task.loss(model, batch))
 
 
-def represented(cut: Cut, run: Callable[[], Any]) -> Tensor:
+def mean_at_cut(cut: Cut, run: Callable[[], Any]) -> Tensor:
     """Call `run` and return the mean over positions (N, F) of the output at the cut."""
     seen: list[Tensor] = []
     handle = cut.module.register_forward_hook(lambda module, args, output: seen.append(output))

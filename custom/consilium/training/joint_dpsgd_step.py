@@ -18,7 +18,7 @@ from consilium.core.messages import Tensors
 from consilium.privacy.dpsgd import ClippedSum, DpSgd
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
-from consilium.training.loop import read, scalar, set_requires_grad
+from consilium.training.loop import read_units, scalar, set_requires_grad
 
 
 def step_update(
@@ -40,7 +40,7 @@ def step_update(
     clipped = ClippedSum(model, active, dp)
     model.train()
     try:
-        for _, batch in read(model, task, list(dp.samples(drawn, randomness)), randomness.seed()):
+        for _, batch in read_units(model, task, list(dp.samples(drawn, randomness)), randomness.seed()):
             with clipped.unit():
                 with autocast(next(model.parameters()).device, config.precision):
                     loss = scalar(task.loss(model, batch))

@@ -28,7 +28,7 @@ CHANGE = 0.1
 def copy_sharing_base(model: nn.Module) -> nn.Module:
     """Return a copy of `model` with its own adapter tensors, which shares all other tensors with `model`."""
     own = {id(tensor) for tensor in layers.tensors(model).values()}
-    shared = [*model.parameters(), *model.buffers(), *layers.unchanged_base(model)]
+    shared = [*model.parameters(), *model.buffers(), *layers.original_base_values(model)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared if id(tensor) not in own})
 
 
@@ -56,7 +56,7 @@ class Call:
         return self.run(*self.arguments, **self.options)
 
     @property
-    def watched(self) -> bool:
+    def has_hooks(self) -> bool:
         """Whether the site's model has hooks, which a joint pass would not call."""
         return any(one._forward_hooks or one._forward_pre_hooks for one in self.part.modules())
 
@@ -77,7 +77,7 @@ class Call:
     @property
     def key(self) -> Key:
         """The properties that joined calls must share: shapes of a row, other arguments, and the model's settings."""
-        return self.part.training, layers.switches(self.model), _shape((self.arguments, self.options))
+        return self.part.training, layers.forward_settings(self.model), _shape((self.arguments, self.options))
 
 
 def forward_together(calls: Sequence[Call]) -> list[Any]:
@@ -89,7 +89,7 @@ def forward_together(calls: Sequence[Call]) -> list[Any]:
     sizes, lengths = [call.rows for call in calls], [call.length for call in calls]
     first = calls[0]
     arguments, options = _join([(call.arguments, call.options) for call in calls], max(lengths))
-    with _each_its_own(calls, sizes):
+    with _route_rows(calls, sizes):
         output = first.run(*arguments, **options)
     return [_cut(output, sum(sizes[:n]), size, sum(sizes), lengths[n]) for n, size in enumerate(sizes)]
 
@@ -209,22 +209,22 @@ def _cut(value: Any, start: int, size: int, of: int, length: int) -> Any:
 
 
 @contextmanager
-def _each_its_own(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]:
+def _route_rows(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]:
     """Within the context, the first call's modules with adapter tensors pass each site's rows to the site's own module."""
-    owners = [layers.owners(call.model) for call in calls]
+    adapter_modules = [layers.adapter_modules(call.model) for call in calls]
     inside = set(calls[0].part.modules())
     # a module whose instance has its own `forward` is skipped by the model, or is the whole part
-    replaced = [group for group in zip(*owners, strict=True) if group[0] in inside and "forward" not in vars(group[0])]
+    replaced = [group for group in zip(*adapter_modules, strict=True) if group[0] in inside and "forward" not in vars(group[0])]
     try:
         for group in replaced:
-            vars(group[0])["forward"] = partial(_apart, group, [type(one).forward for one in group], sizes)
+            vars(group[0])["forward"] = partial(_run_each_on_its_rows, group, [type(one).forward for one in group], sizes)
         yield
     finally:
         for group in replaced:
             vars(group[0]).pop("forward", None)
 
 
-def _apart(
+def _run_each_on_its_rows(
     modules: Sequence[nn.Module],
     forwards: Sequence[Callable[..., Any]],
     sizes: Sequence[int],

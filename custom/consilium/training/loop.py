@@ -21,7 +21,7 @@ from consilium.data.loading import AHEAD, NOTHING_LEFT, prefetch
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
 from consilium.strategies.trainer import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
-from consilium.training.device import CPU, autocast, compiled, cuda_devices, pinned
+from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices, pin_batch
 
 # optimizer -------------------------------------------------------------------------------------------------------------
 # The optimizer of local training and its learning rate.
@@ -196,7 +196,7 @@ def train(
     model.train()
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
-        compiled(model, config.compile),
+        compile_blocks(model, config.compile),
         _steps(model, task, optimizer, config, seed, active, total, dp, backward) as take_step,
     ):
         torch.manual_seed(seed)
@@ -295,7 +295,7 @@ def _private_step(
     value, trained = penalty(step), private.sum.trained
     parts = private.samples(private.draw())
     whole = sum(map(len, parts))
-    for count, batch in read(model, task, parts, private.seed()):
+    for count, batch in read_units(model, task, parts, private.seed()):
         with private.sum.unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.end_step(last)
@@ -306,10 +306,10 @@ def _private_step(
     return known
 
 
-def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
+def read_units(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
     """Yield (size, batch) for each unit's samples. A unit that cannot be read is left out; its error is only logged here."""
     calls = (partial(_unit, task, _device(model), part, seed) for part in parts)
-    with closing(prefetch(calls, _ahead(task))) as made:
+    with closing(prefetch(calls, _count_ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
 
 
@@ -358,7 +358,7 @@ def stream(
     epochs = (_calls(task, config.batch_size, seed_for(seed, "epoch", epoch), device) for epoch in itertools.count())
     calls, empty, length = itertools.chain.from_iterable(epochs), 0, -(-task.num_samples // config.batch_size)
     while count and length:
-        with closing(prefetch(itertools.islice(calls, count), _ahead(task))) as made:
+        with closing(prefetch(itertools.islice(calls, count), _count_ahead(task))) as made:
             for batch in made:
                 if batch:
                     empty, count = 0, count - 1
@@ -383,13 +383,13 @@ def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iter
 
 
 def _batch(task: Task, device: torch.device, indices: list[int], seed: int) -> Batch:
-    return pinned(task.batch(indices, seed), device)
+    return pin_batch(task.batch(indices, seed), device)
 
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _ahead(task: Task) -> int:
+def _count_ahead(task: Task) -> int:
     """Return how many batches another thread may prepare ahead: 0 unless the task has `workers`."""
     return AHEAD if getattr(task, "workers", 0) else 0

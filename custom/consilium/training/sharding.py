@@ -41,7 +41,7 @@ def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{inner}", block) for inner, block in stacks(child))
 
 
-def kept_whole(model: nn.Module) -> set[Tensor]:
+def unsharded_parameters(model: nn.Module) -> set[Tensor]:
     """Return the parameters that every rank holds whole.
 
     These are the trained ones, those outside of blocks, single numbers, and those that two blocks share.
@@ -60,7 +60,7 @@ def spared_bytes(model: nn.Module, ranks: int) -> int:
 
     The largest block is whole while it is computed, and a second time while its parts are gathered.
     """
-    whole = kept_whole(model)
+    whole = unsharded_parameters(model)
     sizes = [
         sum(one.numel() * one.element_size() for one in block.parameters() if one not in whole) for _, block in stacks(model)
     ]
@@ -72,7 +72,9 @@ def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else GLOO
 
 
-def world(store: "Store", rank: int, size: int, device: torch.device, gloo: Maker, patience: timedelta) -> "DeviceMesh":
+def make_device_mesh(
+    store: "Store", rank: int, size: int, device: torch.device, gloo: Maker, patience: timedelta
+) -> "DeviceMesh":
     """Return the device mesh of a site's ranks, on each rank's `device`. `gloo` makes a process group of CPUs.
 
     torch.distributed allows one such world per process. Raises ConsiliumError if there is one already.
@@ -93,7 +95,7 @@ def world(store: "Store", rank: int, size: int, device: torch.device, gloo: Make
 
 
 def leave_world() -> None:
-    """Destroy the process group that `world` has made, if there is one."""
+    """Destroy the process group that `make_device_mesh` has made, if there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -108,7 +110,7 @@ def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["F
     """
     from torch.distributed.fsdp import fully_shard
 
-    whole = kept_whole(model)
+    whole = unsharded_parameters(model)
     blocks = [block for _, block in stacks(model) if any(one not in whole for one in block.parameters())]
     if not blocks:
         what = "nothing of this model is frozen in a stack of blocks"

@@ -42,7 +42,7 @@ from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_pseudonym
 from consilium.federation.job import build_task
 from consilium.privacy.accounting.accountant import epsilon_of
-from consilium.privacy.accounting.composition import within
+from consilium.privacy.accounting.composition import noise_multiplier_within
 from consilium.privacy.plan import make_plan
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
@@ -315,5 +315,9 @@ def epsilon_of_record(opened: TrainedModel) -> float | None:
     plan = make_plan(opened.config, opened.config.strategy, None, names)
     if private is None or plan is None or private.unit != "site":
         return None
-    event = replace(plan.event, noise_multiplier=within(plan.event.noise_multiplier, private.adjacency), count=plan.releases)
+    event = replace(
+        plan.event,
+        noise_multiplier=noise_multiplier_within(plan.event.noise_multiplier, private.adjacency),
+        count=plan.releases,
+    )
     return epsilon_of([event], private.delta)

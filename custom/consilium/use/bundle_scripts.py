@@ -175,10 +175,10 @@ class WriteClasses:
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "classes.csv", "w", encoding="utf-8", newline="") as file:
             rows = [["image", "class", *self.classes], *self.rows]
-            csv.writer(file).writerows([[_harmless(cell) for cell in row] for row in rows])
+            csv.writer(file).writerows([[_escape_formula(cell) for cell in row] for row in rows])
 
 
-def _harmless(cell: str) -> str:
+def _escape_formula(cell: str) -> str:
     """Return the text, changed so that no spreadsheet reads it as a formula."""
     return f"'{cell}" if cell[:1] in "=+-@\t\r\n" and cell else cell
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from consilium.client.evaluator import remember, scores as all_scores
+from consilium.client.evaluator import remember_embeddings, scores as all_scores
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder
@@ -25,7 +25,7 @@ Split = Literal["training", "validation", "test"]
 
 def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
     """Return all metrics on a split, with surface distances and confidence intervals. Raises DataError for an empty split."""
-    remember(opened.config, opened.model, task)
+    remember_embeddings(opened.config, opened.model, task)
     found = all_scores(opened.model, task, opened.config, split, full=True)
     if not found:
         raise DataError(f"--split {split}: there are no samples in it; give another split")

@@ -15,7 +15,7 @@ from consilium.adapters.names import SHIFT, is_local
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import cell
+from consilium.core.sanitize import markdown_cell
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES, UNSTATED
@@ -23,7 +23,7 @@ from consilium.federation.saved_model import CARD, TENSORS, export_adapter, read
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.checkpoint_file import tensor_names
 from consilium.models.dtypes import QUANTIZED
-from consilium.models.meta_device import layout
+from consilium.models.meta_device import build_on_meta_device
 from consilium.models.model_writer import HEAD_FILE
 from consilium.models.registry import MODELS
 from consilium.models.text_encoder import TextEncoderConfig
@@ -247,7 +247,7 @@ def _describe_inputs(config: JobConfig) -> list[str]:
     window = getattr(config.task, "window", None)
     ends = (window.center - window.width / 2, window.center + window.width / 2) if window else ()
     grey = f"Values from {ends[0]:g} to {ends[1]:g} become 0 to 255. " if ends else ""
-    names = ", ".join(cell(name) for name in getattr(config.task, "classes", ()))
+    names = ", ".join(markdown_cell(name) for name in getattr(config.task, "classes", ()))
     mask = "; a mask is where its logit is over 0" if config.task.name == "segmentation" else ""
     order = [f"Logits are in the order of the classes: {names}{mask}."] if names else []
     return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip() + part, *order]
@@ -283,7 +283,7 @@ def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) ->
     path = made / SETTINGS
     told = {"base_model_name_or_path": base, "task_type": TASKS[config.model.name]}
     settings = json.loads(path.read_text(encoding="utf-8")) | told
-    with layout():
+    with build_on_meta_device():
         modules = MODELS[config.model.name].build(config.model, config.task, None, False, False).named_modules()
     tensors = tensor_names(made / "adapter_model.safetensors")
     layers = {found[1] for name in tensors if (found := re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", name))}

@@ -84,7 +84,7 @@ def check(config: JobConfig) -> None:
 def merge(model: nn.Module, config: JobConfig) -> None:
     """Merge the adapter into the base's layers and remove it, in place. Raises ConfigError if that is not possible."""
     check(config)
-    if blocks := layers.left_out(model):
+    if blocks := layers.left_out_modules(model):
         raise ConfigError(
             f"--format merged: the model runs without {blocks[0]!r}, which the base's own code would run; use bundle or onnx"
         )

@@ -18,7 +18,7 @@ from consilium.core.storage import checkpoint_hash
 from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
-from consilium.federation.simulated_sites import kept_in
+from consilium.federation.simulated_sites import read_recorded_sites
 from consilium.report.run_files import VERSIONS, other_version
 from consilium.report.run_record import cell_folder, job_of, join_names
 
@@ -75,7 +75,7 @@ def open_model(
 
 def check_generated(run: Path, opened: TrainedModel, what: str) -> None:
     """Raise ConfigError unless the run in a folder generated its data. `what`: the value of --data that is needed."""
-    lists = next((lists for lists in kept_in(run).sites.values() if lists), [])
+    lists = next((lists for lists in read_recorded_sites(run).sites.values() if lists), [])
     if lists or opened.config.data.phantoms is None:
         of = f", such as {shown(lists[0], 400)}" if lists else ""
         raise ConfigError(f"--data: the run read the sites' own data{of}; give {what} that the run was given")

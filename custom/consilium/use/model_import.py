@@ -31,8 +31,8 @@ from consilium.core.storage import PUBLIC, file_hash, write_atomic
 from consilium.models.architecture import gguf_files, refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, use_own_layers
 from consilium.models.model_writer import no_progress_bar, save_text_model
-from consilium.models.transformers_folder import short
-from consilium.models.untrusted_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
+from consilium.models.transformers_folder import shorten_error
+from consilium.models.untrusted_folder import INDEX, WEIGHTS, name_field_in_errors, plain_file, read_json
 from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.output_folder import LICENCES, apply_umask, check_destination, new_folder
@@ -114,13 +114,15 @@ def import_model(
     `licence` replaces the licence that the source names. Raises ConfigError, CheckpointError; then nothing is written.
     """
     check_destination(folder, force=False)
-    with named_as("SOURCE"):
+    with name_field_in_errors("SOURCE"):
         found = _load_gguf(source) if gguf_files(source) else _load_folder(source)
     if template is not None:
         found.tokenizer.chat_template = _read_template(template)
     told = dict(found.told) | {"licence": licence or found.told["licence"]}
     if adapter is not None:
-        with named_as("--adapter", "give a folder of PEFT's with adapter_config.json and adapter_model.safetensors"):
+        with name_field_in_errors(
+            "--adapter", "give a folder of PEFT's with adapter_config.json and adapter_model.safetensors"
+        ):
             told |= {"adapter": merge_adapter(found.model, adapter)}
     _check_numbers(found.model, source)
     notes = [*_import_notes(told), *_template_notes(found.tokenizer, template or source)]
@@ -145,7 +147,7 @@ def import_model(
         write_atomic(made / PROVENANCE, json.dumps({**told, "written": written}, indent=1).encode(), PUBLIC)
         apply_umask(made, made / PROVENANCE)
         # A job must be able to load the written folder.
-        with named_as("SOURCE"):
+        with name_field_in_errors("SOURCE"):
             build_causal_lm("folder", made, public)
             load_tokenizer("folder", made, public)
         stored = sum(path.stat().st_size for path in made.glob("*.safetensors"))
@@ -182,7 +184,7 @@ def _load_gguf(source: Path) -> _Source:
         except STOPS:
             raise
         except BaseException as error:  # architectures fail in different ways, and a Rust panic is not an Exception
-            why = short(error, Path(view) / "model.gguf", path)
+            why = shorten_error(error, Path(view) / "model.gguf", path)
             raise CheckpointError(
                 f"SOURCE: {path}: cannot be read ({why}); use a GGUF file of Llama, Qwen, Mistral or Gemma"
             ) from None
@@ -224,7 +226,9 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         tensors = GgufHeader.from_file(str(path)).tensors
         types = Counter(str(GGMLQuantizationType(one.ggml_type).name) for one in tensors)
     except Exception as error:  # a truncated file can fail anywhere
-        raise CheckpointError(f"SOURCE: {path}: no GGUF file that can be read ({short(error)}); fetch it again") from None
+        raise CheckpointError(
+            f"SOURCE: {path}: no GGUF file that can be read ({shorten_error(error)}); fetch it again"
+        ) from None
     named = {
         key: str(values[f"general.{key}"])[:200] for key in ("name", "organization", "basename") if f"general.{key}" in values
     }
@@ -347,7 +351,9 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
         _check_rank(kept, tensors, where)
         adapted = get_peft_model(model, LoraConfig(**kept))
     except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{where}: is none of this base ({short(error)}); name the base it was trained on") from None
+        raise CheckpointError(
+            f"{where}: is none of this base ({shorten_error(error)}); name the base it was trained on"
+        ) from None
     wanted = {name: tensor.shape for name, tensor in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()}
     if bad := sorted(
         name for name in wanted.keys() | tensors.keys() if wanted.get(name) != getattr(tensors.get(name), "shape", None)
@@ -466,5 +472,5 @@ def _copy_licences(home: Path, made: Path) -> None:
     for pattern in LICENCES:
         for path in sorted(home.glob(pattern)):
             if path.is_file():
-                with named_as("SOURCE"):
+                with name_field_in_errors("SOURCE"):
                     shutil.copyfile(plain_file(home, path.name, LONGEST_TEMPLATE), made / path.name)

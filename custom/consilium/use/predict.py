@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.sanitize import harmless
+from consilium.core.sanitize import csv_cell
 from consilium.core.storage import PRIVATE, private_folder, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import DataList
@@ -104,7 +104,7 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
         with torch.no_grad(), autocast(device, config.training.precision):
             written: list[Any] = task.write(opened.model, "training", batch_size)
         return [
-            _asked(text) | (said if isinstance(said, dict) else {"answer": said})
+            _record_fields(text) | (said if isinstance(said, dict) else {"answer": said})
             for text, said in zip(texts, written, strict=True)
         ]
     except DataError as error:
@@ -114,7 +114,7 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
 
 
-def _asked(text: Text) -> dict[str, Any]:
+def _record_fields(text: Text) -> dict[str, Any]:
     """Return a record's own part of its line in the output file."""
     fields = ("system", "history", "instruction", "input")
     return {"record": text.name} | {key: value for key in fields if (value := getattr(text, key))}
@@ -170,7 +170,7 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
             elif name == "segmentation":
                 _write_mask(predictor, one, found, wanted, outcome)
             else:
-                rows += [_class_row(one, part, predictor.task.classes) for part in predictor.classified(one, found)]
+                rows += [_class_row(one, part, predictor.task.classes) for part in predictor.class_probabilities(one, found)]
                 outcome.written.append(one.name)
         volumes.forget()
         done(one)
@@ -198,7 +198,7 @@ def _errors_added_to(outcome: Outcome, one: Input) -> Iterator[None]:
 
 def _write_mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
     name, names = mask_name(one.name), list(predictor.task.classes)
-    parts = stitch_tiles(predictor.segmented(one, asked), str(one.path))
+    parts = stitch_tiles(predictor.resize_to_image(one, asked), str(one.path))
     found = _Volume(one, predictor, wanted) if volumes.is_volume(one.path) else None
     best: Prediction | None = None
     for part in parts:
@@ -299,7 +299,7 @@ def _class_row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
     chances: Tensor = part.answer
     best = int(chances.argmax())
     numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
-    return [harmless(one.name), part.item.part, harmless(classes[best]), *numbers]
+    return [csv_cell(one.name), part.item.part, csv_cell(classes[best]), *numbers]
 
 
 def _write_answers(one: Input, found: Iterator[Answer], wanted: OutputOptions, outcome: Outcome) -> None:

@@ -76,7 +76,7 @@ class Predictor:
         self._check_prompts_used(one, parts)
         return parts
 
-    def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[ModelInput]:
+    def load_parts(self, one: Input, items: Sequence[Item]) -> Iterator[ModelInput]:
         """Yield the parts of an input with their pixels. Raises DataError."""
         for item in items:
             image = read_image(item, self.task)
@@ -109,7 +109,7 @@ class Predictor:
             ) from None
         return [Prediction(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
 
-    def segmented(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
+    def resize_to_image(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
         """Yield each part's raw output resized to its image: logits (C, H, W). Raises DataError for NaN or Inf."""
         for part in raw:
             _check_finite(one, part)
@@ -122,7 +122,7 @@ class Predictor:
                 found = found.masked_fill(missing[:, None, None], -1e4)
             yield replace(part, answer=found)
 
-    def classified(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
+    def class_probabilities(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
         """Yield each part's raw output as class probabilities (C,). Raises DataError for NaN or Inf."""
         for part in raw:
             _check_finite(one, part)
@@ -225,7 +225,7 @@ def answer_inputs(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tup
             yield from waiting.answers()
             yield one, _ask_alone(predictor, one, found)
             continue
-        if not waiting.room(found):
+        if not waiting.has_room(found):
             yield from waiting.answers()
         waiting.found.append((one, found))
     yield from waiting.answers()
@@ -237,7 +237,7 @@ def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | E
         items = predictor.parts(one)
         if len(items) != 1 or items[0].tile is not None:
             return items
-        (picture,) = predictor.loaded(one, items)
+        (picture,) = predictor.load_parts(one, items)
     except (DataError, OSError) as error:
         return error
     volumes.forget()  # free the file's values: a waiting picture needs its 8-bit image only
@@ -246,7 +246,7 @@ def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | E
 
 def _ask_alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
     for start in range(0, len(items), predictor.batch_size):
-        yield from predictor.ask(list(predictor.loaded(one, items[start : start + predictor.batch_size])))
+        yield from predictor.ask(list(predictor.load_parts(one, items[start : start + predictor.batch_size])))
 
 
 @dataclass
@@ -256,7 +256,7 @@ class _Waiting:
     predictor: Predictor
     found: list[tuple[Input, ModelInput | Exception]] = field(default_factory=list)
 
-    def room(self, more: ModelInput | Exception) -> bool:
+    def has_room(self, more: ModelInput | Exception) -> bool:
         """Return whether one more input may be added before the next call."""
         held = [one for _, one in self.found if isinstance(one, ModelInput)]
         if not held or isinstance(more, Exception):

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import consilium
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Payload, Stage
-from consilium.core.storage import note, noted
+from consilium.core.storage import note, read_notes
 from consilium.data import partition
 from consilium.data.datalist import SPLITS
 from consilium.data.settings import PictureSettings
@@ -65,10 +65,10 @@ def finish_a_run(folder: Path) -> None:
     """Do all that writes into a run's folder at the server from its beginning to its end."""
     log = RunLog(folder, small_cells("fedit"))
     state = ServerState(1, 0, {}, {}, {"a": {}, "b": {}}, {"weights": torch.eye(2)})
-    log.trains(small_cells("fedit").strategy, {})
-    log.figures(state, state.matrices)
-    log.diagnostics(state, {"drift": 1.0})
-    log.final("a", Payload(1, 0, {}, metrics={"test/global/confusion/round/spiky": 2.0}))
+    log.record_parameter_counts(small_cells("fedit").strategy, {})
+    log.record_figures(state, state.matrices)
+    log.record_diagnostics(state, {"drift": 1.0})
+    log.record_closing_scores("a", Payload(1, 0, {}, metrics={"test/global/confusion/round/spiky": 2.0}))
     log.finish()
     log.close()
 
@@ -155,7 +155,7 @@ def test_pillow_opens_pictures_of_named_formats_only() -> None:
 def test_notes_of_a_huge_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_bytes(b" " * 2**26 + b"{}")
     with pytest.raises(RefusedError, match=r"notes\.json: cannot be read; nothing was sent; restore it"):
-        noted(tmp_path / "notes.json", "restore it")
+        read_notes(tmp_path / "notes.json", "restore it")
     with pytest.raises(ValueError, match="over 67,108,864 bytes"):
         note(tmp_path / "notes.json", "a", {})
     assert (tmp_path / "notes.json").stat().st_size > 2**26

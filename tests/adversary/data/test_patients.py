@@ -20,7 +20,7 @@ from consilium.data.counts import tally
 from consilium.data.datalist import SPLITS, DataList, read_datalist
 from consilium.data.importers.base import Options
 from consilium.data.importers.table import read_table
-from consilium.data.importers.write_datalists import arrange
+from consilium.data.importers.write_datalists import arrange_by_site
 from consilium.data.partition import share_out
 from consilium.data.patients import by_patient, patients_and_most_samples
 from consilium.data.slices import expand
@@ -131,7 +131,7 @@ def test_a_table_and_what_is_cut_from_it_know_one_patient(tmp_path: Path) -> Non
     listed = entries(tmp_path, *SEEN[:5], *SEEN[6:], *(f"other {n}" for n in range(12)))
     lines = [f"{one['image']},a,{one['patient']}" for one in listed]
     (tmp_path / "table.csv").write_text("\n".join(["image,label,patient", *lines]), encoding="utf-8")
-    sites, _ = arrange(read_table(tmp_path / "table.csv", Options()).samples, "csv", Options(validation=0.3, test=0.3))
+    sites, _ = arrange_by_site(read_table(tmp_path / "table.csv", Options()).samples, "csv", Options(validation=0.3, test=0.3))
     mine = set(range(len(SEEN) - 1))
     for splits in sites.values():
         held = [{int(one.image.stem) for one in samples} & mine for samples in splits.values()]

@@ -141,7 +141,7 @@ def test_a_running_job_leaves_a_name_out_that_is_revoked_after_the_clock_was_set
     fl_ctx = FLContext()
     workspace = SimpleNamespace(get_workspace=lambda: Workspace(str(server)))
     fl_ctx.get_engine = lambda: workspace  # type: ignore[method-assign]
-    revoked = job_context.revocations(fl_ctx)
+    revoked = job_context.watch_revocations(fl_ctx)
     assert revoked() == set()
     clock(begins(server) + 30.5 * DAY)
     revoke("clinic", server)

@@ -48,7 +48,7 @@ def built(privacy: dict, folder: Path) -> tuple[Client, SimulatedSite, Payload]:
     data = site_data(job.config, "site-1", site, folder, folder)
     made = build_site(job, "site-1", site, folder, lambda event: None, root=folder, data=data)
     guard = build_guard(job, "site-1", site, folder, folder, lambda event: None, data=data)
-    guard.ready = made.begin
+    guard.ready = made.prepare_round
     return made, SimulatedSite(made, guard), job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 1))
 
 
@@ -116,7 +116,7 @@ def test_a_step_too_large_for_the_machine_is_refused_before_it_is_paid(
 
     monkeypatch.setattr(made.context.model, "forward", too_large)
     with pytest.raises(ConsiliumError, match=r"one record of full size fails here .*out of memory.*lower model.image_size"):
-        made.begin() if unit == "by the step" else member.ask(Kind.TRAIN, "study", start)
+        made.prepare_round() if unit == "by the step" else member.ask(Kind.TRAIN, "study", start)
     assert member.guard.ledger.entries() == []
 
 

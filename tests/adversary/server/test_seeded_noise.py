@@ -133,7 +133,10 @@ ALLOWED = {
     ("training/joint_forward.py", "check_rows"): "numbers that a simulation compares two passes by; DP-SGD has no joined pass",
     ("client/ddp_worker.py", "_compute_share"): "dropout on several devices, which DP-SGD refuses",
     ("client/capacity_probe.py", "measured_ranks"): "draws nothing: puts the generators back after a step on made-up samples",
-    ("client/site_data.py", "cut"): "which samples a job leaves out, by its public seed; no cost counts on a secret choice",
+    (
+        "client/site_data.py",
+        "limit_training",
+    ): "which samples a job leaves out, by its public seed; no cost counts on a secret choice",
     ("server/coordinator.py", "secrets.token_hex"): "the name of a run, from the operating system",
     ("server/coordinator.py", "import random"): "for the two choices of sites below",
     ("server/coordinator.py", "Coordinator._sample_sites"): "the sites of a round, by a public seed, which lowers no cost",

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from consilium.cli import data_lists, jobs as cli_jobs, main as cli, site_evidence as cli_audit
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
-from consilium.core.sanitize import cell, line, shown, tag
+from consilium.core.sanitize import line, markdown_cell, shown, tag
 from consilium.data.check_report import Findings
 from consilium.privacy.ledger import audit_log
 from consilium.report import live_view
@@ -57,11 +57,11 @@ def printed(*values: Any, width: int = 400) -> str:
 def test_the_functions_that_clean() -> None:
     check(shown(HOSTILE))
     check(printed(line(HOSTILE)))
-    check(cell(HOSTILE), markdown=True)
+    check(markdown_cell(HOSTILE), markdown=True)
     assert shown("Ärztin 1, 北京 (ok)") == "Ärztin 1, 北京 (ok)"
     assert shown("a\x1b[0m\tb\udc80") == r"a\x1b[0m\tb\udc80"
     assert shown("x" * 10**7, 10) == "xxxxxxxxxx... (10000000 characters)"
-    assert cell("a|b`c`<i>#[d](e)\\&\n") == r"a\|b\`c\`&lt;i&gt;\#\[d\](e)\\&amp;" + "\\\\n"
+    assert markdown_cell("a|b`c`<i>#[d](e)\\&\n") == r"a\|b\`c\`&lt;i&gt;\#\[d\](e)\\&amp;" + "\\\\n"
     assert tag("../../x/\x1b/.y") == "_/_/x/_x1b/_y"
 
 
@@ -146,9 +146,9 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tensorboard_and_the_record(tmp_path: Path) -> None:
     config = small_config("fedit")
     log = RunLog(tmp_path, config)
-    log.trains(config.strategy, {})
-    log.received("site-1", Payload(0, 0, {}, metrics={HOSTILE: 0.5, "../../../up": 0.5, "validation/global/dice": 0.5}))
-    log.refused({"event": "refused", "site": HOSTILE, "round": 0, "reason": HOSTILE, "joining": False})
+    log.record_parameter_counts(config.strategy, {})
+    log.record_result("site-1", Payload(0, 0, {}, metrics={HOSTILE: 0.5, "../../../up": 0.5, "validation/global/dice": 0.5}))
+    log.record_refusal({"event": "refused", "site": HOSTILE, "round": 0, "reason": HOSTILE, "joining": False})
     log.close()
     text = (tmp_path / "metrics.jsonl").read_text()
     assert len(text.splitlines()) == 3

@@ -54,7 +54,7 @@ def test_one_site_moves_the_mean_no_further_than_the_federation_allows(most: int
 
 def test_the_bound_holds_under_flares_own_workflows_too() -> None:
     aggregator, context, job = StrategyAggregator(), FLContext(), bounded(24)
-    aggregator.use(job)
+    aggregator.set_job(job)
     for name, value in VALUES.items():
         aggregator.accept(wire.encode(update(job, value), "r", update=True, num_samples=SAMPLES[name]), context)
     model = FLModelUtils.from_shareable(aggregator.aggregate(context))
@@ -64,7 +64,7 @@ def test_the_bound_holds_under_flares_own_workflows_too() -> None:
 @pytest.mark.parametrize("count", [0, -5, 10**9 + 1, 2.5, float("nan"), "24", True, None, [1]])
 def test_a_weight_that_is_none_is_left_out_of_flares_own_workflows(count: object) -> None:
     aggregator, context, job = StrategyAggregator(), FLContext(), bounded(None)
-    aggregator.use(job)
+    aggregator.set_job(job)
     aggregator.accept(wire.encode(update(job, 9.0), "r", update=True, num_samples=count), context)
     aggregator.accept(wire.encode(update(job, 0.5), "r", update=True, num_samples=24), context)
     model = FLModelUtils.from_shareable(aggregator.aggregate(context))

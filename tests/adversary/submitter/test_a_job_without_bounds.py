@@ -16,7 +16,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.schema import LARGEST_FILE, read_yaml
 from consilium.federation.job import assemble_job
 from consilium.models import architecture
-from consilium.models.meta_device import layout
+from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
@@ -176,17 +176,17 @@ def test_class_names_are_printable_and_few() -> None:
 )
 def test_the_blocks_of_all_stages_together_have_a_bound(key: str) -> None:
     """1024 stages of 1024 blocks took 46 seconds of processor time and 0.9 GB of the server until they were refused."""
-    architecture.plain({"model_type": "regnet", key: [1, 3, 17, 1003]})
+    architecture.check_and_clean_config({"model_type": "regnet", key: [1, 3, 17, 1003]})
     for many in ([1024] * 1024, [1, 3, 17, 1004], [[1000], [25]]):
         with pytest.raises(ValueError, match=rf"{key} of at most 1024 in all"):
-            architecture.plain({"model_type": "regnet", key: many})
+            architecture.check_and_clean_config({"model_type": "regnet", key: many})
 
 
 def test_modules_that_nobody_holds_yet_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list's layers without a parameter are in no model, and so in no count of one, before all of them are made."""
     monkeypatch.setattr("consilium.models.meta_device.MOST", 50)
     made, before = [], torch.nn.Module.__init__
-    with layout(), layout():
+    with build_on_meta_device(), build_on_meta_device():
         with pytest.raises(ConfigError, match="over 50 modules or parameters"):
             made.extend(torch.nn.Identity() for _ in range(1000))
         assert len(made) <= 50

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.meta_device import layout
+from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS
 from consilium.models.sam import SamConfig
 from consilium.models.text_encoder import TextEncoderConfig
@@ -199,7 +199,7 @@ def lay_out(name: str, section: dict[str, Any]) -> None:
     task: Any = ClassificationConfig(name="classification", classes=["a", "b"])
     if name in ("sam", "unet"):
         task = SegmentationConfig(name="segmentation", classes=["a"])
-    with layout():
+    with build_on_meta_device():
         kind.build(kind.config.model_validate(section), task, None, False, use_checkpointing=False)
 
 

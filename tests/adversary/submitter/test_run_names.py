@@ -122,9 +122,9 @@ def test_two_sites_with_one_state_are_not_one(former: bool, submitted: Place, tm
     assert job_context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == first
     crossing = named(None)
     crossing = replace(crossing, config=crossing.config.model_copy(update={"cross_site": CrossSiteConfig(run="study")}))
-    assert job_context.former_site(submitted("ann", "fourth"), crossing, "site-1", site) == first
+    assert job_context.former_site_folder(submitted("ann", "fourth"), crossing, "site-1", site) == first
     with pytest.raises(ConfigError, match="is the state of site-1, not of site-2"):
-        job_context.former_site(submitted("ann", "fourth"), crossing, "site-2", site)
+        job_context.former_site_folder(submitted("ann", "fourth"), crossing, "site-2", site)
 
 
 def test_a_damaged_folder_of_a_former_version_is_named(submitted: Place, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_simulation_writes_nothing_into_a_site_s_state(
     crossing = named(None)
     crossing = replace(crossing, config=crossing.config.model_copy(update={"cross_site": CrossSiteConfig(run="before")}))
     (tmp_path / "before" / "sites" / "site-1").mkdir(parents=True)
-    assert job_context.former_site(fl_ctx, crossing, "site-1", site) == tmp_path / "before" / "sites" / "site-1"
+    assert job_context.former_site_folder(fl_ctx, crossing, "site-1", site) == tmp_path / "before" / "sites" / "site-1"
     assert not (tmp_path / "state").exists()
 
 

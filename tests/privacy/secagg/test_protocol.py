@@ -59,7 +59,7 @@ def test_sites_and_server_that_are_killed_after_every_message_go_on_with_the_sam
 
     first = net.begin()
     killed()
-    attempt = net.collector.stored(0, 0)
+    attempt = net.collector.load_attempt(0, 0)
     assert attempt is not None
     assert attempt.prepare_question() == first.prepare_question()
     before = {name: net.parties[name].answer(attempt.prepare_question()) for name in NAMES}
@@ -68,7 +68,7 @@ def test_sites_and_server_that_are_killed_after_every_message_go_on_with_the_sam
     parties = net.prepare(attempt)
     masked = {name: net.masked(attempt, name, net.task(attempt, name, parties)) for name in NAMES}
     killed()
-    attempt = net.collector.stored(0, 0)
+    attempt = net.collector.load_attempt(0, 0)
     assert attempt is not None
     for name in NAMES:
         again = net.masked(attempt, name, net.task(attempt, name, parties))
@@ -77,14 +77,14 @@ def test_sites_and_server_that_are_killed_after_every_message_go_on_with_the_sam
     survivors = attempt.close_masked(parties)
     signed = {name: net.parties[name].answer(attempt.confirm_question(survivors)) for name in NAMES}
     killed()
-    attempt = net.collector.stored(0, 0)
+    attempt = net.collector.load_attempt(0, 0)
     assert attempt is not None
     assert attempt.close_masked(parties) == survivors
     assert {name: net.parties[name].answer(attempt.confirm_question(survivors)) for name in NAMES} == signed
     net.confirm(attempt, parties, survivors, NAMES)
     shown = {name: net.parties[name].answer(attempt.reveal_question()) for name in NAMES}
     killed()
-    attempt = net.collector.stored(0, 0)
+    attempt = net.collector.load_attempt(0, 0)
     assert attempt is not None
     assert {name: net.parties[name].answer(attempt.reveal_question()) for name in NAMES} == shown
     net.reveal(attempt, parties, NAMES[:3])
@@ -100,9 +100,9 @@ def test_a_cancelled_attempt_is_followed_by_another_with_the_same_numbers(make_n
     assert attempt.is_cancelled
     second = net.collector.again(attempt)
     parties = net.prepare(second)
-    first = attempt.masked("a")
+    first = attempt.load_masked("a")
     survivors = net.train(second, parties, NAMES)
-    again = second.masked("a")
+    again = second.load_masked("a")
     assert first is not None
     assert again is not None
     assert not torch.equal(first.tensors[MASKED], again.tensors[MASKED])
@@ -116,13 +116,13 @@ def test_the_next_phase_has_new_masks_and_a_late_site_may_join_it(net: Net) -> N
     attempt = net.collector.begin(0, 0, net.collector.roster)
     parties = net.prepare(attempt, ["a", "b", "c"])
     survivors = net.train(attempt, parties, parties)
-    first = attempt.masked("a")
+    first = attempt.load_masked("a")
     net.confirm(attempt, parties, survivors, parties)
     net.reveal(attempt, parties, parties)
     assert same(net.opened(attempt, parties, survivors), net.plain(parties))
     net.collector.forget(attempt)
     attempt, survivors = net.through(round=1)
-    again = attempt.masked("a")
+    again = attempt.load_masked("a")
     assert first is not None
     assert again is not None
     assert not torch.equal(first.tensors[MASKED], again.tensors[MASKED])

@@ -66,7 +66,7 @@ def _certificate(dense: Tensor, left: Tensor, right: Tensor, top: int, tolerance
     image = dense @ right.T
     values = (left * image).sum(0, dtype=torch.float64)
     miss = _tall_norm(image - left * values.to(left.dtype)) + _tall_norm(dense.T @ left - right.T * values.to(left.dtype))
-    energy, last = squared(dense), float(values[top - 1])
+    energy, last = squared_norm(dense), float(values[top - 1])
     missed = math.sqrt(max(0.0, energy - float(values.square().sum())))
     if missed > last:
         missed = residual_norm_bound(dense, torch.linalg.qr(right.T)[0])
@@ -151,6 +151,6 @@ def _tall_norm(tall: Tensor) -> float:
     return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))
 
 
-def squared(dense: Tensor) -> float:
+def squared_norm(dense: Tensor) -> float:
     """Return ||W||_F^2, summed in float64 without a float64 copy of W."""
     return float(sum(float(rows.double().square().sum()) for rows in dense.split(64)))

@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared
+from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared_norm
 
 Held = TypeVar("Held", "Update", "Spectrum")
 Product = tuple[Tensor, Tensor]
@@ -175,7 +175,7 @@ def _full_svd(dense: Tensor, top: int) -> Spectrum:
     u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
     u, vt = (vt.T, u.T) if wide else (u, vt)
     error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
-    return Spectrum(u[:, :top], values[:top].double(), vt[:top], squared(dense), error)
+    return Spectrum(u[:, :top], values[:top].double(), vt[:top], squared_norm(dense), error)
 
 
 def _canonical(found: Spectrum, top: int, dtype: "torch.dtype") -> Spectrum:
@@ -261,4 +261,4 @@ def _inner_with_update(product: Product, update: Update) -> float:
 
 
 def _squared_norm(update: Update) -> float:
-    return squared(update.dense) if update.dense is not None else max(0.0, inner(*[(update.left, update.right)] * 2))
+    return squared_norm(update.dense) if update.dense is not None else max(0.0, inner(*[(update.left, update.right)] * 2))

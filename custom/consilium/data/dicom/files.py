@@ -20,7 +20,7 @@ from pydicom.datadict import tag_for_keyword
 from consilium.core.errors import DataError
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
 from consilium.data.file_kinds import MOST_FILES, is_dicom
-from consilium.data.identifiers import canonical
+from consilium.data.identifiers import canonical_spelling
 from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, refuse
 
 OTHERS = frozenset(
@@ -136,5 +136,7 @@ def is_beside(elements: Dataset) -> bool:
 
 def patient_identifier(elements: Dataset) -> str:
     """Return the patient's identifier: the hospital's number, else name and date of birth. It must not leave this process."""
-    name, born, number = (canonical(str(elements.get(key) or "")) for key in ("PatientName", "PatientBirthDate", "PatientID"))
+    name, born, number = (
+        canonical_spelling(str(elements.get(key) or "")) for key in ("PatientName", "PatientBirthDate", "PatientID")
+    )
     return number or (f"{name}|{born}" if name else "")

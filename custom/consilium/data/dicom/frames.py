@@ -203,7 +203,7 @@ def stack(path: Path) -> Stack:
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):
         raise DataError(f"{path}: holds {len(files)} images that do not say where they lie; name each by its file")
     kind = str(first.get("SOPClassUID") or "")
-    ordered, count, affine = in_order(path, frames, kind in SEGMENTATIONS)
+    ordered, count, affine = sort_frames(path, frames, kind in SEGMENTATIONS)
     rows, columns = ordered[0].shape
     middle = ordered[len(ordered) // 2]
     sides = [float(side) for side in np.atleast_1d(middle.own.get("PixelSpacing") or ())] if affine is None else []
@@ -279,7 +279,7 @@ def _read_place(file: Path, own: Dataset) -> Place | None:
     return Place(origin, i * spacing[1], j * spacing[0], depth)
 
 
-def in_order(path: Path, frames: Sequence[Frame], on_lattice: bool) -> tuple[list[Frame], int, np.ndarray | None]:
+def sort_frames(path: Path, frames: Sequence[Frame], on_lattice: bool) -> tuple[list[Frame], int, np.ndarray | None]:
     """Return frames sorted along their normal, the number of slices, and the affine (4, 4) to mm.
 
     The affine is None if frames have no position. `on_lattice`: frames of a segmentation, where several may share a slice and

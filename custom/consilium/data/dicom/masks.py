@@ -18,7 +18,7 @@ from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, stack
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
 from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import whole_numbers
+from consilium.data.pixel_values import to_integers
 from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
 from consilium.data.volumes import VolumeHeader
@@ -38,14 +38,14 @@ _LONGEST_NUMBER = 64
 """Characters of a number in a contour; the standard allows 16. numpy stores all numbers of a contour as wide as the longest."""
 
 
-def check_space(path: Path, elements: Dataset, image: VolumeHeader) -> None:
+def check_frame_of_reference(path: Path, elements: Dataset, image: VolumeHeader) -> None:
     """Raise DataError if mask and image have different frames of reference, as the mask's position is then unknown."""
     own = str(elements.get("ReferencedFrameOfReferenceUID") or elements.get("FrameOfReferenceUID") or "").strip()
     if own and image.space and own != image.space:
         raise DataError(f"{path}: was drawn in another frame of reference than its image's; give the image it was drawn on")
 
 
-def contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
+def read_contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
     """Return the regions that closed contours enclose, by the structure's name: voxels whose centre is inside, without holes.
 
     A structure that cannot be read, or lies beside the image, becomes a fault of that structure alone. Raises DataError for an
@@ -67,7 +67,7 @@ def contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
         name = _structure_name(about)
         try:
             with reading(path):
-                check_space(path, about, image)
+                check_frame_of_reference(path, about, image)
                 planes.append((name, _contours_by_plane(path, roi.ContourSequence, image.grid)))
         except DataError as error:
             if error.kind == TOO_LARGE:
@@ -87,7 +87,7 @@ def contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
         if one:
             mask = regions[name] = nothing.copy(order="K") if regions[name] is nothing else regions[name]
         for plane, some in one.items():
-            mask[:, :, plane] |= inside(some, image.grid.shape[:2])
+            mask[:, :, plane] |= points_inside(some, image.grid.shape[:2])
     sound = {name: mask for name, mask in regions.items() if name not in faults}
     return Labels(regions=sound or {"": nothing}, faults=faults)
 
@@ -132,7 +132,7 @@ def _read_points(path: Path, contour: Dataset) -> np.ndarray:
     return np.array(values).astype(np.float64).reshape(-1, 3)
 
 
-def inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
+def points_inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     """Return which points (I, J) of a grid are inside polygons (N, 2), by the even-odd rule: an inner polygon is a hole.
 
     A point on an edge is inside at the lower edge of a polygon only. Along every line of points, the crossings with all
@@ -198,11 +198,11 @@ def labels(path: Path, image: VolumeHeader) -> Labels:
         elements = Dataset() if path.is_dir() else open_file(path)
         kind = elements.get("SOPClassUID")
         if kind in SEGMENTATIONS:
-            check_space(path, elements, image)
+            check_frame_of_reference(path, elements, image)
             return _read_segments(path, elements, image.grid)
         if kind == CONTOURS:
-            return contours(path, elements, image)
-        return Labels(values=whole_numbers(path, voxels(path, padding=True)))
+            return read_contours(path, elements, image)
+        return Labels(values=to_integers(path, voxels(path, padding=True)))
 
 
 def _read_segments(path: Path, elements: Dataset, image: Grid) -> Labels:

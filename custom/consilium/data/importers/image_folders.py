@@ -10,7 +10,15 @@ from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import PICTURES, is_dicom
-from consilium.data.folders import UNREAD, are_patients, lone_masks, may_have_classes, read_folders, split_of, subfolders
+from consilium.data.folders import (
+    UNREAD,
+    are_patients,
+    may_have_classes,
+    read_folders,
+    split_of,
+    subfolders,
+    why_one_role_unread,
+)
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import (
     Importer,
@@ -24,7 +32,7 @@ from consilium.data.importers.labels import named_values, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
 from consilium.data.pairs import Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
-from consilium.data.site_names import asked_sites
+from consilium.data.site_names import select_sites
 
 LAYOUT = (
     "a folder per site: images/ and masks/, or other names such as a.png and a_mask.png, a mask of one channel with 0 outside; "
@@ -53,7 +61,7 @@ Site = tuple[list[SourceSample], list[str]]
 """The samples of a site, and notes for the user."""
 
 
-def read_own(source: Path, options: Options) -> ImportResult:
+def read_site_folders(source: Path, options: Options) -> ImportResult:
     """Read a folder of sites, or the folder of one site. The job's classes follow from the values in masks, or from names.
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are not label pictures.
@@ -63,7 +71,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     plain = [one for one in below if kind_of(one.name) is None and any(map(_is_picture, one.iterdir()))]
     patients = options.patient_folders is not False and (
         are_patients(one.name for one in below)
-        or (options.patient_folders is True and bool(below) and not any(map(_has_below, below)))
+        or (options.patient_folders is True and bool(below) and not any(map(_has_pictures_below, below)))
     )
     one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or patients
     asked = [] if one_site else _asked_folders(source, below, options)
@@ -105,7 +113,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
     taken = {path for one in samples for path in (one.image, one.label)}
     told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _describe_unread(place, taken))]
-    told += [f"{place.name}: {lost}" for place in places if (lost := _left_pictures(place, samples))]
+    told += [f"{place.name}: {lost}" for place in places if (lost := _describe_left_pictures(place, samples))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
     if all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
@@ -125,7 +133,7 @@ def _asked_folders(source: Path, below: Sequence[Path], options: Options) -> Seq
     DataError is raised.
     """
     try:
-        asked = asked_sites([one.name for one in below], options.only, options.rename)
+        asked = select_sites([one.name for one in below], options.only, options.rename)
     except DataError:
         if source.resolve().name in options.only or find_table(source):
             return []
@@ -201,7 +209,7 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
         raise DataError(f"{source}: {what}")
 
 
-def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
+def _describe_left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
     """Return a note of the pictures below a folder of classes that are in no class and are not read; "" for none.
 
     Raises DataError if they are at least half as many as the samples.
@@ -219,10 +227,10 @@ def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
     return what
 
 
-def _has_below(folder: Path) -> bool:
+def _has_pictures_below(folder: Path) -> bool:
     """Tell whether a folder, or a split's folder in it, has subfolders with pictures that are not named images or masks."""
     own = [one for one in subfolders(folder) if not kind_of(one.name)]
-    return any(_has_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
+    return any(_has_pictures_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
 
 
 def _read_site(folder: Path, options: Options) -> Site | None:
@@ -245,7 +253,7 @@ def _read_site(folder: Path, options: Options) -> Site | None:
             return by_split
     if table is not None:
         return _read_table(table, folder, options)
-    if what := lone_masks(folder):
+    if what := why_one_role_unread(folder):
         raise DataError(f"{folder}: holds {what}")
     if classes:
         read = list(read_folders(folder))
@@ -423,4 +431,4 @@ def _named_split(name: str) -> str | None:
     return split_of(name) or _SPLITS.get(name.lower())
 
 
-SETS = {"own": Importer(LAYOUT, read_own, has_patterns=True, is_own=True)}
+SETS = {"own": Importer(LAYOUT, read_site_folders, has_patterns=True, is_own=True)}

@@ -18,7 +18,7 @@ from consilium.data.label_masks import Labels
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.sample_check import image_shape
-from consilium.data.site_names import renamed_notes, renamed_sites
+from consilium.data.site_names import describe_renames, valid_site_names
 from consilium.data.undeclared_values import ONE_CLASS, all_masks_binary, classes_for
 
 EXACT = "or import with --exact-values if they are labels"
@@ -40,9 +40,9 @@ def result_of_labels(
     `named`: the classes in each dataset.json of the source. Raises DataError for masks that cannot be used.
     """
     chosen = {} if options.sites else options.rename  # with --sites, --rename names the sites that patients are dealt out to
-    names = renamed_sites({one.site for one in samples}, source, chosen=chosen)
+    names = valid_site_names({one.site for one in samples}, source, chosen=chosen)
     found = [replace(one, site=names[one.site]) for one in samples]
-    notes = [*renamed_notes(names), *notes]
+    notes = [*describe_renames(names), *notes]
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
     splits = grouped(((one.site, one.group), one.split) for one in found if one.is_patient and not options.resplit)
     if cut := sorted(whose for whose, own in splits.items() if len(set(own)) > 1):

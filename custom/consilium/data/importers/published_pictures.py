@@ -34,7 +34,7 @@ from consilium.data.importers.base import (
     mask_png,
     wrong_layout,
 )
-from consilium.data.site_names import asked_sites
+from consilium.data.site_names import select_sites
 
 RUNS = 10
 """If a set names no videos, its frames are cut into this number of runs, so only frames at the ends of a run share a video
@@ -93,7 +93,7 @@ def with_masks(
 def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:
     """Read every set of `sets` whose folder is in the source, or is the source. Raises DataError if there is none."""
     found: list[SourceSample] = []
-    asked = asked_sites(sets, options.only, {})
+    asked = select_sites(sets, options.only, {})
     for site, one in ((site, one) for site, one in sets.items() if site in asked):
         below = [p for p in sorted(source.iterdir()) if p.is_dir() and one.fits(p)]
         whole = one.fits(source.resolve()) or (len(below) > 1 and one.is_scattered)
@@ -270,7 +270,7 @@ def _origa_or_g1020(folder: Path) -> list[SourceSample]:
     return match_by_name(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
 
 
-def _no_rim_and_cup(mask: Path) -> np.ndarray:
+def _refuse_mask(mask: Path) -> np.ndarray:
     raise DataError(f"{mask}: expected one channel of 0, 1 (rim) and 2 (cup); found other values or colours")
 
 
@@ -348,9 +348,9 @@ FUNDUS = {
         has_split=True,
     ),
     # Zhang et al., ORIGA-light (2010)
-    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
+    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _refuse_mask, (0, 1, 2))),
     # Bajwa et al., G1020 (2020)
-    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
+    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _refuse_mask, (0, 1, 2))),
     # Sivaswamy et al., Drishti-GS (2014)
     "drishti-gs1": PictureSet(
         "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti,

@@ -70,7 +70,7 @@ class TextSet:
             named = [name.format(size=size) for name in names if name]
             if not names[-1] and not any(path.name.lower() in map(str.lower, named) for path in files(source, [""])):
                 continue
-            path = find(source, named, self.layout)
+            path = find_file(source, named, self.layout)
             raws = _read_records(path, self.fields)
             labels = [""] * len(raws)
             if self.labels:
@@ -90,10 +90,10 @@ class TextSet:
                     lines.append(TextRecord(self.site, group or f"{path.name}:{number - 1}", record, split))
         left = total - len(lines)
         more = [f"{left} records without {self.unanswered} are left out"] if left else []
-        return ImportResult(one_split_per_prompt(lines), None, [*self.notes, *more])
+        return ImportResult(merge_shared_prompts(lines), None, [*self.notes, *more])
 
 
-def find(source: Path, names: Sequence[str], layout: str) -> Path:
+def find_file(source: Path, names: Sequence[str], layout: str) -> Path:
     """Return the file with the first of `names` that exists, in any case, at any depth. Raises DataError for none or two."""
     for name in names:
         found = [path for path in files(source, [name.lower()]) if path.name.lower() == name.lower()]
@@ -143,7 +143,7 @@ def _is_lines(path: Path, fields: Iterable[str]) -> bool:
     return isinstance(found, dict) and set(fields) <= found.keys()
 
 
-def one_split_per_prompt(lines: Iterable[TextRecord]) -> list[TextRecord]:
+def merge_shared_prompts(lines: Iterable[TextRecord]) -> list[TextRecord]:
     """Return the records with groups merged that share a prompt at a site, so that a prompt is never in two splits."""
     lines = list(lines)
     keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
@@ -255,10 +255,10 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
 
     The records that test_ground_truth.json names are the test split. Without this file, a test split is cut as for other sets.
     """
-    path, tests = find(source, ["ori_pqal.json"], PUBMEDQA_LAYOUT), dict[str, Any]()
+    path, tests = find_file(source, ["ori_pqal.json"], PUBMEDQA_LAYOUT), dict[str, Any]()
     raws = _read_map(path)
     if files(source, [TRUTH]):
-        tests = _read_map(truth := find(source, [TRUTH], PUBMEDQA_LAYOUT))
+        tests = _read_map(truth := find_file(source, [TRUTH], PUBMEDQA_LAYOUT))
         for number, answer in tests.items():
             own = raws.get(number)
             if not (isinstance(own, dict) and own.get("final_decision") == answer):
@@ -280,7 +280,7 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
         record = _make_record(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
         lines.append(TextRecord("pubmedqa", number, record, "test" if number in tests else None))
     notes = [] if tests else ["there is no test_ground_truth.json: the test split is not the publisher's"]
-    return ImportResult(one_split_per_prompt(lines), None, notes)
+    return ImportResult(merge_shared_prompts(lines), None, notes)
 
 
 def _read_map(path: Path) -> Record:
@@ -298,14 +298,14 @@ def read_mmlu(source: Path, options: Options) -> ImportResult:
     lines = list[TextRecord]()
     for subject in MMLU_SUBJECTS:
         for part, split in MMLU_SPLITS.items():
-            path = find(source, [name := f"{subject}_{part}.csv"], f"{name}, of {MMLU_LAYOUT}")
+            path = find_file(source, [name := f"{subject}_{part}.csv"], f"{name}, of {MMLU_LAYOUT}")
             for number, row in csv_lines(path):
                 where = f"{path}:{number}"
                 if len(row) != 6:
                     raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {GIVE}")
                 record = _choice_record(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
                 lines.append(TextRecord("mmlu-medical", f"{path.name}:{number}", record, split))
-    return ImportResult(one_split_per_prompt(lines), None, [FEW])
+    return ImportResult(merge_shared_prompts(lines), None, [FEW])
 
 
 def read_medquad(source: Path, options: Options) -> ImportResult:
@@ -331,7 +331,7 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
             record = _make_record(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
             lines.append(TextRecord(site, f"{path.parent.name}/{path.name}", record))
     parts = ", ".join(f"{count} of {site}" for site, count in sorted(empty.items()) if count)
-    return ImportResult(one_split_per_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
+    return ImportResult(merge_shared_prompts(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
 
 
 def _element_text(element: ElementTree.Element | None) -> str:
@@ -346,7 +346,7 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
     """
     lines: list[TextRecord] = []
     for name, split in (("trainset.csv", None), ("devset.csv", "validation"), ("testset_w_refs.csv", "test")):
-        path = find(source, [name], E2E_LAYOUT)
+        path = find_file(source, [name], E2E_LAYOUT)
         if not {"mr", "ref"} <= set(heads := next((row for _, row in csv_lines(path)), [])):
             raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
         rows = [(row["mr"], row["ref"]) for row in csv_rows(path) if row["mr"] and row["ref"]]
@@ -360,7 +360,7 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
                 "name": first[1] if first else "",
             }
             lines.append(TextRecord("e2e", mr, record | answer, split))
-    return ImportResult(one_split_per_prompt(lines), None)
+    return ImportResult(merge_shared_prompts(lines), None)
 
 
 E2E_LAYOUT = "trainset.csv, devset.csv and testset_w_refs.csv with the columns mr and ref"

@@ -24,7 +24,7 @@ from consilium.data.importers.base import (
     wrong_layout,
 )
 from consilium.data.safe_open import reading
-from consilium.data.site_names import asked_sites, slug
+from consilium.data.site_names import select_sites, slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
 """Hospitals by SAML's names, with their other names in FedDG and FedFMS."""
@@ -40,7 +40,7 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
     image's order, as in the publisher's own loader, and the segmentation is written again with the image's header.
     Raises DataError for another layout.
     """
-    asked = asked_sites([slug(name) for name in HOSPITALS], options.only, {})
+    asked = select_sites([slug(name) for name in HOSPITALS], options.only, {})
     found: list[SourceSample] = []
     missing, renamed = [], []
     for name, other in ((name, other) for name, other in HOSPITALS.items() if slug(name) in asked):

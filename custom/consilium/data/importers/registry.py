@@ -49,7 +49,7 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
     """
     if name not in IMPORTERS:
         raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{nearest(name, IMPORTERS)}")
-    _check(name, options)
+    _check_options(name, options)
     own = IMPORTERS[name]
     if not (source.is_file() if own.is_file else source.is_dir()):
         raise DataError(f"{source}: no such {'file' if own.is_file else 'folder'}; expected {own.layout}")
@@ -66,7 +66,7 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
         return {dest / kind: write_sites(part, name, source, dest / kind, options, add) for kind, part in kinds.items()}
 
 
-def _check(name: str, options: Options) -> None:
+def _check_options(name: str, options: Options) -> None:
     """Raise ConfigError for options with impossible values, or that the set does not have."""
     if min(options.validation, options.test) < 0 or options.validation + options.test >= 1:
         raise ConfigError(

@@ -13,14 +13,14 @@ from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.grouping import grouped
 from consilium.core.schema import nearest
 from consilium.data.class_names import EACH_ITS_OWN, doubtful_names
-from consilium.data.file_kinds import PICTURES, is_there, is_volume, place_of
+from consilium.data.file_kinds import PICTURES, is_there, is_volume, path_below
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, files
 from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, kind_of, without_ending
 from consilium.data.safe_open import text_lines
-from consilium.data.site_names import asked_sites, renamed_notes, renamed_sites
+from consilium.data.site_names import describe_renames, select_sites, valid_site_names
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
@@ -68,7 +68,7 @@ class Table:
         Raises DataError with the number of the line.
         """
         sites = [row.values.get("site", "") or site for row in self.rows]
-        asked = asked_sites(set(sites), options.only, options.rename)
+        asked = select_sites(set(sites), options.only, options.rename)
         rows = [row for row, own in zip(self.rows, sites, strict=True) if own in asked]
         files = _find_files(self, rows)
         found, known = list[SourceSample](), dict[str, int]()
@@ -104,7 +104,7 @@ def read_texts(source: Path, options: Options) -> ImportResult:
         raise DataError(f"{source}: no line has a {named['text']} and a {named['label']}; give a line per text, with its label")
     counts = Counter(row.values["label"] for row in kept)
     _check_labels(source, named["label"], counts)
-    sites = renamed_sites({row.values.get("site") or source.stem for row in kept}, source)
+    sites = valid_site_names({row.values.get("site") or source.stem for row in kept}, source)
     found = list[TextRecord]()
     for row in kept:
         patient, split = _patient_and_split(source, row)
@@ -113,7 +113,7 @@ def read_texts(source: Path, options: Options) -> ImportResult:
         found.append(TextRecord(site, patient or f"line {row.number}", record, split))
     if lost := len(rows) - len(kept):
         notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
-    notes += [*renamed_notes(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
+    notes += [*describe_renames(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
     return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_names(counts))])
 
 
@@ -330,7 +330,7 @@ def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
 
 def _find_picture(folder: Path, cell: str) -> Path | None:
     """Return the path of the file, or of the folder with a DICOM series, that a cell names; None if it does not exist."""
-    path = place_of(folder, cell)
+    path = path_below(folder, cell)
     return path if cell and is_there(path) and (path.is_file() or (path.is_dir() and is_volume(path))) else None
 
 

@@ -16,10 +16,10 @@ from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, nothing_left_on_failure, write_atomic
 from consilium.data.datalist import SPLITS
-from consilium.data.identifiers import canonical
+from consilium.data.identifiers import canonical_spelling
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
 from consilium.data.safe_open import is_encodable
-from consilium.data.site_names import asked_sites
+from consilium.data.site_names import select_sites
 from consilium.data.undeclared_values import ONE_CLASS
 
 Sites = dict[str, dict[str, list[Sample]]]
@@ -37,7 +37,7 @@ def write_sites(
     `dest` as it was. Raises DataError.
     """
     earlier = earlier_imports(dest, add)
-    found, dropped = arrange(reading.samples, name, options)
+    found, dropped = arrange_by_site(reading.samples, name, options)
     if not found or not (earlier or any(splits["training"] for splits in found.values())):
         raise DataError(
             f"{source}: no site is left with {options.minimum} samples and one for training; "
@@ -103,18 +103,20 @@ def _joint_classes(dest: Path, sites: Sites, classes: Any, earlier: list[dict[st
     return classes
 
 
-def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sites, list[str]]:
+def arrange_by_site(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sites, list[str]]:
     """Return the samples by site and split, and the sites left out: with too few samples, or with none to train on.
 
     A site for which the publisher has test pictures only stays, and only tests. Raises DataError for an unknown site in `only`,
     or more sites than patients.
     """
-    samples = [replace(one, group=canonical(one.group)) if getattr(one, "is_patient", False) else one for one in samples]
+    samples = [
+        replace(one, group=canonical_spelling(one.group)) if getattr(one, "is_patient", False) else one for one in samples
+    ]
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
     if options.only:
-        asked = asked_sites({sample.site for sample in samples}, options.only, {})
+        asked = select_sites({sample.site for sample in samples}, options.only, {})
         samples = [sample for sample in samples if sample.site in asked]
-    samples = pool(samples, name, options) if options.sites else samples
+    samples = deal_out_patients(samples, name, options) if options.sites else samples
     found: Sites = {}
     dropped = []
     for site, mine in sorted(grouped((sample.site, sample) for sample in samples).items()):
@@ -127,7 +129,7 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     return found, dropped
 
 
-def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]:
+def deal_out_patients(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]:
     """Return the samples with all patients dealt out to `options.sites` sites, separately for each published split.
 
     `name`: the name of the site if there is one. Raises DataError for more sites than patients.

@@ -49,14 +49,14 @@ def habits(site: str, seed: int, appearance: float, annotation: float, groups: i
 
     With `groups`, the habits repeat after that many sites.
     """
-    number = _number(site) % groups if groups else _number(site)
+    number = _site_number(site) % groups if groups else _site_number(site)
     ratios = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]) % 1
     offset = np.random.default_rng(seed_for(seed, "habits")).random(12)
     spread = 2 * ((number * ratios + offset) % 1) - 1
     return Habits(appearance * spread[:8], annotation * spread[8:])
 
 
-def _number(site: str) -> int:
+def _site_number(site: str) -> int:
     digits = site[len(site.rstrip("0123456789")) :]
     return int(digits) if digits else crc32(site.encode())
 
@@ -93,7 +93,7 @@ def make_phantoms(
     return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write_sample(folder, spec, who, split, n)])
 
 
-def check_own(folder: Path) -> None:
+def check_generated(folder: Path) -> None:
     """Raise DataError if the folder holds data that were not generated, because these would be overwritten."""
     lists = [folder / "datalist.json"] if "phantoms" not in read_spec(folder / "datalist.json") else []
     lists += [folder / f"{split}.jsonl" for split in SPLITS] if not (folder / "phantoms.json").exists() else []
@@ -107,7 +107,7 @@ def _write_sample(folder: Path, spec: dict, who: Habits, split: str, index: int)
     if spec["kind"] == "cells":
         mix = few_classes(spec["site"], spec["classes"]) if "classes" in spec else class_shares(who)
         label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=mix))
-        image = _camera(rng, draw_cell(rng, label, spec["size"]), who.look)
+        image = _record_by_camera(rng, draw_cell(rng, label, spec["size"]), who.look)
     else:
         image, mask = draw_phantom(rng, spec["kind"], spec["size"], who)
         label = f"masks/{name}"
@@ -123,7 +123,7 @@ def few_classes(site: str, count: int) -> np.ndarray:
     two classes of digits. They assign classes at random. Here sites 1, 2, ... get them in turn, so that a few sites cover all.
     """
     shares = np.zeros(len(CELLS))
-    shares[[((_number(site) - 1) * count + i) % len(CELLS) for i in range(count)]] = 1 / count
+    shares[[((_site_number(site) - 1) * count + i) % len(CELLS) for i in range(count)]] = 1 / count
     return shares
 
 
@@ -138,7 +138,7 @@ def class_shares(who: Habits) -> np.ndarray:
 def draw_phantom(rng: Generator, kind: str, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
     """Return one phantom as this site records and annotates it: image (S, S, 3) uint8 and label image (S, S) uint8."""
     picture, mask = (_fundus if kind == "fundus" else _nuclei)(rng, size, who)
-    return _camera(rng, picture, who.look), mask
+    return _record_by_camera(rng, picture, who.look), mask
 
 
 def _radial_field(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def _radial_field(rng: Generator, size: int, center: np.ndarray, radius: float, 
     return np.hypot(y - center[0], x - center[1]) / reach
 
 
-def _seen_and_drawn(
+def _draw_shape_twice(
     rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return one shape twice, as by `_radial_field`: as the camera sees it, and as the rater outlines it."""
@@ -184,9 +184,9 @@ def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
     center = size * rng.uniform(0.35, 0.65, 2)
     radius = size * rng.uniform(0.17, 0.26)
     corners = _corners(who.hand[2])
-    disc, disc_drawn = _seen_and_drawn(rng, size, center, radius, 0.05, corners=corners)
+    disc, disc_drawn = _draw_shape_twice(rng, size, center, radius, 0.05, corners=corners)
     shifted = center + radius * rng.uniform(-0.08, 0.08, 2)
-    cup, cup_drawn = _seen_and_drawn(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
+    cup, cup_drawn = _draw_shape_twice(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
     retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * smooth_noise(rng, size, size / 5)[..., None])
     for target, field, softness in (((0.86, 0.60, 0.33), disc, 0.07), ((0.96, 0.83, 0.62), cup, 0.14)):
         weight = soft_edge(field, softness)[..., None]
@@ -221,7 +221,7 @@ def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
     for _ in range(int(rng.integers(12, 30))):
         radius = size * rng.uniform(0.022, 0.085)
         depth = rng.uniform(0.35, 1)  # faint nuclei are out of focus
-        field, drawn = _seen_and_drawn(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
+        field, drawn = _draw_shape_twice(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
         seen = np.maximum(seen, depth * soft_edge(field, 0.10 + 0.12 * (1 - depth)))
         left_out = who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]
         if not left_out:
@@ -234,7 +234,7 @@ def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
     return (1 - picture if who.look[7] < -0.25 else picture), mask  # inverted: fluorescence
 
 
-def _camera(rng: Generator, picture: np.ndarray, look: np.ndarray) -> np.ndarray:
+def _record_by_camera(rng: Generator, picture: np.ndarray, look: np.ndarray) -> np.ndarray:
     """Return a picture (S, S, 3) as this site's device records it, uint8."""
     size = len(picture)
     mixed = picture * (1 + 0.45 * look[:3]) + 0.25 * look[3] * (picture.mean(2, keepdims=True) - picture)

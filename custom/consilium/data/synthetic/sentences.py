@@ -108,7 +108,7 @@ def code_meanings(seed: int) -> dict[str, str]:
     return {str(code): f"{pick_word(rng, COLOURS)} {pick_word(rng, ORGANS)}" for code in codes}
 
 
-def _code(spec: dict, split: str, index: int) -> dict[str, str]:
+def _make_code_record(spec: dict, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], "codes", spec["site"], split, index))
     seen = site_probabilities(spec["seed"], spec["site"], "code", CODES, spec["annotation"])
     wordings = site_probabilities(spec["seed"], spec["site"], "coded", len(CODED), spec["appearance"])
@@ -118,5 +118,5 @@ def _code(spec: dict, split: str, index: int) -> dict[str, str]:
     return {"instruction": "Read the code.", "input": note, "output": stands[code]}
 
 
-RECORDS = {"sentences": _sentence, "codes": _code}
+RECORDS = {"sentences": _sentence, "codes": _make_code_record}
 """For each kind, a function of (spec of the data, split, number) that returns a record."""

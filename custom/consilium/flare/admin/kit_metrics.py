@@ -20,7 +20,7 @@ from consilium.federation.run_folders import STATE, all_runs
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
-from consilium.flare.kit.kit_contents import certificate, kit_name, kit_role, load_certificate
+from consilium.flare.kit.kit_contents import certificate_path, kit_name, kit_role, load_certificate
 from consilium.flare.kit.revocation import revoked_until
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit_log
@@ -74,10 +74,10 @@ HELP = {
 }
 
 
-def collect(kit: Path) -> list[Sample]:
+def collect_metrics(kit: Path) -> list[Sample]:
     """Return all metrics of a site's or a server's kit. Raises ConfigError if the folder is no such kit."""
     role = kit_role(kit)
-    own = load_certificate(certificate(kit))
+    own = load_certificate(certificate_path(kit))
     found = [Sample("info", 1, {"version": __version__, "role": str(role)}), Sample("written_timestamp_seconds", time.time())]
     root = load_certificate(kit / "startup" / "rootCA.pem")
     found += [Sample("certificate_days_left", days_left(c), {"of": n}) for n, c in (("participant", own), ("root", root))]
@@ -174,7 +174,7 @@ def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
 def _check_record(path: Path) -> tuple[int, bool]:
     """Return the number of messages in a record, and whether it is unaltered."""
     try:
-        found = audit_log.verified(path)
+        found = audit_log.load_record(path)
     except (OSError, ValueError, KeyError, TypeError):
         return 0, False
     return len(found["messages"]), found["broken_line"] is None

@@ -25,8 +25,8 @@ from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
 from consilium.federation.run_folders import default_name
-from consilium.flare.kit.certificates import check_time, why_no_connection
-from consilium.flare.kit.connection_refusals import cause_of, refusal
+from consilium.flare.kit.certificates import check_certificate_time, why_no_connection
+from consilium.flare.kit.connection_refusals import cause_of, refusal_message
 from consilium.flare.kit.heartbeat_client import KEY
 from consilium.flare.kit.kit_contents import server_folders
 from consilium.report.live_view import progress
@@ -83,7 +83,7 @@ class Admin:
         lost = {job["job_id"] for job in jobs if job["status"] == "RUNNING"} - running
         return [job | {"status": LOST} if job["job_id"] in lost else job for job in jobs]
 
-    def find(self, name: str) -> Job:
+    def find_job(self, name: str) -> Job:
         """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
         jobs = self.jobs()
         found = self._last_submission(name, jobs) or next(
@@ -116,7 +116,7 @@ class Admin:
         """Submit a job folder; return FLARE's job id."""
         return self.session.submit_job(str(folder.resolve()))
 
-    def sites(self) -> set[str]:
+    def connected_sites(self) -> set[str]:
         """Return the names of the connected sites."""
         return {client.name for client in self.session.get_system_info().client_info}
 
@@ -132,7 +132,7 @@ class Admin:
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
         """Wait at most `seconds` until the `wanted` sites are connected. Return those that still are not."""
         ends = time.monotonic() + seconds
-        while (missing := wanted - self.sites()) and time.monotonic() < ends:
+        while (missing := wanted - self.connected_sites()) and time.monotonic() < ends:
             time.sleep(1)
         return missing
 
@@ -152,7 +152,7 @@ class Admin:
         "reason" says why the job ended early, and "waits" why it has not started. If the server waits for results,
         "silent_seconds" in the progress's "waiting" has the sites without a current heartbeat.
         """
-        meta = self.find(name)
+        meta = self.find_job(name)
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
         found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
         if meta["status"] == LOST:
@@ -237,7 +237,7 @@ def _failed(status: str) -> bool:
 
 
 def experiment_of(job: Job) -> str:
-    """Return the name of a job's run at the server, as job_context.experiment does."""
+    """Return the name of a job's run at the server, as job_context.experiment_name does."""
     return job.get("experiment") or default_name(job["name"], job["job_id"])
 
 
@@ -249,18 +249,20 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
     """
     metas = sorted(server_folders(kit)[0].glob("*/meta"))
     return [
-        meta.parent for meta in metas if _metadata_names(meta, experiment) or _archive_names(meta.with_name("data"), experiment)
+        meta.parent
+        for meta in metas
+        if _metadata_has_experiment(meta, experiment) or _archive_has_experiment(meta.with_name("data"), experiment)
     ]
 
 
-def _metadata_names(meta: Path, experiment: str) -> bool:
+def _metadata_has_experiment(meta: Path, experiment: str) -> bool:
     try:
         return experiment_of(read_json(meta)) == experiment
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
-def _archive_names(stored: Path, experiment: str) -> bool:
+def _archive_has_experiment(stored: Path, experiment: str) -> bool:
     """Return whether any job.yaml in a job's archive names this experiment. Unreadable files in the archive are skipped."""
     with suppress(Exception), zipfile.ZipFile(stored) as job:  # an author may submit anything
         for name in [name for name in job.namelist() if name.endswith("/config/job.yaml")][:MAX_APPS]:
@@ -304,7 +306,7 @@ def stored_reason(result: Path) -> str | None:
 
 def _why_no_session(kit: Path, error: Exception) -> str:
     """Return why no session could be opened: the server's reason for refusing this kit, else the connection's error."""
-    if (said := refusal(error)) is not None:
+    if (said := refusal_message(error)) is not None:
         cause = cause_of(said)
         return f"the server refuses this kit: {cause}: {cause.text} ({said}); ask the hub"
     return f"no connection to the server ({error}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
@@ -332,7 +334,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     config = kit / "startup" / "fed_admin.json"
     if not config.is_file():
         raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
-    check_time(kit)
+    check_certificate_time(kit)
     user = read_json(config)["admin"]["username"]
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints lines, and a traceback if refused

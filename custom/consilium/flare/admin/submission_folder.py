@@ -13,7 +13,7 @@ from consilium.config.job import job_file, load_job
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
 from consilium.federation.run_folders import check_name
-from consilium.flare.job.job_context import federated_job
+from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.recipe import export
 from consilium.flare.job.wire import MASKS
 
@@ -35,7 +35,7 @@ def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: P
 
 
 @contextmanager
-def submitting(folder: Path) -> Iterator[None]:
+def delete_on_failure(folder: Path) -> Iterator[None]:
     """Delete the job folder if the `with` block fails or is interrupted, so that the experiment's name can be used again."""
     try:
         yield
@@ -87,5 +87,5 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
         meta = read_json(folder / "meta.json")
         meta |= {"min_clients": config.federation.min_sites, "experiment": experiment}
         write_json(folder / "meta.json", meta, indent=2)
-        federated_job(job_file(folder), None)
+        load_federated_job(job_file(folder), None)
         yield folder

@@ -41,7 +41,7 @@ class StrategyAggregator(ModelAggregator):
         super().__init__()
         self._ready: Ready | None = None
 
-    def use(self, job: Job) -> RoundAggregate:
+    def set_job(self, job: Job) -> RoundAggregate:
         """Set the job of this run. Return the new aggregate for it."""
         self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate_for(job))
         return self._ready.aggregate
@@ -52,7 +52,7 @@ class StrategyAggregator(ModelAggregator):
         if event_type == EventType.START_RUN:
             wire.register()
             if self._ready is None:
-                self.use(job_context.load(fl_ctx))
+                self.set_job(job_context.load(fl_ctx))
 
     def accept_model(self, model: FLModel) -> None:
         """Add one site's update, weighted by its NUM_STEPS_CURRENT_ROUND (its number of samples) as the job allows."""

@@ -27,7 +27,7 @@ from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, scored_run_state
 from consilium.server.masked_round import MaskedRounds
-from consilium.server.run_start import keep_inside
+from consilium.server.run_start import check_start_inside
 
 
 class Arguments(Section):
@@ -57,17 +57,17 @@ class RoundController(Controller):
         wire.register()
         share_timers()
         try:
-            job, self._revoked = job_context.load(fl_ctx), job_context.revocations(fl_ctx)
+            job, self._revoked = job_context.load(fl_ctx), job_context.watch_revocations(fl_ctx)
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
             folder, observe = job_context.server_folder(fl_ctx, job, self.resume), job_context.observer(self, fl_ctx, "server")
-            own = job_context.own_config(fl_ctx)
+            own = job_context.server_config(fl_ctx)
             if not job_context.simulated():
-                keep_inside(job.config, own)
+                check_start_inside(job.config, own)
             saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
             seals = job_context.seals(fl_ctx)
-            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own, seals)
+            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.set_job(job), own, seals)
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:
@@ -84,7 +84,7 @@ class RoundController(Controller):
         """Write why the job ends early to the run's log of events and to the files for download."""
         with suppress(OSError):  # a full disk
             if self.coordinator:
-                self.coordinator.log.stopped(reason)
+                self.coordinator.log.record_stop(reason)
             job_context.publish_reason(fl_ctx, reason)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -48,7 +48,7 @@ def load(fl_ctx: FLContext) -> Job:
     plugins = kit_plugins(
         Path(_workspace(fl_ctx).get_site_config_dir()), simulated()
     )  # at a server, only `plugins` of its site.yaml counts
-    return federated_job(folder / "config" / "job.yaml", plugins)
+    return load_federated_job(folder / "config" / "job.yaml", plugins)
 
 
 def load_approved_job(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
@@ -72,7 +72,7 @@ _opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
 """The values of `load_approved_job` in this process, by (FLARE's job id, site name)."""
 
 
-def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
+def load_federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
     """Return the job of a job.yaml. `plugins` and `author`: as for load_job. Raises ConfigError, also as `check_federated`."""
     return check_federated(assemble_job(load_job(path, plugins=plugins, author=author), path), path)
 
@@ -119,7 +119,7 @@ def federation_root(fl_ctx: FLContext) -> tuple[Certificate, str]:
     return read_root(Path(_workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
 
 
-def own_config(fl_ctx: FLContext) -> SiteConfig:
+def server_config(fl_ctx: FLContext) -> SiteConfig:
     """Return the server's own configuration, of which the checkpoint folder and tracking are used. Raises ConfigError."""
     path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if simulated() or not path.is_file():
@@ -137,18 +137,18 @@ def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
 
     Raises ConfigError if the folder belongs to another submitter, and with `resume` if it holds no run.
     """
-    state, name = state_folder(fl_ctx), experiment(fl_ctx, job)
+    state, name = state_folder(fl_ctx), experiment_name(fl_ctx, job)
     if resume and not (state / RUNS / name / "metrics.jsonl").is_file() and not simulated():
         raise ConfigError(f"experiment: there is no run {name!r} at this server to go on with; submit it")
     return _run_folder(fl_ctx, job, state)
 
 
-def experiment(fl_ctx: FLContext, job: Job) -> str:
+def experiment_name(fl_ctx: FLContext, job: Job) -> str:
     """Return the name of this run's folder: the job's experiment, or else a name made from FLARE's job id."""
     return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
 
 
-def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
+def watch_revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
     """Return a function that lists the names revoked at this server since this call; see revocation.py. Raises ConfigError."""
     if simulated():
         return set
@@ -230,7 +230,7 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
     return _run_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
 
 
-def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
+def former_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
     """Return the site's folder of the run that a cross-site job scores; None if the site took no part. Raises ConfigError."""
     own = _own_state(site)
     former = former_run_folder(fl_ctx, job, own, name if own else "")
@@ -297,7 +297,7 @@ def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Pat
     if simulated():
         return state
     private_folder(state_folder(fl_ctx)).chmod(0o700)  # also if `state` is another folder; former versions left it readable
-    found = claim_run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx), site)
+    found = claim_run_folder(state, experiment_name(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found
 

@@ -13,7 +13,7 @@ from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from consilium.config.inline_model_config import job_text
+from consilium.config.inline_model_config import read_job_bytes
 from consilium.config.job import JobConfig, job_file
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
@@ -22,7 +22,7 @@ from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
-from consilium.flare.job.job_context import federated_job
+from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.simulation import IDENTITIES
 from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
@@ -47,7 +47,7 @@ class ConsiliumRecipe(Recipe):
     def __init__(self, job: Path | str, plugins: Plugins = None) -> None:
         path = job_file(Path(job))
         own = plugins is None
-        config, text = federated_job(path, plugins, author=own).config, job_text(path) if own else path.read_bytes()
+        config, text = load_federated_job(path, plugins, author=own).config, read_job_bytes(path) if own else path.read_bytes()
         self._place = tempfile.TemporaryDirectory()  # sites read a file with the name job.yaml
         path = Path(self._place.name) / "job.yaml"
         path.write_bytes(text)

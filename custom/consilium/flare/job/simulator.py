@@ -73,13 +73,13 @@ class Simulator:
         self._printed.close()
         self._temporary.cleanup()
 
-    def ask(self, work: Callable[..., Any], *given: Any) -> Any:
+    def run_in_child(self, work: Callable[..., Any], *given: Any) -> Any:
         """Return the result of `work(*given)`, run in a process that has imported PyTorch. This process need not import it.
 
         Raises the ConsiliumError or OSError that `work` raises. For any other error, such as a mistake in a plugin, prints the
         child's output to standard error and raises ConsiliumError.
         """
-        with self._child_alive():
+        with self._raise_if_child_ends():
             send_by_value(self._pipe, (work, given))
             found = receive(self._pipe)
         if type(found) is ConsiliumError:
@@ -102,7 +102,7 @@ class Simulator:
             (workspace / LOG).touch()
             run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
             run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
-            with self._child_alive():
+            with self._raise_if_child_ends():
                 send_by_value(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
             for event in _read_events(workspace / "events", self._process):
                 observer(event)
@@ -120,7 +120,7 @@ class Simulator:
             discard_cache(workspace / "sites" / name)
 
     @contextmanager
-    def _child_alive(self) -> Iterator[None]:
+    def _raise_if_child_ends(self) -> Iterator[None]:
         """Raise ConsiliumError if the child process ends during the `with` block, before it has received a job."""
         try:
             yield

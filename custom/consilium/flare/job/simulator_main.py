@@ -86,7 +86,7 @@ def _run_site_in_fork(command: list[str], env: dict[str, str]) -> None:
     np.random.seed()  # libraries may draw from it, and all forks would start with the parent's state
     os.environ.clear()
     os.environ.update(env)
-    _write_log()
+    _redirect_output_to_log()
     sys.path.extend(path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path)
     sys.argv = command
     given = simulator_worker.parse_arguments()
@@ -127,7 +127,7 @@ def _fork_server(pipe: connection.Connection) -> None:
 
 
 def main() -> int:
-    """Import the modules, process the requests of `Simulator.ask`, then run the simulation. Return its exit code."""
+    """Import the modules, process the requests of `Simulator.run_in_child`, then run the simulation. Return its exit code."""
     pipe = connection.Connection(int(sys.argv[1]))
     try:
         patches.check("simulation")
@@ -148,13 +148,13 @@ def main() -> int:
     except (EOFError, OSError):  # the parent closed the pipe without a job
         return 0
     os.environ.update(request["environment"])
-    _write_log()
+    _redirect_output_to_log()
     runner = SimulatorRunner(**request["run"], log_config=os.environ.get(FL_LOG_LEVEL, LogMode.CONCISE))
     run_dir = request["run"]["workspace"]  # no grace time: all processes have ended by then
     return MainProcessMonitor.run(main_func=runner.simulator_run_main, run_dir=run_dir, shutdown_grace_time=0)
 
 
-def _write_log() -> None:
+def _redirect_output_to_log() -> None:
     """Append all further output of this process to the log of its simulation."""
     with open(Path(os.environ[OUTPUT]) / LOG, "ab") as log:
         for stream in (1, 2):

@@ -40,7 +40,7 @@ jobs: dict[tuple[str, str], SiteJob] = {}
 """The states by (FLARE's job id, site name)."""
 
 
-def of(fl_ctx: FLContext) -> SiteJob:
+def site_job(fl_ctx: FLContext) -> SiteJob:
     """Return the state of the job and site that FLARE's context names."""
     return jobs.setdefault((fl_ctx.get_job_id(), fl_ctx.get_identity_name()), SiteJob())
 
@@ -51,7 +51,7 @@ def reload_data(fl_ctx: FLContext) -> None:
     This is called when a task arrives. If the list cannot be read now, the former list and guard stay, so that the guard can
     still repeat a reply.
     """
-    state = of(fl_ctx)
+    state = site_job(fl_ctx)
     if state.unusable:
         former, state.data = state.data, None
         try:
@@ -64,7 +64,7 @@ def reload_data(fl_ctx: FLContext) -> None:
 
 def data(fl_ctx: FLContext) -> DataList:
     """Return the site's samples, which are read at the first call. Raises ConsiliumError."""
-    state = of(fl_ctx)
+    state = site_job(fl_ctx)
     if state.data is None:
         job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
         state.data = site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
@@ -73,7 +73,7 @@ def data(fl_ctx: FLContext) -> DataList:
 
 def _folder(fl_ctx: FLContext) -> Path:
     job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
-    return job_context.former_site(fl_ctx, job, name, site) or job_context.site_folder(fl_ctx, job, name, site)
+    return job_context.former_site_folder(fl_ctx, job, name, site) or job_context.site_folder(fl_ctx, job, name, site)
 
 
 def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
@@ -81,7 +81,7 @@ def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
 
     Raises ConsiliumError if it cannot be built.
     """
-    state = of(fl_ctx)
+    state = site_job(fl_ctx)
     if state.site is None:
         job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
         observer = job_context.observer(component, fl_ctx, name, job.config.privacy is not None)
@@ -99,7 +99,7 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
 
     Raises ConsiliumError if it cannot be built.
     """
-    state = of(fl_ctx)
+    state = site_job(fl_ctx)
     if state.guard is None:
         name = fl_ctx.get_identity_name()
         job, site = job_context.load_approved_job(fl_ctx, name)
@@ -109,14 +109,14 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
         job_id, samples = fl_ctx.get_job_id() or "", data(fl_ctx)
         identity = job_context.identity(fl_ctx, name, site) if job.config.secure_aggregation else None
         made = build_guard(job, name, site, folder, root, observe, job_context.simulated(), job_id, samples, identity)
-        made.ready = lambda: ready(component, fl_ctx).begin()
+        made.ready = lambda: ready(component, fl_ctx).prepare_round()
         state.guard = made
     return state.guard
 
 
 def close(fl_ctx: FLContext) -> None:
     """End the site's worker processes, and drop the site and its data."""
-    state = of(fl_ctx)
+    state = site_job(fl_ctx)
     site, state.site, state.data, state.unusable = state.site, None, None, False
     if site is not None:
         site.close()

@@ -18,7 +18,7 @@ from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json
 from consilium.flare.kit.connection_refusals import Cause
-from consilium.flare.kit.kit_contents import certificate, load_certificate, private_key, relay_of
+from consilium.flare.kit.kit_contents import certificate_path, load_certificate, private_key_path, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
 """Days before a certificate expires from which the doctor warns (WARN_DAYS), and from which it reports a problem."""
@@ -60,7 +60,7 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
 
 def examine_own(kit: Path) -> Iterator[Finding]:
     """Yield one finding for the participant's certificate and one for the root's. Raises ConfigError."""
-    own = load_certificate(certificate(kit))
+    own = load_certificate(certificate_path(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
     yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
 
@@ -131,7 +131,7 @@ def _server_endpoint(kit: Path) -> tuple[str, str]:
 
 def server_certificate(kit: Path) -> x509.Certificate:
     """Connect to the server and return its certificate. Raises OSError (ssl.SSLError is a kind of it)."""
-    (target, scheme), own, key = _server_endpoint(kit), certificate(kit), private_key(kit)
+    (target, scheme), own, key = _server_endpoint(kit), certificate_path(kit), private_key_path(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
     context.load_cert_chain(own, key)
@@ -166,13 +166,13 @@ def _open_connection(host: str, port: int, proxy: str) -> socket.socket:
     return link.sock
 
 
-def check_time(kit: Path) -> None:
+def check_certificate_time(kit: Path) -> None:
     """Raise ConfigError if a kit's certificate is not valid now, or its key is locked. FLARE's own error names no remedy."""
-    own = load_certificate(certificate(kit))
+    own = load_certificate(certificate_path(kit))
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
         found = next(examine_own(kit))
         raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
-    private_key(kit)
+    private_key_path(kit)
 
 
 def why_no_connection(kit: Path) -> str:
@@ -181,7 +181,7 @@ def why_no_connection(kit: Path) -> str:
     return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
 
 
-def warnings(kit: Path) -> list[str]:
+def expiry_warnings(kit: Path) -> list[str]:
     """Return one line per certificate that expires within WARN_DAYS: the kit's own, the root's and the server's."""
     found = [*examine_own(kit)]
     with suppress(OSError):  # if the server is unreachable, the session reports it better

@@ -87,7 +87,7 @@ def cause_of(said: str) -> Cause:
     return next((cause for part, cause in _CAUSE_BY_TEXT if part in text), Cause.UNKNOWN)
 
 
-def refusal(error: BaseException | None) -> str | None:
+def refusal_message(error: BaseException | None) -> str | None:
     """Return the server's message if FLARE's error is a refusal; None for other errors, such as an unreachable server.
 
     FLARE wraps an error that has the message in one that does not, so the chain of contexts is searched.
@@ -132,7 +132,7 @@ def await_admission(
             with redirect_stderr(io.StringIO()):  # FLARE prints a traceback
                 return register(communicator, name, project, fl_ctx)
         except FLCommunicationError as error:
-            if (said := refusal(error)) is None:
+            if (said := refusal_message(error)) is None:
                 raise
         note_cause(Path.cwd(), cause := cause_of(said))
         logging.getLogger(__name__).error(f"{refusal_line(cause, said)}; trying again every minute")
@@ -151,7 +151,7 @@ class HeartbeatFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See logging.Filter. FLARE logs inside its exception handler, so the error is the current exception."""
-        if (said := refusal(sys.exc_info()[1])) is None:
+        if (said := refusal_message(sys.exc_info()[1])) is None:
             return True
         note_cause(self.kit, cause := cause_of(said))
         record.levelno, record.levelname, record.msg, record.args = logging.ERROR, "ERROR", refusal_line(cause, said), ()
@@ -202,7 +202,7 @@ def ask_server(kit: Path) -> str | None:
             cell.start()
             authenticator.authenticate(FLContext(), Signal())
     except FLCommunicationError as error:
-        if (said := refusal(error)) is None:
+        if (said := refusal_message(error)) is None:
             raise
         return said
     finally:

@@ -10,16 +10,16 @@ from typing import Any
 
 from nvflare.apis.fl_exception import FLCommunicationError
 
-from consilium.client.approval import approvals
+from consilium.client.approval import read_approvals
 from consilium.client.finding import Finding
 from consilium.client.machine_check import (
-    checked,
     examine_checkpoints,
     examine_datasets,
     examine_device,
     examine_disk,
     examine_memory,
     examine_versions,
+    run_check,
 )
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError
@@ -30,15 +30,15 @@ from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.key_lock import in_clear
+from consilium.flare.kit.key_lock import unlocked_keys
 from consilium.flare.kit.kit_contents import (
     LOCKED,
-    certificate,
+    certificate_path,
     is_key_of,
     kit_name,
     kit_role,
     load_certificate,
-    private_key,
+    private_key_path,
     read_settings,
     relay_of,
     server_folders,
@@ -46,7 +46,7 @@ from consilium.flare.kit.kit_contents import (
 from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, unsafe_scripts
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
-from consilium.flare.kit.revocation import is_checked, revoked_until
+from consilium.flare.kit.revocation import has_revocation_check, revoked_until
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
@@ -64,21 +64,23 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
     """
     findings, file = [*examine_versions(), *_examine_kit(kit)], kit / "local" / "site.yaml"
     if job is not None:
-        findings.append(checked("memory", lambda: examine_memory(job, load_site(file) if file.is_file() else SiteConfig())))
+        findings.append(run_check("memory", lambda: examine_memory(job, load_site(file) if file.is_file() else SiteConfig())))
     return findings
 
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:
     relay = (kit / "startup" / "fed_relay.json").is_file()
     if relay or (kit / "startup" / "fed_admin.json").is_file():  # these kits have no allow-list, policies or classes
-        yield _signature(kit)
-        yield checked("key", lambda: _key(kit))
-        yield from _certificates(kit)
+        yield _examine_signature(kit)
+        yield run_check("key", lambda: _examine_key(kit))
+        yield from _examine_certificates(kit)
         if relay:
-            yield checked("port", lambda: _port(kit, read_settings(kit / "local" / COMM)["internal"]["resources"]["port"]))
-        yield checked("server", lambda: examine_servers(kit))
+            yield run_check(
+                "port", lambda: _examine_port(kit, read_settings(kit / "local" / COMM)["internal"]["resources"]["port"])
+            )
+        yield run_check("server", lambda: examine_servers(kit))
         return
-    named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
+    named = run_check("startup kit", lambda: f"{kit}: {kit_name(kit)}")
     yield named
     if not named.ok:
         return
@@ -88,32 +90,32 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
             f"{path}: FLARE writes it into the commands of jobs without quotes, and every job fails",
             "move the kit to a path without spaces, quotes and #",
         )
-    yield _signature(kit)
-    yield _start_script(kit)
-    yield checked("key", lambda: _key(kit))
-    yield checked("settings", lambda: _settings(kit))
+    yield _examine_signature(kit)
+    yield _examine_start_script(kit)
+    yield run_check("key", lambda: _examine_key(kit))
+    yield run_check("settings", lambda: _examine_settings(kit))
     role = kit_role(kit) or "site"  # `kit_name` has found one
-    yield checked("FLARE's code", lambda: patches.check(role))
-    yield from _policies(kit, role)
-    yield checked("components", lambda: _components(kit, role))
-    yield from _certificates(kit)
+    yield run_check("FLARE's code", lambda: patches.check(role))
+    yield from _examine_policies(kit, role)
+    yield run_check("components", lambda: _examine_components(kit, role))
+    yield from _examine_certificates(kit)
     if role == "server":
-        yield checked("revocation", lambda: _revocation(kit))
-        yield checked("state", lambda: _state(server_folders(kit)[0].parent))
-        yield checked("disk", lambda: examine_disk(server_folders(kit)[0], "sites.yml"))
-        yield checked("port", lambda: _port(kit, int(server_address(kit).rpartition(":")[2])))
-        yield checked("relays", lambda: _relays(read_settings(kit / "startup" / "fed_server.json"), kit))
+        yield run_check("revocation", lambda: _examine_revocation(kit))
+        yield run_check("state", lambda: _examine_state(server_folders(kit)[0].parent))
+        yield run_check("disk", lambda: examine_disk(server_folders(kit)[0], "sites.yml"))
+        yield run_check("port", lambda: _examine_port(kit, int(server_address(kit).rpartition(":")[2])))
+        yield run_check("relays", lambda: _examine_relays(read_settings(kit / "startup" / "fed_server.json"), kit))
     else:
-        own = certificate(kit).read_text(encoding="utf-8")
-        yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
-        yield from _site(kit)
-        server = checked("server", lambda: examine_servers(kit))
+        own = certificate_path(kit).read_text(encoding="utf-8")
+        yield run_check("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
+        yield from _examine_site(kit)
+        server = run_check("server", lambda: examine_servers(kit))
         yield server
         if server.ok:
-            yield _admission(kit)
+            yield _examine_admission(kit)
 
 
-def _state(folder: Path) -> Finding | str:
+def _examine_state(folder: Path) -> Finding | str:
     """Return whether a server's folder of jobs and snapshots is writable, private to its user, and not a temporary folder."""
     there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
     if not os.access(there, os.W_OK | os.X_OK):
@@ -132,7 +134,7 @@ def _state(folder: Path) -> Finding | str:
     return f"{folder}: for this user only" if there == folder else f"{folder}: is made at the start, for this user only"
 
 
-def _port(kit: Path, port: int) -> Finding | str:
+def _examine_port(kit: Path, port: int) -> Finding | str:
     """Return whether a running server or relay listens on its port, and whether a stopped one could."""
     with socket.socket() as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -157,7 +159,7 @@ def _port(kit: Path, port: int) -> Finding | str:
     return f"{port}: free"
 
 
-def _relays(raw: dict[str, Any], kit: Path) -> Finding | str:
+def _examine_relays(raw: dict[str, Any], kit: Path) -> Finding | str:
     """Return the sites behind each relay, with advice if all sites of one relay are disconnected."""
     behind: dict[str, list[str]] = {}
     for place, site in raw["servers"][0].get("auth_identity_map", {}).items():
@@ -171,7 +173,7 @@ def _relays(raw: dict[str, Any], kit: Path) -> Finding | str:
     return Finding("relays", found, advice=advice)
 
 
-def _admission(kit: Path) -> Finding:
+def _examine_admission(kit: Path) -> Finding:
     """Return whether the server admits the site. A running site's process has noted this; for a stopped one, ask the server."""
     try:
         if not (running := processes(kit)) and relay_of(kit):
@@ -185,7 +187,7 @@ def _admission(kit: Path) -> Finding:
     return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
 
 
-def _signature(kit: Path) -> Finding:
+def _examine_signature(kit: Path) -> Finding:
     if not is_signed(kit / "startup"):
         return Finding(
             "signature", "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
@@ -195,16 +197,18 @@ def _signature(kit: Path) -> Finding:
     return Finding("signature", f"startup/ was altered: {', '.join(altered_files(kit / 'startup'))}", "restore it")
 
 
-def _key(kit: Path) -> Finding | str:
+def _examine_key(kit: Path) -> Finding | str:
     """Return whether the private key is there, belongs to the certificate, is private to its user, and is locked or not."""
-    path = private_key(kit)
+    path = private_key_path(kit)
     if (mode := path.stat().st_mode & 0o777) & 0o077:
         return Finding(
             "key", f"{path}: mode {mode:o}: others can read it", f"chmod 600 {path}; ask the hub for a new kit if they may have"
         )
-    if not is_key_of(path, load_certificate(certificate(kit))):
-        return Finding("key", f"{path}: not the key of {certificate(kit).name}", "restore it, or ask the hub for a new kit")
-    if (kit / LOCKED).is_file() and path in in_clear(kit):
+    if not is_key_of(path, load_certificate(certificate_path(kit))):
+        return Finding(
+            "key", f"{path}: not the key of {certificate_path(kit).name}", "restore it, or ask the hub for a new kit"
+        )
+    if (kit / LOCKED).is_file() and path in unlocked_keys(kit):
         return Finding("key", f"{path}: in clear beside {LOCKED}", f"stop it, then run `consilium lock {kit}`")
     return (
         "locked, and open now"
@@ -213,7 +217,7 @@ def _key(kit: Path) -> Finding | str:
     )
 
 
-def _certificates(kit: Path) -> Iterator[Finding]:
+def _examine_certificates(kit: Path) -> Iterator[Finding]:
     """Yield the findings of `examine_own`, or a problem if a file is not a certificate."""
     try:
         yield from examine_own(kit)
@@ -222,7 +226,7 @@ def _certificates(kit: Path) -> Iterator[Finding]:
         yield Finding("certificate", wrong, remedy)
 
 
-def _start_script(kit: Path) -> Finding:
+def _examine_start_script(kit: Path) -> Finding:
     if not unsafe_scripts(kit / "startup"):
         return Finding("start script", "starts Python in an empty folder of the kit")
     return Finding(
@@ -232,7 +236,7 @@ def _start_script(kit: Path) -> Finding:
     )
 
 
-def _settings(kit: Path) -> Finding:
+def _examine_settings(kit: Path) -> Finding:
     if is_pinned(kit):
         narrow = "grpc" not in read_settings(kit / COMM)
         advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
@@ -240,17 +244,17 @@ def _settings(kit: Path) -> Finding:
     return Finding("settings", "a job could bring its own for connections, and code with them", "run `consilium allow KIT`")
 
 
-def _policies(kit: Path, role: str) -> Iterator[Finding]:
+def _examine_policies(kit: Path, role: str) -> Iterator[Finding]:
     """Yield findings about the policy files. A missing file is a problem, because FLARE's default allows too much."""
     local = kit / "local"
-    yield checked("allow-list", lambda: _allow_list(read_settings(local / "resources.json"), role))
-    yield checked("rights", lambda: _rights(read_settings(local / "authorization.json")))
+    yield run_check("allow-list", lambda: _examine_allow_list(read_settings(local / "resources.json"), role))
+    yield run_check("rights", lambda: _examine_rights(read_settings(local / "authorization.json")))
     if role == "site":
-        yield checked("log streaming", lambda: _log_streaming(read_settings(local / "resources.json")))
-        yield checked("privacy scope", lambda: _scope(read_settings(local / "privacy.json")))
+        yield run_check("log streaming", lambda: _examine_log_streaming(read_settings(local / "resources.json")))
+        yield run_check("privacy scope", lambda: _examine_scope(read_settings(local / "privacy.json")))
 
 
-def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
+def _examine_allow_list(resources: dict[str, Any], role: str) -> Finding | str:
     """Return whether our entries of the allow-list are exactly the role's classes. A job can call every name on the list."""
     listed, mode = resources.get(KEY, []), resources.get("class_list_enforcement_mode", "enforce")
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
@@ -288,7 +292,7 @@ def _is_prefix(entry: str) -> bool:
         return False
 
 
-def _log_streaming(resources: dict[str, Any]) -> Finding | str:
+def _examine_log_streaming(resources: dict[str, Any]) -> Finding | str:
     if resources.get("allow_log_streaming", True):
         return Finding(
             "log streaming",
@@ -298,7 +302,7 @@ def _log_streaming(resources: dict[str, Any]) -> Finding | str:
     return "off"
 
 
-def _scope(privacy: dict[str, Any]) -> Finding | str:
+def _examine_scope(privacy: dict[str, Any]) -> Finding | str:
     scopes = privacy.get("scopes", [])
     if [scope.get("name") for scope in scopes] != [privacy.get("default_scope")]:
         return Finding(
@@ -315,7 +319,7 @@ def _scope(privacy: dict[str, Any]) -> Finding | str:
     return f"{privacy['default_scope']}: the only one, with the guard"
 
 
-def _rights(authorization: dict[str, Any]) -> Finding | str:
+def _examine_rights(authorization: dict[str, Any]) -> Finding | str:
     for role, rights in authorization.get("permissions", {}).items():
         for right in ("byoc", "shell_commands"):
             if (given := rights if isinstance(rights, str) else rights.get(right, "none")) != "none":
@@ -327,22 +331,22 @@ def _rights(authorization: dict[str, Any]) -> Finding | str:
     return "no job brings code (BYOC), nobody has a shell"
 
 
-def _site(kit: Path) -> Iterator[Finding]:
+def _examine_site(kit: Path) -> Iterator[Finding]:
     file, site = kit / "local" / "site.yaml", SiteConfig()
-    found = checked("site.yaml", lambda: _describe(load_site(file)))
+    found = run_check("site.yaml", lambda: _describe_site(load_site(file)))
     yield found
     if found.ok:
         site = load_site(file)
-        yield checked("approval", lambda: _approval(site, kit / "local"))
-        yield checked("privacy ledger", lambda: _ledger(site, kit))
-        yield checked("ledger of sums", lambda: _sums(site, kit))
+        yield run_check("approval", lambda: _examine_approval(site, kit / "local"))
+        yield run_check("privacy ledger", lambda: _examine_ledger(site, kit))
+        yield run_check("ledger of sums", lambda: _count_sums(site, kit))
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     yield examine_device(site, _promised_gpus(kit))
     yield examine_disk(site.state or kit)
 
 
-def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
+def _examine_ledger(site: SiteConfig, kit: Path) -> Finding | str:
     """Return how many rows the privacy ledger has, and how many are void.
 
     Raises RefusedError if rows are lost, because then the site refuses every job.
@@ -359,7 +363,7 @@ def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
     return Finding("privacy ledger", found, advice=advice)
 
 
-def _sums(site: SiteConfig, kit: Path) -> str:
+def _count_sums(site: SiteConfig, kit: Path) -> str:
     """Return the number of lines in the ledger of sums.
 
     Raises RefusedError if lines are lost, because then the site refuses jobs with secure aggregation and without noise.
@@ -367,18 +371,18 @@ def _sums(site: SiteConfig, kit: Path) -> str:
     return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
 
 
-def _describe(site: SiteConfig) -> str:
+def _describe_site(site: SiteConfig) -> str:
     budgets = {unit: f"epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in site.privacy.budgets.items()}
     return "budget " + ", ".join(f"{u} {b}" for u, b in budgets.items()) if budgets else "no budget: jobs without privacy run"
 
 
-def _approval(site: SiteConfig, local: Path) -> Finding | str:
+def _examine_approval(site: SiteConfig, local: Path) -> Finding | str:
     """Return whether jobs need the administrator's approval, which code in a job (BYOC) could bypass."""
     if site.approve is None:
         return "not needed: any job of a person who may submit runs, within these policies"
-    if not (rights := checked("rights", lambda: _rights(read_settings(local / "authorization.json")))).ok:
+    if not (rights := run_check("rights", lambda: _examine_rights(read_settings(local / "authorization.json")))).ok:
         return Finding("approval", f"by digest, but {rights.found}", "set byoc to none: a job's code runs before it is checked")
-    return f"by digest; {len(approvals(local))} jobs are approved"
+    return f"by digest; {len(read_approvals(local))} jobs are approved"
 
 
 def _promised_gpus(kit: Path) -> int:
@@ -389,16 +393,16 @@ def _promised_gpus(kit: Path) -> int:
     return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
 
 
-def _revocation(kit: Path) -> Finding | str:
+def _examine_revocation(kit: Path) -> Finding | str:
     """Return whether the server checks revocations, and how many names are revoked."""
-    if not is_checked(kit):
+    if not has_revocation_check(kit):
         return Finding("revocation", "the server takes revoked credentials", "stop it, run `consilium allow KIT`, start it")
     return f"{len(revoked_until(kit / 'local'))} names have had their credentials revoked"
 
 
-def _components(kit: Path, role: str) -> Finding | str:
+def _examine_components(kit: Path, role: str) -> Finding | str:
     """Return whether the kit has all components of this version."""
     missing = missing_components(kit, role)
-    if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation reports this
+    if not missing or (role == "server" and not has_revocation_check(kit)):  # the finding about revocation reports this
         return "all of this version"
     return Finding("components", f"without {', '.join(missing)}", advice="stop it, run `consilium allow KIT`, start it")

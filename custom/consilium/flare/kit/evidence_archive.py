@@ -34,8 +34,8 @@ from nvflare.lighter.utils import (
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_contents import certificate, kit_name, private_key
-from consilium.flare.kit.root_ca import fingerprints, named_root
+from consilium.flare.kit.kit_contents import certificate_path, kit_name, private_key_path
+from consilium.flare.kit.root_ca import fingerprints, parse_fingerprint
 from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
 
@@ -90,7 +90,7 @@ def check_chains(files: Mapping[str, bytes]) -> dict[str, Any]:
             path = Path(place) / name
             path.write_bytes(files[name])
             try:
-                read = audit_log.verified(path)
+                read = audit_log.load_record(path)
             except Exception as error:  # a site can sign arbitrary bytes
                 found["record"] = f"{name} cannot be read ({error})"
                 continue
@@ -120,7 +120,7 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
     """
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give another name, evidence is never replaced")
-    own, found = certificate(kit), check_chains(files)
+    own, found = certificate_path(kit), check_chains(files)
     every = {**files, CERTIFICATE: own.read_bytes(), ROOT: (kit / "startup" / ROOT).read_bytes()}
     manifest = Manifest(
         format=FORMAT,
@@ -131,7 +131,7 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
         files={name: hashlib.sha256(content).hexdigest() for name, content in sorted(every.items())},
     )
     text = json.dumps(manifest.model_dump(), indent=1).encode()
-    signature = sign_content(text, load_private_key_file(str(private_key(kit))), return_str=False)
+    signature = sign_content(text, load_private_key_file(str(private_key_path(kit))), return_str=False)
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in {**every, MANIFEST: text, SIGNATURE: signature}.items():
@@ -147,7 +147,7 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     ConsiliumError if the archive was altered or forged, or if its root is another one. Raises ConfigError if it is no archive
     of this kind. No file is unpacked.
     """
-    wanted, files = named_root(fingerprint), _read_archive(path)
+    wanted, files = parse_fingerprint(fingerprint), _read_archive(path)
     manifest = _read_manifest(path, files)
     own, root = _read_certificates(path, files)
     _check_signature(path, manifest, files, own, root)

@@ -93,12 +93,12 @@ class HealthReport:
     def _run(self) -> None:
         while True:
             try:
-                self._last = time.monotonic(), self.look()
+                self._last = time.monotonic(), self.collect_facts()
             except Exception:  # such as an error of the disk; the next attempt may succeed
                 self._last = time.monotonic(), None
             time.sleep(PERIOD)
 
-    def look(self) -> dict[str, Any] | None:
+    def collect_facts(self) -> dict[str, Any] | None:
         """Collect and return the facts. None if the site does not share its health, or if its site.yaml cannot be read."""
         try:
             site = load_site(self.kit / "local" / "site.yaml")

@@ -62,14 +62,14 @@ def await_certificate(kit: Path) -> None:
     With an invalid certificate, FLARE 2.9's client fails without a message and then waits for ever, even after the certificate
     has become valid.
     """
-    while (path := kit / "startup" / "client.crt").is_file() and (found := not_valid(path))[0]:
+    while (path := kit / "startup" / "client.crt").is_file() and (found := why_certificate_invalid(path))[0]:
         configure_logging(Workspace(str(kit)))  # FLARE does it later
         logging.getLogger(__name__).error(f"the kit's certificate {found[0]}; waiting")
         note_cause(kit, found[1])
         time.sleep(RETRY)
 
 
-def not_valid(path: Path) -> tuple[str, Cause | None]:
+def why_certificate_invalid(path: Path) -> tuple[str, Cause | None]:
     """Return (why a certificate is not valid now, with a remedy; the cause). ("", None) for a valid certificate."""
     try:
         own, now = load_crt(path), datetime.now(UTC)
@@ -130,7 +130,7 @@ class AttendanceReport(FLComponent):
         Once the server does not reply, note the certificate as the cause.
         A connection outlives its certificate, so the site stays connected until the connection breaks.
         """
-        wrong, cause = not_valid(self._kit / "startup" / "client.crt")
+        wrong, cause = why_certificate_invalid(self._kit / "startup" / "client.crt")
         if wrong and (now := time.monotonic()) - self._said >= RETRY:
             self._said = now
             if (away := now - self._answered > SILENCE) and cause:

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_contents import LOCKED, certificate, private_key
+from consilium.flare.kit.kit_contents import LOCKED, certificate_path, private_key_path
 from consilium.flare.kit.processes import check_stopped
 
 MIN_PASSPHRASE = 12
@@ -35,7 +35,7 @@ def _cipher(passphrase: str, salt: bytes) -> Fernet:
     return Fernet(base64.urlsafe_b64encode(Scrypt(salt=salt, **COST).derive(passphrase.encode())))
 
 
-def in_clear(kit: Path) -> list[Path]:
+def unlocked_keys(kit: Path) -> list[Path]:
     """Return the key files in startup/ that are not links.
 
     In a kit that is not locked, these are all keys. In a locked kit, these are keys that an interrupted `lock` left behind.
@@ -50,13 +50,13 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
     shows whether the encrypted file holds the same keys. Raises ConfigError if the folder is no kit, if the kit runs, has no
     key, or has keys outside startup/; for a short passphrase; and for keys in clear that differ from the encrypted ones.
     """
-    certificate(kit)
+    certificate_path(kit)
     check_stopped(kit)
-    path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), in_clear(kit)
+    path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), unlocked_keys(kit)
     if others := _other_keys(kit):
         raise ConfigError(f"{others[0]}: a private key in clear; move {others[0].parent} out of the kit, or delete it")
     if not path.is_file():
-        private_key(kit)
+        private_key_path(kit)
         if passphrase is None or len(passphrase) < MIN_PASSPHRASE:
             raise ConfigError(
                 f"passphrase: {len(passphrase or '')} characters; use at least {MIN_PASSPHRASE}, such as five words"
@@ -127,7 +127,7 @@ def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
     if for_good:
         check_stopped(kit)
     keys = _decrypt_keys(path, passphrase)
-    _check_same_keys(in_clear(kit), keys, path)
+    _check_same_keys(unlocked_keys(kit), keys, path)
     memory = next((place for place in IN_MEMORY if place and os.access(place, os.W_OK)), None)
     folder = startup if for_good else Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory or kit))
     for name, text in keys.items():

@@ -49,7 +49,7 @@ def kit_role(kit: Path) -> str | None:
 
 def kit_name(kit: Path) -> str:
     """Return the participant's name in a kit's certificate. Raises ConfigError."""
-    return get_cert_common_name(load_certificate(certificate(kit)))
+    return get_cert_common_name(load_certificate(certificate_path(kit)))
 
 
 def load_certificate(path: Path) -> x509.Certificate:
@@ -62,7 +62,7 @@ def load_certificate(path: Path) -> x509.Certificate:
         raise ConfigError(f"{path}: not a certificate; restore the kit, or ask the hub for it") from None
 
 
-def certificate(kit: Path) -> Path:
+def certificate_path(kit: Path) -> Path:
     """Return the path of the kit's own certificate. Raises ConfigError if the kit has none."""
     for name in ROLES:
         if (path := kit / "startup" / name).is_file():
@@ -72,12 +72,12 @@ def certificate(kit: Path) -> Path:
 
 def is_open(kit: Path) -> bool:
     """Return whether a kit's private key file is there: the kit was never locked, or is unlocked now."""
-    return certificate(kit).with_suffix(".key").is_file()
+    return certificate_path(kit).with_suffix(".key").is_file()
 
 
-def private_key(kit: Path) -> Path:
+def private_key_path(kit: Path) -> Path:
     """Return the path of a kit's private key. Raises ConfigError if the kit is locked or the key is missing."""
-    path = certificate(kit).with_suffix(".key")
+    path = certificate_path(kit).with_suffix(".key")
     if not is_open(kit):
         remedy = f"is locked; run `consilium unlock {kit}`" if (kit / LOCKED).is_file() else "is not there; restore the kit"
         raise ConfigError(f"{path}: the private key {remedy}")

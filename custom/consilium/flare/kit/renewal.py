@@ -28,11 +28,11 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import ServerEntry, load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
-from consilium.flare.kit.kit_contents import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
+from consilium.flare.kit.kit_contents import LOCKED, certificate_path, is_key_of, kit_role, load_certificate, private_key_path
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
-from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, named_root, replace_root
+from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, parse_fingerprint, replace_root
 
 OLD, NEW = "startup.old", ".startup.new"
 """Folders beside a kit's startup/: OLD holds the replaced startup/, whose key is still valid; NEW the incomplete new copy."""
@@ -96,12 +96,12 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     if not startup.exists() and old.is_dir():  # stopped between the two renames below
         os.replace(old, startup)
-    certificate(kit)
+    certificate_path(kit)
     if not running:
         check_stopped(kit)
     elif kit_role(kit) != "site":
         raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
-    if problem := next(_renewal_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
+    if problem := next(_renewal_problems(kit, new, parse_fingerprint(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir(mode=0o700)  # others cannot read the key during the copy, whatever file modes the renewed kit has
@@ -115,17 +115,17 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     os.replace(copied, startup)
     ready.rmdir()
     old.chmod(0o700)
-    own, root = load_certificate(certificate(kit)), load_certificate(startup / "rootCA.pem")
+    own, root = load_certificate(certificate_path(kit)), load_certificate(startup / "rootCA.pem")
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
 
 
 def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
     """Yield each reason why the kit `new` is no renewal of `kit`. `fingerprint`: of an accepted root with another key."""
-    before, after = load_certificate(certificate(kit)), load_certificate(certificate(new))
+    before, after = load_certificate(certificate_path(kit)), load_certificate(certificate_path(new))
     root, next_root = (load_certificate(one / "startup" / "rootCA.pem") for one in (kit, new))
     if before.subject != after.subject:
         yield f"is of {after.subject.rfc4514_string()}, the kit of {before.subject.rfc4514_string()}; ask the hub for yours"
-    if certificate(kit).name != certificate(new).name:
+    if certificate_path(kit).name != certificate_path(new).name:
         yield "is of another role; ask the hub for yours"
     if root.public_key() != next_root.public_key() and fingerprint not in fingerprints(next_root):
         yield (
@@ -135,7 +135,7 @@ def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
     if not after.not_valid_before_utc <= datetime.now(UTC) <= after.not_valid_after_utc:
         yield f"its certificate is valid from {after.not_valid_before_utc} to {after.not_valid_after_utc}; look at the clock"
     try:
-        own, *chain = load_crt_chain(certificate(new))
+        own, *chain = load_crt_chain(certificate_path(new))
         verify_cert_chain(own, chain, next_root)
     except (VerificationError, ValueError):  # ValueError: half a chain
         yield "its certificate is not signed by its root; ask the hub again"
@@ -143,7 +143,7 @@ def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
         yield "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made"
     if (kit / LOCKED).is_file() and not (new / LOCKED).is_file():
         yield "its key is in clear, yours is locked; run `consilium lock` and `consilium unlock` on it first"
-    if not is_key_of(private_key(new), after):
+    if not is_key_of(private_key_path(new), after):
         yield "its key is none of its certificate; ask the hub again"
     if is_signed(kit / "startup") and not is_as_signed(new / "startup"):
         yield "its startup/ is not as the hub signed it; ask the hub again"

@@ -33,7 +33,7 @@ def revoke(name: str, kit: Path) -> str:
     """
     if not (kit / "startup" / "server.crt").is_file():
         raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")
-    if not is_checked(kit):
+    if not has_revocation_check(kit):
         raise ConfigError(f"{kit}: its server does not look at revocations; stop it, run `consilium allow KIT`, start it")
     if not name or name != name.strip() or name == "server":
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
@@ -77,7 +77,7 @@ def revoked_since(local: Path, before: Mapping[str, float]) -> set[str]:
     return {name for name, until in revoked_until(local).items() if before.get(name) != until}
 
 
-def is_checked(kit: Path) -> bool:
+def has_revocation_check(kit: Path) -> bool:
     """Return whether a server's kit has the component that checks revocations."""
     try:
         return COMPONENT["path"] in component_paths(kit)

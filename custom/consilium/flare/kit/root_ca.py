@@ -36,7 +36,7 @@ def fingerprints(root: x509.Certificate) -> tuple[str, str]:
     return root.fingerprint(hashes.SHA256()).hex(), key_fingerprint(root.public_key())
 
 
-def named_root(fingerprint: str) -> str:
+def parse_fingerprint(fingerprint: str) -> str:
     """Return the value of `--fingerprint` as 64 hex digits. Raises ConfigError for other values."""
     try:
         return read_fingerprint(fingerprint)
@@ -84,7 +84,7 @@ def former_root(state: Path) -> dict[str, str] | None:
     return read_json(path).get(FORMER) if path.is_file() else None
 
 
-def fingerprint(state: Path) -> str:
+def root_certificate_sha256(state: Path) -> str:
     """Return the SHA-256 of the current root's certificate, which sites compare by telephone."""
     root = read_json(state / "cert.json")[ROOT]
     return fingerprints(x509.load_pem_x509_certificate(root.encode()))[0]

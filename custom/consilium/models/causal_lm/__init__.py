@@ -25,7 +25,7 @@ class CausalLmConfig(FolderConfig):
 
     @field_validator("checkpoint")
     @classmethod
-    def _ships(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_checkpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("variant") == "tiny":
             raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
         return value

@@ -74,8 +74,8 @@ def build_causal_lm(
     if why := _NO_STEPS.get(kind := model.config.model_type):
         raise ConfigError(f"model.config.model_type: {kind!r}: {why}; use another causal model")
     use_linear_layers(model)
-    transformers_folder.answer_plainly(model)
-    return transformers_folder.finished(model, gradient_checkpointing)
+    transformers_folder.remove_generation_config(model)
+    return transformers_folder.set_evaluation_mode(model, gradient_checkpointing)
 
 
 def require_causal(model: PreTrainedModel) -> None:

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from consilium.data.partition import cluster_points
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
-from consilium.models.transformers_folder import positions
-from consilium.models.untrusted_folder import named_as
-from consilium.models.untrusted_tokenizer import plain_failure
+from consilium.models.transformers_folder import context_length
+from consilium.models.untrusted_folder import name_field_in_errors
+from consilium.models.untrusted_tokenizer import replace_tokenizer_errors
 
 LONGEST = 512
 """The most tokens of a text that are read."""
@@ -25,9 +25,9 @@ LONGEST = 512
 @torch.no_grad()
 def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> np.ndarray:
     """Return the embeddings (N, D) float32 of `texts`. Each text is encoded alone, so that padding cannot change it."""
-    found, most = [], min(LONGEST, positions(model))
+    found, most = [], min(LONGEST, context_length(model))
     for text in texts:
-        with plain_failure():
+        with replace_tokenizer_errors():
             read = tokenizer(text or " ", truncation=True, max_length=most, split_special_tokens=True, return_tensors="pt")
         states = model(input_ids=read.input_ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
         found.append(states[0].float().mean(0))
@@ -37,7 +37,7 @@ def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequ
 def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:
     """Return the name of each text's cluster, one of `count`. `folder`: the language model; None for the tiny one."""
     variant: Literal["tiny", "folder"] = "folder" if folder else "tiny"
-    with named_as("--model"):
+    with name_field_in_errors("--model"):
         model, tokenizer = build_causal_lm(variant, folder), load_tokenizer(variant, folder)
     points = embeddings(model, tokenizer, texts)
     return cluster_points(points, count, seed)

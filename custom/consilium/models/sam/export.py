@@ -94,7 +94,7 @@ def loading_page(model: PromptedSam, config: SamConfig) -> str:
         decoder_heads=shape.decoder_heads,
     )  # fmt: skip
     begin = _PUBLISHED.format(variant=config.variant) if published else classes
-    begin += med2d.source() if shape.adapted else ""
+    begin += med2d.adapter_source_code() if shape.adapted else ""
     loaded = {"none": _LOADED, "box": _BOXED, "point": _POINTED}[model.prompt]
     code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
     return page(_about(model, config, published), code)

@@ -47,10 +47,10 @@ def add_adapters(sam: Sam) -> None:
     """Put an adapter beside the MLP of every block of the image encoder, in place."""
     for block in sam.image_encoder.blocks:
         block.add_module("Adapter", Adapter(block.norm1.normalized_shape[0]))
-        block.mlp.register_forward_hook(partial(_beside, block))
+        block.mlp.register_forward_hook(partial(_add_adapter_output, block))
 
 
-def _beside(block: Any, mlp: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add_adapter_output(block: Any, mlp: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output + block.Adapter(given[0])
 
 
@@ -62,13 +62,13 @@ from torch import Tensor, nn
 """
 
 
-def source() -> str:
+def adapter_source_code() -> str:
     """Return Python code that adds the adapters to a model `sam` of segment_anything, for the page of an exported model."""
-    parts = [inspect.getsource(Adapter), inspect.getsource(_beside), inspect.getsource(add_adapters)]
+    parts = [inspect.getsource(Adapter), inspect.getsource(_add_adapter_output), inspect.getsource(add_adapters)]
     return "\n\n".join(["", _IMPORTS, *parts, "add_adapters(sam)\n\n"])
 
 
-def unwrapped(state: object) -> object:
+def unwrap_checkpoint(state: object) -> object:
     """Return the model's part of a training checkpoint, which also holds an optimizer; any other object as it is."""
     inner = state.get("model") if isinstance(state, dict) else None
     return inner if isinstance(inner, dict) and all(isinstance(value, torch.Tensor) for value in inner.values()) else state

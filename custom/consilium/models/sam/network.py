@@ -98,7 +98,7 @@ class PromptedSam(Sam):
         SAM's own `predict_masks` for N images with one prompt each; only the asked tokens' heads are computed.
         """
         decoder, count = self.mask_decoder, embedding.shape[0]
-        sparse, dense = self._encoded(prompts)
+        sparse, dense = self._encode_prompts(prompts)
         output = torch.cat([decoder.iou_token.weight, decoder.mask_tokens.weight]).expand(count, -1, -1)
         queries = torch.cat([output, sparse.expand(count, -1, -1)], dim=1)
         positions = self.prompt_encoder.get_dense_pe().expand(count, -1, -1, -1)
@@ -115,7 +115,7 @@ class PromptedSam(Sam):
         own = torch.arange(count)
         return low[:, own, own] if self.prompt == "point" else low[:, :, 0]
 
-    def _encoded(self, prompts: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _encode_prompts(self, prompts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return SAM's encoding of a prompt for each picture: (N or 1, n, width), (N or 1, width, h, w)."""
         encoder = self.prompt_encoder
         sparse, dense = encoder(points=None, boxes=None, masks=None)
@@ -213,7 +213,7 @@ def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
     refuse_adapter(path)
     if not path.is_file():
         raise CheckpointError(f"model.checkpoint: {path}: no such file; give the path of the {variant} weights")
-    state = med2d.unwrapped(load_tensors(path))
+    state = med2d.unwrap_checkpoint(load_tensors(path))
     if not isinstance(state, dict) or "image_encoder.pos_embed" not in state:
         raise CheckpointError(f"model.checkpoint: {path}: holds no SAM (no image_encoder.pos_embed); give Meta's .pth")
     found = next((n for n, s in SHAPES.items() if _fits(s, state)), "an unknown SAM")

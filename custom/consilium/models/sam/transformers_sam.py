@@ -116,7 +116,7 @@ def build_promptable(
     transformers_folder.register_pixels(model, config.pixels)
     model.count, model.prompt = classes, prompt
     transformers_folder.extend_class(model, Promptable)
-    return transformers_folder.finished(model, use_checkpointing)
+    return transformers_folder.set_evaluation_mode(model, use_checkpointing)
 
 
 def _resize(model: Any, side: int) -> None:

@@ -32,7 +32,7 @@ class TextEncoderConfig(FolderConfig):
 
     @field_validator("config")
     @classmethod
-    def _draws_nothing(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _set_dropout_to_zero(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         return value and {key: 0.0 if "drop" in key and one else one for key, one in value.items()}
 
 

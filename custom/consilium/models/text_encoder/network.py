@@ -87,7 +87,7 @@ def build(
     transformers_folder.extend_class(model, TextClassifier)
     if not weights:
         _rehearse(copy.deepcopy(model).to("meta"), config)
-    return transformers_folder.finished(model, use_checkpointing)
+    return transformers_folder.set_evaluation_mode(model, use_checkpointing)
 
 
 def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
@@ -99,7 +99,7 @@ def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
         if config.features == "pooled":
             raise ConfigError(f"model.features: 'pooled': {kind} pools nothing itself; use mean or first") from None
         raise ConfigError(
-            f"model.config: {kind} does not take texts ({transformers_folder.short(error)}); known are {KNOWN.examples}"
+            f"model.config: {kind} does not take texts ({transformers_folder.shorten_error(error)}); known are {KNOWN.examples}"
         ) from None
     if found.ndim != 2:
         raise ConfigError(f"model.config: {kind} has no features of each text; known are {KNOWN.examples}")

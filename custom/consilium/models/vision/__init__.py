@@ -32,7 +32,7 @@ class VisionConfig(PictureFolderConfig):
 
     @field_validator("zero_shot")
     @classmethod
-    def _asks(cls, value: str | None) -> str | None:
+    def _check_zero_shot(cls, value: str | None) -> str | None:
         if value is not None and value.count("{}") != 1:
             raise ValueError("a text with {} once, in whose place the class stands")
         return value

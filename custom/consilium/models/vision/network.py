@@ -80,7 +80,7 @@ class Classifier(PreTrainedModel):
         encode: Any = self.get_image_features if hasattr(self, "get_image_features") else super().forward
         if self.config.model_type == "siglip2":  # it takes patches, of any grid
             return encode(**_naflex_inputs(pixels, self.config.vision_config.patch_size))
-        own = sees(self.config)
+        own = get_vision_config(self.config)
         more = {"interpolate_pos_encoding": True} if pixels.shape[-1] != own.image_size and self.interpolates else {}
         return encode(pixel_values=pixels, **more)
 
@@ -91,10 +91,10 @@ class Classifier(PreTrainedModel):
 
     def patches(self, side: int) -> int:
         """Return how many patches a picture of `side` pixels has."""
-        return (side // sees(self.config).patch_size) ** 2
+        return (side // get_vision_config(self.config).patch_size) ** 2
 
 
-def sees(config: Any) -> Any:
+def get_vision_config(config: Any) -> Any:
     """Return the configuration of the vision tower: `vision_config` of a model with two towers, else all of `config`."""
     return getattr(config, "vision_config", config)
 
@@ -120,7 +120,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
             f"are {KNOWN.examples}"
         )
     transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
-    own = _sizes(model, config.image_size)
+    own = _check_picture_size(model, config.image_size)
     texts = _texts(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
     for name in TEXT_PARTS:
         if hasattr(model, name):
@@ -135,12 +135,12 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     transformers_folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:
         _rehearse(copy.deepcopy(model).to("meta"), config, width)
-    return transformers_folder.finished(model, use_checkpointing)
+    return transformers_folder.set_evaluation_mode(model, use_checkpointing)
 
 
-def _sizes(model: Any, side: int) -> Any:
+def _check_picture_size(model: Any, side: int) -> Any:
     """Return the vision tower's config. Raises ConfigError for a model without one, or a picture size it cannot take."""
-    own = sees(model.config)
+    own = get_vision_config(model.config)
     patch = getattr(own, "patch_size", None)
     if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
         raise ConfigError(
@@ -163,8 +163,8 @@ def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
         output = model.encoded(torch.zeros(2, 3, side, side, device="meta"))
     except Exception as error:  # whatever a model of another sort makes of pictures
         raise ConfigError(
-            f"model.config: {kind} does not take pictures of {side} pixels ({transformers_folder.short(error)}); known are "
-            f"{KNOWN.examples}"
+            f"model.config: {kind} does not take pictures of {side} pixels ({transformers_folder.shorten_error(error)}); "
+            f"known are {KNOWN.examples}"
         ) from None
     tokens, pooled = output.last_hidden_state, output.get("pooler_output")
     first = tokens.shape[1] - model.patches(side)
@@ -172,7 +172,7 @@ def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
         "pooled": pooled is not None and pooled.shape == (2, width),
         "dense": tokens.ndim == 3
         and len(tokens) == 2
-        and 0 <= first <= FIRST + getattr(sees(model.config), "num_register_tokens", 0),
+        and 0 <= first <= FIRST + getattr(get_vision_config(model.config), "num_register_tokens", 0),
     }
     if not found[config.features]:
         other = next((f"use {name}" for name, has in found.items() if has), f"known are {KNOWN.examples}")
@@ -212,7 +212,7 @@ def _texts(
 def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
     """See registry.Saved. Of two towers the vision tower is written; head, projection and the classes' texts get a file."""
     asks, interpolates, kind = bool(len(model.texts)), model.interpolates, model.config.model_type
-    own = sees(model.config)
+    own = get_vision_config(model.config)
     side = config.image_size // own.patch_size
     head, texts, scale = model.head, model.texts, model.text_scale
     transformers_folder.restore_class(model, "head", "pooled", *TEXTS)

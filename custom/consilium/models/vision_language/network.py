@@ -63,12 +63,12 @@ def build(
     picture_of(model.config, config.image_size)
     transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
     transformers_folder.register_pixels(model, config.pixels)
-    transformers_folder.answer_plainly(model)
+    transformers_folder.remove_generation_config(model)
     transformers_folder.extend_class(model, Seeing)
     transformers_folder.require_positions(
         model, config.max_length, getattr(task, "max_new_tokens", 0)
     )  # another task may write no answers
-    return transformers_folder.finished(model, use_checkpointing)
+    return transformers_folder.set_evaluation_mode(model, use_checkpointing)
 
 
 def tokenizer_of(config: VisionLanguageConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:

@@ -155,7 +155,7 @@ def _rdp_epsilon(rows: Sequence[GaussianEvent], delta: float, fractions: bool = 
     losses = sum(row.count * _renyi_divergences(row.noise_multiplier, row.sample_rate, orders) for row in rows)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # it warns if the best order is the last one; the bound still holds
-        return _not_nan(float(get_privacy_spent(orders=orders, rdp=losses, delta=delta)[0]))
+        return _nan_to_infinity(float(get_privacy_spent(orders=orders, rdp=losses, delta=delta)[0]))
 
 
 @lru_cache(maxsize=1024)
@@ -166,7 +166,7 @@ def _renyi_divergences(noise: float, rate: float, orders: tuple[float, ...]) -> 
     found = []
     for order in orders:
         try:
-            found.append(_not_nan(float(compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=float(order)))))
+            found.append(_nan_to_infinity(float(compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=float(order)))))
         except (ValueError, OverflowError):
             found.append(math.inf)
     return np.array(found)
@@ -213,12 +213,12 @@ def _prv_epsilon_on_grid(
             parts = [prv.discretize(prv.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid) for loss in losses]
             whole = prv.compose_heterogeneous(parts, [row.count for row in rows])
             rounding = (grid.size + count) * np.finfo(float).eps / 2  # sums over the grid, powers of a spectrum
-            return _not_nan(float(whole.compute_epsilon(delta, failure + (4 if planned else 2) * rounding, error)[2]))
+            return _nan_to_infinity(float(whole.compute_epsilon(delta, failure + (4 if planned else 2) * rounding, error)[2]))
         except (RuntimeError, ValueError, IndexError, MemoryError, ZeroDivisionError):
             return math.inf  # a loss outside this grid
 
 
-def _not_nan(value: float) -> float:
+def _nan_to_infinity(value: float) -> float:
     return math.inf if math.isnan(value) else max(0.0, value)
 
 
@@ -324,7 +324,7 @@ def _opacus_sigma(epsilon: float, delta: float, rate: float, steps: int) -> floa
     return float(found)
 
 
-def printed(privacy: SiteLevelDpConfig) -> str:
+def printed_epsilon(privacy: SiteLevelDpConfig) -> str:
     """Return the epsilon that the paper would print."""
     assert privacy.epsilon is not None
     assert privacy.sites is not None

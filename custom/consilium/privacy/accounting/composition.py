@@ -108,10 +108,10 @@ def cost(entry: Entry, unit: str) -> GaussianEvent:
         return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count, SLACK)
     if UNITS.index(entry.unit) < UNITS.index(unit):
         return GaussianEvent(0.0, 1.0, entry.count)
-    return GaussianEvent(within(entry.noise_multiplier, entry.adjacency), 1.0, entry.count, SLACK)
+    return GaussianEvent(noise_multiplier_within(entry.noise_multiplier, entry.adjacency), 1.0, entry.count, SLACK)
 
 
-def within(noise_multiplier: float, adjacency: str) -> float:
+def noise_multiplier_within(noise_multiplier: float, adjacency: str) -> float:
     """Return the noise multiplier that holds for a part of the unit, such as a record of a site; see `cost`."""
     return noise_multiplier / 2 if adjacency == "zero-out" else noise_multiplier
 

@@ -13,7 +13,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.linalg.norms import norms
 from consilium.core.messages import Payload, Tensors
-from consilium.core.storage import noted, room_for, unreadable, write_json
+from consilium.core.storage import read_notes, refuse_if_unwritable, unreadable_error, write_json
 from consilium.privacy.accounting.composition import DISCRETE, Entry
 from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
@@ -139,7 +139,7 @@ def save_refusal(run: Path, place: tuple[int, int], refusal: StoredRefusal) -> N
     the next replay pays, once. A refusal that was paid but not stored would be paid again at every replay.
     """
     terms = asdict(refusal.terms) if refusal.terms else None
-    with room_for(_refusal_path(run, place)):
+    with refuse_if_unwritable(_refusal_path(run, place)):
         values = {"word": refusal.reason.value, "row": refusal.row, "terms": terms}
         write_json(_refusal_path(run, place), values)
 
@@ -149,14 +149,14 @@ def load_refusal(run: Path, place: tuple[int, int]) -> StoredRefusal | None:
     if not (file := _refusal_path(run, place)).is_file():
         return None
     remedy = "restore it; to remove it allows another try until a newer round has begun, and what is then released costs again"
-    found = noted(file, remedy)
+    found = read_notes(file, remedy)
     try:
         terms, row = found.get("terms"), found.get("row", "")
         if not isinstance(row, str):
             raise TypeError
         return StoredRefusal(Reason(found["word"]), row, None if terms is None else Entry.of(terms))
     except (KeyError, ValueError, TypeError):
-        raise unreadable(file, remedy) from None
+        raise unreadable_error(file, remedy) from None
 
 
 def ledger_run_id(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
@@ -231,7 +231,7 @@ class Charges:
 
         A former version stored no terms (None). Then the ledger must already have the row.
         """
-        if self.ledger.released(row) if terms is None else row.pays_for(terms):
+        if self.ledger.is_released(row) if terms is None else row.pays_for(terms):
             return
         was = f"noise multiplier {terms.noise_multiplier:.6g}" if terms else "none noted"
         raise RefusedError(

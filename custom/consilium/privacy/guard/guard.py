@@ -16,7 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
-from consilium.core.storage import locked, note, room_for
+from consilium.core.storage import locked, note, refuse_if_unwritable
 from consilium.data.counts import Tally
 from consilium.privacy import disclosure_control, mechanism
 from consilium.privacy.guard import task_schedule
@@ -25,12 +25,12 @@ from consilium.privacy.guard.masking import Masking
 from consilium.privacy.guard.release import (
     check_complete,
     check_model,
-    check_once,
     check_shares_model,
     check_upload,
     geometries,
     noise_source,
-    privatized,
+    privatize_update,
+    record_scored_model,
     sent_as_sums,
 )
 from consilium.privacy.guard.release_store import ReplayPolicy
@@ -129,12 +129,12 @@ class Guard:
             self._admit(task.run)
         ledger.check_seal(self.records, self.ledger, seal)
         if kind is Kind.STATISTICS:
-            self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
+            self.terms.check(self.name, self.policy.requires_privacy, self.config.privacy is not None)
             disclosure_control.check_question(self.records, self.dataset, self.config, self.listed)
         if kind is Kind.MODEL:
-            check_shares_model(self.name, self.config, self.share_personalized, self.policy.protects)
+            check_shares_model(self.name, self.config, self.share_personalized, self.policy.requires_privacy)
         if kind is Kind.EVALUATE and self.config.cross_site:
-            check_once(self.folder, task.place, task.payload)  # the server alone names the run
+            record_scored_model(self.folder, task.place, task.payload)  # the server alone names the run
         if kind is Kind.TRAIN and self.masking:
             self.masking.open(task)  # before reading the stored answer, on which an error here must not depend
         if kind is Kind.TRAIN and self.replay:
@@ -306,12 +306,12 @@ class Guard:
             checked = replace(checked, tensors=self.masking.clamp_sums(task.run, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
         bits, as_sums = noise_source(self.policy, self.name, result), sent_as_sums(self.config)
-        released, outcome = privatized(plan, checked.tensors, maps, bits, as_sums)
+        released, outcome = privatize_update(plan, checked.tensors, maps, bits, as_sums)
         if self.config.diagnostics.noise:
-            clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
+            clean, _ = privatize_update(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
             scaling = self.config.adapter.product_scaling
-            terms = mechanism.measured(clean, released, task.payload.tensors, checked.tensors, scaling)
-            with room_for(self.folder / task.run / mechanism.FILE):
+            terms = mechanism.measure_noise_terms(clean, released, task.payload.tensors, checked.tensors, scaling)
+            with refuse_if_unwritable(self.folder / task.run / mechanism.FILE):
                 note(self.folder / task.run / mechanism.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released)

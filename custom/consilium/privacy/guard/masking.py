@@ -99,7 +99,7 @@ class Masking:
             self._terms = party.open(task.payload, layout(upload_shapes(self.strategy, task.payload)))
             if self.plan is not None:
                 self.plan.check_shares(self._terms.honest)
-                self.check_room(party.room())
+                self.check_room(party.largest_number())
         except RefusedError as refusal:
             self.trail.note("refusal", again=True, step="train", what=str(refusal))
             raise
@@ -124,7 +124,7 @@ class Masking:
         The sum of many units' gradients may be larger than one clip, and a refusal would reveal that. Limiting each number
         before the noise never increases the distance between the sums of two data sets.
         """
-        most = int((self._open_party(run).room() - DEVIATIONS * plan.site_noise) / UNIT)
+        most = int((self._open_party(run).largest_number() - DEVIATIONS * plan.site_noise) / UNIT)
         return {name: tensor.clamp(-most, most) for name, tensor in sums.items()}
 
     def mask(self, task: AuthorizedTask, released: Payload, weight: int) -> tuple[Payload, dict[str, Any]]:

@@ -74,7 +74,7 @@ def sent_as_sums(config: JobConfig) -> bool:
     return privacy is not None and (privacy.trust == "distributed" or (privacy.trust == "central" and masked))
 
 
-def privatized(
+def privatize_update(
     plan: Plan,
     update: Tensors,
     maps: dict[str, mechanism.Geometry],
@@ -84,7 +84,7 @@ def privatized(
     """Return an update with clipping and the plan's noise, and its Outcome.
 
     `maps`: the whitening of tensors with a peer. `as_sums`: return whitened coordinates in whole units of the grid (int64); the
-    server maps their mean back with `mechanism.restored`. Otherwise return an update in the types of `update`. Raises
+    server maps their mean back with `mechanism.restore_update`. Otherwise return an update in the types of `update`. Raises
     RefusedError if the update has more tensors than the plan counts.
     """
     plan.check_count(update)
@@ -94,7 +94,7 @@ def privatized(
     released, outcome = mechanism.privatize(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
     if as_sums:
         return released, outcome
-    return {n: t.to(update[n].dtype) for n, t in mechanism.restored(maps, mechanism.in_reals(released)).items()}, outcome
+    return {n: t.to(update[n].dtype) for n, t in mechanism.restore_update(maps, mechanism.in_reals(released)).items()}, outcome
 
 
 def _add_share_to_step(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, mechanism.Outcome]:
@@ -163,7 +163,7 @@ def check_shares_model(name: str, config: JobConfig, shares: bool, protects: boo
         )
 
 
-def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
+def record_scored_model(folder: Path, place: tuple[int, int], sent: Payload) -> None:
     """Record which model is scored in a round and phase. Raises RefusedError if a different model was scored there before.
 
     Otherwise a server could learn about the data from the scores of many models made for that purpose. `folder`: of this

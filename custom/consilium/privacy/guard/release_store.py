@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from consilium.core.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
-from consilium.core.storage import digest, load_state, locked, noted, room_for, save_state, unreadable, write_json
+from consilium.core.storage import (
+    digest,
+    load_state,
+    locked,
+    read_notes,
+    refuse_if_unwritable,
+    save_state,
+    unreadable_error,
+    write_json,
+)
 from consilium.privacy.accounting.composition import VOID, Entry
 from consilium.privacy.guard import audit_entries, task_schedule
 from consilium.privacy.guard.audit_entries import AuditTrail, Charges
@@ -44,13 +53,13 @@ def save_pending(folder: Path, released: Payload, terms: Entry) -> None:
     """Store an unpaid release in the run's private folder. Raises RefusedError if it cannot be written."""
     meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
     path = _pending_path(folder, (released.round, released.phase))
-    with room_for(path):
+    with refuse_if_unwritable(path):
         save_state(path, released.tensors, meta | {"terms": asdict(terms)})
 
 
 def mark_paid(folder: Path, place: tuple[int, int]) -> None:
     """Replace the last paid release by the pending one of this round and phase; delete older pending ones."""
-    with room_for(folder / FILE):
+    with refuse_if_unwritable(folder / FILE):
         if _pending_path(folder, place).is_file():
             for path in folder.glob("unpaid-*"):  # before the replacement, so that no older one remains
                 if (found := PENDING.fullmatch(path.name)) and (int(found[1]), int(found[2])) < place:
@@ -82,7 +91,7 @@ def load(folder: Path, place: tuple[int, int], paid: bool) -> StoredRelease | No
 def mark_started(folder: Path, place: tuple[int, int]) -> None:
     """Record that training begins in a round and phase. Raises RefusedError if that cannot be written."""
     if _newest_started(folder) < place:
-        with room_for(folder / BEGUN):
+        with refuse_if_unwritable(folder / BEGUN):
             write_json(folder / BEGUN, dict(zip(("round", "phase"), place, strict=True)))
 
 
@@ -98,10 +107,10 @@ def reject_stale(folder: Path, place: tuple[int, int]) -> None:
 
 def _newest_started(folder: Path) -> tuple[int, int]:
     remedy = "restore it, or remove it where no run goes on"
-    found = noted(folder / BEGUN, remedy) or dict(zip(("round", "phase"), NONE, strict=True))
+    found = read_notes(folder / BEGUN, remedy) or dict(zip(("round", "phase"), NONE, strict=True))
     place = found.get("round"), found.get("phase")
     if not (isinstance(place[0], int) and isinstance(place[1], int)):
-        raise unreadable(folder / BEGUN, remedy)
+        raise unreadable_error(folder / BEGUN, remedy)
     return place[0], place[1]
 
 
@@ -114,7 +123,7 @@ def _read_release(path: Path, otherwise: str) -> StoredRelease:
             raise TypeError
         return StoredRelease(payload, None if terms is None else Entry.of(terms))
     except (KeyError, TypeError, AttributeError, CheckpointError):
-        raise unreadable(path, f"restore it, or use the version of consilium that wrote it; {otherwise}") from None
+        raise unreadable_error(path, f"restore it, or use the version of consilium that wrote it; {otherwise}") from None
 
 
 def _pending_path(folder: Path, place: tuple[int, int]) -> Path:
@@ -147,11 +156,11 @@ class ReplayPolicy:
         folder = self.folder / task.run
         task_schedule.bind_run_folder(self.charges.site, self.records, self.folder, task.run)
         task = replace(task, ledger_run=self.charges.ledger_run(task.run, task.place))
-        with room_for(folder), locked(folder):
+        with refuse_if_unwritable(folder), locked(folder):
             answered = self.stored_answer(task) is not None
         if not answered:  # without the lock: reading data and weights may exceed another process's timeout for it
             ready()
-        with room_for(folder), locked(folder):
+        with refuse_if_unwritable(folder), locked(folder):
             stored, row = self.stored_answer(task), self.charges.row(task.ledger_run, task.place)
             self.charges.check([row])
             mark_started(folder, task.place)  # before the charge: if this file cannot be written, nothing is charged
@@ -183,7 +192,7 @@ class ReplayPolicy:
         charges, folder, place = self.charges, self.folder / task.run, "round {} phase {}".format(*task.place)
         refusal = audit_entries.load_refusal(folder, task.place)
         row = charges.row(refusal.row if refusal else task.ledger_run, task.place)
-        paid = charges.ledger.released(row) or (refusal is not None and not refusal.row)
+        paid = charges.ledger.is_released(row) or (refusal is not None and not refusal.row)
         if not paid:
             reject_stale(folder, task.place)
         if refusal is not None:

@@ -82,7 +82,7 @@ def is_void(private: Mapping[str, Any]) -> bool:
     return private["unit"] != "site" and private["trust"] != "distributed" and not private.get("mechanism")
 
 
-def verified(path: Path) -> Line:
+def load_record(path: Path) -> Line:
     """Return the record of one run: its file, seal, messages and `broken_line`.
 
     `broken_line` is the number of the first line that breaks the chain, None for an intact file. The time is linear in the
@@ -115,8 +115,8 @@ def lines(path: Path) -> list[Line]:
 
 
 def read(path: Path) -> Line:
-    """Return the result of `verified`, with the epsilon spent so far added to each message that costs privacy."""
-    found, spent = verified(path), dict[tuple[int, int, int], GaussianEvent]()
+    """Return the result of `load_record`, with the epsilon spent so far added to each message that costs privacy."""
+    found, spent = load_record(path), dict[tuple[int, int, int], GaussianEvent]()
     total, words = Counter[GaussianEvent](), Counter[tuple[int, int]]()
     for line in found["messages"]:
         if private := line.get("privacy"):

@@ -72,7 +72,7 @@ class Ledger:
         """Return the last row's seal, which stands for the whole ledger; "" for an empty ledger."""
         return next(reversed(self.seals()), "")
 
-    def released(self, entry: Entry) -> bool:
+    def is_released(self, entry: Entry) -> bool:
         """Tell whether this release was made. If so, only its stored bytes may be sent again."""
         keys = (entry.key, replace(entry, count=0).key)
         return any(row.key in keys and row.digest for row in self.entries(entry.dataset))
@@ -317,7 +317,7 @@ def check(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -
 
 def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
     """Raise RefusedError if the ledger lacks the `seal` that the server has received, unless its loss was accepted."""
-    if seal and seal not in {*ledger.seals(), *accepted(records)}:
+    if seal and seal not in {*ledger.seals(), *read_accepted_seals(records)}:
         raise RefusedError(
             f"{ledger.path}: the privacy ledger lacks rows: the server has received its seal {seal}; ledger and records are "
             "older, or others; nothing was sent; restore the newest, or run `consilium privacy accept KIT "
@@ -394,13 +394,13 @@ def _reseal_or_replace(ledger: Ledger) -> int:
 
 def _lost_seals(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> Iterator[tuple[Path, str]]:
     """Yield (record, seal) for every seal in a record that is neither in the ledger nor accepted as lost."""
-    known = {"", *ledger.seals(), *accepted(records, read)}
+    known = {"", *ledger.seals(), *read_accepted_seals(records, read)}
     for path in sorted(records.rglob(FILE)):
         found = read[path] if path in read else lines(path)
         yield from ((path, seal) for seal in (line.get("ledger", "") for line in found) if seal not in known)
 
 
-def accepted(records: Path, read: Mapping[Path, list[Line]] = {}) -> set[str]:
+def read_accepted_seals(records: Path, read: Mapping[Path, list[Line]] = {}) -> set[str]:
     """Return the seals whose loss was accepted, from `records`/audit.jsonl. Raises RefusedError for a damaged record."""
     path = records / FILE
     own = read[path] if path in read else lines(path) if path.is_file() else []

@@ -159,7 +159,7 @@ def public_key(pem: str) -> rsa.RSAPublicKey:
     return key
 
 
-def admit(root: x509.Certificate, server: str, found: Any, job: str, run: str, name: str) -> None:
+def check_admissible(root: x509.Certificate, server: str, found: Any, job: str, run: str, name: str) -> None:
     """Raise RefusedError unless the server may add an entry to the roster. Every site checks the entry again."""
     check_form(found, name)
     check_entry(found, check_certificate(root, server, name, found["certificate"]), job, run, name)

@@ -35,13 +35,13 @@ from consilium.privacy.secagg.terms import (
     Message,
     Place,
     Terms,
+    describe_sent_model,
+    hash_sent_tensors,
     mask_context,
-    names_sent,
     prepare_context,
     read_attempt,
     refused,
     terms_of,
-    what_was_sent,
 )
 
 
@@ -184,19 +184,19 @@ class Party:
             attempt = self._current_attempt(values, question)
             if (place := read_attempt(question)) and (place.round, place.phase) != (payload.round, payload.phase):
                 raise refused("masks of another phase")
-            terms, names = terms_of(self.config, len(attempt["cohort"])), names_sent(payload, values["names"])
+            terms, names = terms_of(self.config, len(attempt["cohort"])), hash_sent_tensors(payload, values["names"])
             if self.sums is not None:  # checked again: another run may have added a sum since prepare
                 self.sums.check(attempt["cohort"], self._least_shown(terms))
             prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
             keys = {name: one["key"] for name, one in prepared.items()}
-            context = mask_context(bytes.fromhex(attempt["context"]), keys, order, what_was_sent(payload, names))
+            context = mask_context(bytes.fromhex(attempt["context"]), keys, order, describe_sent_model(payload, names))
             for name in keys:
                 if name != self.name:
                     self._unseal_shares(values, attempt, question["shares"], name)
             values["names"] = names
-            note_trained(values, place, order, what_was_sent(payload, names), self.config.training.rounds)
+            note_trained(values, place, order, describe_sent_model(payload, names), self.config.training.rounds)
             told = {"masks": context.hex(), "parties": keys, "shares": question["shares"]}
-            asked = {**question, "sent": what_was_sent(payload, names), "order": [[n, list(s)] for n, s in order]}
+            asked = {**question, "sent": describe_sent_model(payload, names), "order": [[n, list(s)] for n, s in order]}
             self.record.once(attempt, "train", asked, lambda: told)
             return terms
 
@@ -248,7 +248,7 @@ class Party:
                     words = words + stream if name > self.name else words - stream
             return words
 
-    def room(self) -> float:
+    def largest_number(self) -> float:
         """Return the largest number that an update of weight 1 may contain."""
         with self.record.opened() as values:
             return self._largest_units(values, 1) * arithmetic.UNIT

@@ -41,7 +41,7 @@ def encode_fields(kind: str, *fields: bytes) -> bytes:
     return b"\xff" + b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
-def hashed(kind: str, *fields: bytes) -> bytes:
+def hash_message(kind: str, *fields: bytes) -> bytes:
     """Return the SHA-256 of a message's encoding."""
     return hashlib.sha256(encode_fields(kind, *fields)).digest()
 

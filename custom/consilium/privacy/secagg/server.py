@@ -19,18 +19,18 @@ from consilium.core.sanitize import few
 from consilium.core.storage import load_state, read_json, save_state, write_json
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
-from consilium.privacy.secagg.certificates import admit, public_key
+from consilium.privacy.secagg.certificates import check_admissible, public_key
 from consilium.privacy.secagg.messages import Keys, cancellations
 from consilium.privacy.secagg.sealing import canonical, is_signed_by
 from consilium.privacy.secagg.terms import (
     Message,
     Place,
+    describe_sent_model,
+    hash_sent_tensors,
     is_field,
     mask_context,
-    names_sent,
     prepare_context,
     terms_of,
-    what_was_sent,
 )
 
 MASKED = "masked"
@@ -115,12 +115,12 @@ class Attempt:
 
     def close_prepared(self) -> list[str]:
         """Return the parties, the sites that have prepared, fixed from now on. Raises ConsiliumError if they are too few."""
-        parties = self._decided("parties", lambda: sorted(self.answers.of("prepare")))
+        parties = self._decide_once("parties", lambda: sorted(self.answers.of("prepare")))
         if len(parties) < self.terms.least:
             raise self._too_few_error(len(parties))
         return parties
 
-    def _decided(self, what: str, make: Callable[[], Any]) -> Any:
+    def _decide_once(self, what: str, make: Callable[[], Any]) -> Any:
         """Return a value that is decided once: at the first call by `make`, from then on it is read from its file."""
         path = self.folder / f"{what}.json"
         if not path.is_file():
@@ -145,7 +145,7 @@ class Attempt:
         shares = {party: prepared[party]["shares"][name] for party in parties if party != name}
         return self._question("train", prepared=public, shares=shares)
 
-    def masked(self, name: str) -> Payload | None:
+    def load_masked(self, name: str) -> Payload | None:
         """Return a site's masked update, None if it has not arrived."""
         path = self._masked_path(name)
         if not path.is_file():
@@ -163,7 +163,7 @@ class Attempt:
     def close_masked(self, parties: list[str]) -> list[str]:
         """Return the survivors, the parties whose masked updates have arrived, fixed from now on; [] if they are too few."""
         there = [name for name in parties if self._masked_path(name).is_file()]
-        return self._decided("survivors", lambda: there) if len(there) >= self.terms.least else []
+        return self._decide_once("survivors", lambda: there) if len(there) >= self.terms.least else []
 
     # confirm and reveal ------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Attempt:
     def reveal_question(self) -> Message:
         """Return the question that asks for shares. It shows all signatures on the sum, fixed from now on."""
         signatures = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
-        return self._question("reveal", confirmed=self._decided("reveal", lambda: signatures))
+        return self._question("reveal", confirmed=self._decide_once("reveal", lambda: signatures))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
         """Store a site's shares, one per party."""
@@ -225,7 +225,7 @@ class Attempt:
     def mask_context(self, parties: list[str], order: Layout, sent: Payload) -> bytes:
         """Return the mask context of this attempt. `sent`: the payload for a site that has no tensor of this run yet."""
         keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
-        return mask_context(self.context, keys, order, what_was_sent(sent, names_sent(sent, {})))
+        return mask_context(self.context, keys, order, describe_sent_model(sent, hash_sent_tensors(sent, {})))
 
     def unmask(self, parties: list[str], survivors: list[str], masks: bytes, order: Layout) -> Words:
         """Return the sum (d + 1,) of the survivors' vectors, without masks. `masks`: the mask context.
@@ -235,7 +235,7 @@ class Attempt:
         prepared, count = self.answers.of("prepare"), size_of(order)
         total = torch.zeros(count, dtype=torch.int64)
         for name in survivors:
-            found = self.masked(name)
+            found = self.load_masked(name)
             assert found is not None  # close_masked saw it
             total += found.tensors[MASKED]
         words = total.numpy().view("uint64")
@@ -280,7 +280,7 @@ class Collector:
 
     def admit(self, name: str, found: Message) -> None:
         """Add a site's entry to the roster. Raises RefusedError for an invalid entry, and for a different one than before."""
-        admit(self.root, self.server, found, self.config.digest, self.run, name)
+        check_admissible(self.root, self.server, found, self.config.digest, self.run, name)
         if self.roster.get(name, found) != found:
             raise RefusedError("it has another key than before in this run; is its state lost?", Reason.TASK)
         if any(found["key"] == other["key"] for who, other in self.roster.items() if who != name):
@@ -293,7 +293,7 @@ class Collector:
         """Whether a phase has begun. Then sites have seen the roster."""
         return (self.folder / "past.json").is_file() or any(self.folder.glob("*-*-*/about.json"))
 
-    def stored(self, round: int, phase: int) -> Attempt | None:
+    def load_attempt(self, round: int, phase: int) -> Attempt | None:
         """Return the last stored attempt at a phase, None if there is none. Delete the attempts of other phases."""
         wanted = f"{round}-{phase}-"
         for path in self.folder.glob("*-*-*/") if self.folder.is_dir() else ():

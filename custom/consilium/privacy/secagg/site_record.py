@@ -11,7 +11,7 @@ from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import locked, read_json, write_json
-from consilium.privacy.secagg.sealing import canonical, hashed
+from consilium.privacy.secagg.sealing import canonical, hash_message
 from consilium.privacy.secagg.terms import Message, refused
 
 FILE = "masks.json"
@@ -58,7 +58,7 @@ class SiteRecord:
 
         Raises RefusedError for a different question.
         """
-        asked = hashed(step, canonical(question)).hex()
+        asked = hash_message(step, canonical(question)).hex()
         if (kept := attempt.get(step)) is None:
             kept = attempt[step] = {"question": asked, "answer": make()}
             self.save()

@@ -38,7 +38,7 @@ from typing import Any, TypeGuard
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.sanitize import few
 from consilium.core.schema import SMALLEST_NOISE
-from consilium.core.storage import file_lock, room_for
+from consilium.core.storage import file_lock, refuse_if_unwritable
 from consilium.privacy.ledger import audit_log
 
 # differencing ----------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class SumLedger:
 
     def check(self, sites: Iterable[str], least: int) -> None:
         """Raise RefusedError if a sum over `sites`, combined with earlier sums, would reveal fewer than `least` hospitals."""
-        with _locked(self.path):
+        with _lock_ledger(self.path):
             self._check_set(frozenset(sites), least, self._read())
 
     def add(self, sites: Iterable[str], least: int, run: str) -> str:
@@ -201,7 +201,7 @@ class SumLedger:
         A set that is already recorded for these data gets no second line. Raises RefusedError as `check` does.
         """
         new = frozenset(sites)
-        with _locked(self.path):
+        with _lock_ledger(self.path):
             lines = self._read()
             self._check_set(new, least, lines)
             for line in lines:
@@ -224,7 +224,7 @@ class SumLedger:
         if any(line["kind"] == ALLOWED and frozenset(line["sites"]) == new for line in lines):
             return
         if self._unlisted is None:
-            self._unlisted = unlisted(self.records)
+            self._unlisted = find_unlisted_sums(self.records)
         listed = [
             PastSum(frozenset(line["sites"]), frozenset(line["data"]), line["least"], line["weights"])
             for line in lines
@@ -299,13 +299,15 @@ def lost(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str
         )
 
 
-def unlisted(records: Path) -> list[PastSum]:
+def find_unlisted_sums(records: Path) -> list[PastSum]:
     """Return the sums that records of what left name and the ledger lacks: from a former version, or from lost lines."""
     known = {line["seal"] for line in read(records / FILE)}
-    return [one for path in sorted(records.rglob(audit_log.FILE)) for one in _unlisted(audit_log.lines(path), known)]
+    return [
+        one for path in sorted(records.rglob(audit_log.FILE)) for one in _sums_missing_from_ledger(audit_log.lines(path), known)
+    ]
 
 
-def _unlisted(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]:
+def _sums_missing_from_ledger(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]:
     """Yield the sums in one run's record whose seals are not `known`. A run with noise has no such sums.
 
     A former version wrote no seal, and named the hospitals as `survivors`. A run may have lines of both versions.
@@ -347,7 +349,7 @@ def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
         raise ConfigError(f"--allow: {','.join(named)!r}: name all hospitals of the sum, with commas between them")
     check_whole(records)
     said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
-    with _locked(records / FILE):
+    with _lock_ledger(records / FILE):
         audit_log.AuditLog(records / FILE).add(said, again=True)
     audit_log.AuditLog(records / audit_log.FILE).add(said | {"kind": "sum allowed"}, again=True)
     return said
@@ -360,7 +362,7 @@ def accept(records: Path, stamp: str) -> dict[str, Any]:
     allowed. The hospitals in lost lines are read from the records of what left.
     """
     path, aside = records / FILE, None
-    with _locked(path):
+    with _lock_ledger(path):
         try:
             lines = read(path)
         except RefusedError:
@@ -385,9 +387,9 @@ def _readable_sums(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_ledger(path: Path) -> Iterator[None]:
     """Let one process at a time check and write. The AuditLog that writes the file uses a different lock, see audit_log.py."""
-    with room_for(path):
+    with refuse_if_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = file_lock(path.with_name(f".{path.name}.lock"))
     with lock:

@@ -9,7 +9,7 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Payload
 from consilium.core.storage import digest
 from consilium.privacy.secagg.arithmetic import Layout
-from consilium.privacy.secagg.sealing import canonical, hashed
+from consilium.privacy.secagg.sealing import canonical, hash_message
 
 Message = dict[str, Any]
 """Plain JSON values; keys, signatures and ciphertexts are hex digits."""
@@ -133,19 +133,19 @@ def prepare_context(
     }
     if config.privacy is not None:
         about["rounds"] = config.training.rounds if rounds is None else rounds
-    return hashed("prepare-context", canonical(about | {"terms": asdict(terms)}))
+    return hash_message("prepare-context", canonical(about | {"terms": asdict(terms)}))
 
 
 def mask_context(context: bytes, keys: Mapping[str, str], order: Layout, sent: Mapping[str, Any]) -> bytes:
     """Return the hash that binds an attempt's masks: to the prepare context, the mask keys, the layout and the payload sent."""
-    return hashed("mask-context", context, canonical([dict(keys), [[n, list(s)] for n, s in order], dict(sent)]))
+    return hash_message("mask-context", context, canonical([dict(keys), [[n, list(s)] for n, s in order], dict(sent)]))
 
 
-def names_sent(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
+def hash_sent_tensors(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
     """Return, by name, the hash of each tensor in the version last sent to a site; `before`: the hashes of earlier phases."""
     return {**before, **{name: digest({name: tensor}) for name, tensor in payload.tensors.items()}}
 
 
-def what_was_sent(payload: Payload, names: Mapping[str, str]) -> Message:
+def describe_sent_model(payload: Payload, names: Mapping[str, str]) -> Message:
     """Return the start of training as hashes and numbers: the tensors' hashes and the payload's scalars."""
     return {"tensors": dict(names), "scalars": {name: float(value).hex() for name, value in payload.scalars.items()}}

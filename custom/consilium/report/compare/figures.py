@@ -36,8 +36,8 @@ from consilium.report.predictions import (
     PREDICTIONS,
     REFERENCE,
     arrange,
+    draw_text,
     read_page,
-    words,
     write_page,
 )
 from consilium.report.run_record import Curve, RunRecord
@@ -79,7 +79,7 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
             files.append(folder / f"examples{end}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png")
             first, key = next(iter(pages.values()))
             both = {what: first[what] for what in (PICTURE, REFERENCE, Stage.PRETRAINED) if what in first}
-            told = words(f"Seed {seed}, {stage} models", (2 * PANEL, LINE), POINTS, GREY)
+            told = draw_text(f"Seed {seed}, {stage} models", (2 * PANEL, LINE), POINTS, GREY)
             right = max(ImageChops.invert(key).getbbox() or (0, 0, 1, 1))  # the key is as wide as the page it is cut from
             key = arrange([(0, 0, key.crop((0, 0, max(right, 1), key.height))), (0, key.height, told)])
             # the blank keeps a method called "picture" apart from the column of pictures
@@ -336,7 +336,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
         return "nothing is scored"
     sites, first = scores.sites, scores_of(scores.group, Stage.PRETRAINED, scores.metric)
     models = {frozen_model(run) for run in scores.group.runs.values()}
-    frozen = next((m for m in first.scored if len(models) == 1 and all(first.at(m, site) for site in sites)), "")
+    frozen = next((m for m in first.scored_methods if len(models) == 1 and all(first.at(m, site) for site in sites)), "")
     found = [("pretrained", [first.at(frozen, site) for site in sites], 0)] if frozen else []
     found += [(m, [scores.at(m, site) for site in sites], len(scores.group.expected(m))) for m in scores.methods]
     methods, at = [name for name, *_ in found], [one for _, one, _ in found]
@@ -354,7 +354,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     inches = np.array([COLUMN if fits else PAGE, 0.5 + max(high, 0.7) + 0.062 * max(map(len, short))]) * size / 7
     figure = Figure(figsize=tuple(inches), layout="constrained")
     axis = figure.subplots()
-    look = {"cmap": "RdBu_r" if scores.lower else "RdBu", "vmin": -reach, "vmax": reach}
+    look = {"cmap": "RdBu_r" if scores.lower_is_better else "RdBu", "vmin": -reach, "vmax": reach}
     image = draw_matrix(axis, gained, rows, short, texts, size, **look)
     zero = "the pretrained model" if frozen else "the mean over methods"
     bar = figure.colorbar(image, ax=axis, fraction=0.05, aspect=30)

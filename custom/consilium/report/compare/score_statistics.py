@@ -18,7 +18,7 @@ import numpy as np
 from consilium.core.messages import Stage
 from consilium.report.compare import Test
 from consilium.report.compare.comparability import Group
-from consilium.report.run_record import RunRecord, known
+from consilium.report.run_record import RunRecord, finite_score
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER
 
 FEWEST_SEEDS = 3
@@ -60,7 +60,7 @@ class GroupScores:
         return found if {site for *_, site in self.cells} - found else frozenset()
 
     @property
-    def unscored(self) -> list[str]:
+    def unscored_sites(self) -> list[str]:
         """Sites without a score of this metric in any run, because they lack the split or the class."""
         personal = self.stage is Stage.PERSONALIZED
         of_all = [run.sites - (run.test_only if personal else frozenset()) for run in self.group.runs.values()]
@@ -77,12 +77,12 @@ class GroupScores:
         return [method for method in self.group.methods if method not in self.without]
 
     @cached_property
-    def scored(self) -> list[str]:
+    def scored_methods(self) -> list[str]:
         """Methods that have a score."""
         return [method for method in self.methods if any(key[0] == method for key in self.cells)]
 
     @property
-    def lower(self) -> bool:
+    def lower_is_better(self) -> bool:
         """Whether a lower score is better."""
         return self.metric.partition("/")[0] in LOWER
 
@@ -105,7 +105,7 @@ class GroupScores:
         """Return the seeds of a method in which no site is missing."""
         return [s for s in self.group.seeds if self.inside and all((method, s, site) in self.cells for site in self.inside)]
 
-    def complete(self, method: str) -> bool:
+    def is_complete(self, method: str) -> bool:
         """Tell whether no site is missing in any seed of a method."""
         return self.complete_seeds(method) == self.group.expected(method)
 
@@ -117,7 +117,7 @@ class GroupScores:
         """Return a method's scores in a column, in the order of seeds: at a site, or a quantile over the sites."""
         if column not in SPREAD or len(self.inside) <= MOST_SITES:
             return self.at(method, column)
-        share = 1 - SPREAD[column] if self.lower else SPREAD[column]
+        share = 1 - SPREAD[column] if self.lower_is_better else SPREAD[column]
         seeds = [[self.cells[method, seed, site] for site in self.inside] for seed in self.complete_seeds(method)]
         return [float(np.quantile(scores, share)) for scores in seeds]
 
@@ -129,7 +129,7 @@ class GroupScores:
         found = []
         for seed in self.complete_seeds(method):
             run = self.group.runs[method, seed]
-            weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
+            weights = [1.0 if not weighted else finite_score(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
             if not all(weights):
                 return []
             values = [self.cells[method, seed, site] for site in self.inside]
@@ -145,7 +145,7 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     values = {
         (method, seed, site): run.score(site, stage, metric) for (method, seed), run in group.runs.items() for site in run.sites
     }
-    cells = {key: value for key, one in values.items() if (value := known(one)) is not None}
+    cells = {key: value for key, one in values.items() if (value := finite_score(one)) is not None}
     scored = [key for key, value in values.items() if value is not None]
     without = tuple(m for m in group.methods if group.of(m) and not any(key[0] == m for key in scored))
     missing = {}
@@ -164,7 +164,7 @@ def _sites_on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
     """
     found: dict[tuple[float | None, ...], set[str]] = {}
     for site in sites:
-        scores = tuple(known(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
+        scores = tuple(finite_score(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
         if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
             found.setdefault(scores, set()).add(site)
     return [one for one in found.values() if len(one) > 1]
@@ -197,7 +197,7 @@ def patients_interval(scores: GroupScores, method: str) -> Interval | None:
     for sites in scores.sites_by_test_split:
         found = []
         for run, site in itertools.product((scores.group.runs[method, seed] for seed in seeds), sites):
-            low, score, high = (known(run.score(site, scores.stage, f"{scores.metric}{end}")) for end in (LOW, "", HIGH))
+            low, score, high = (finite_score(run.score(site, scores.stage, f"{scores.metric}{end}")) for end in (LOW, "", HIGH))
             if low is None or score is None or high is None:
                 return None
             found.append((max(score - low, 0.0), max(high - score, 0.0)))
@@ -221,7 +221,7 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
     Rank 1 is the best. At each site, methods are ranked by their mean over the seeds that all methods have there. Methods with
     equal means share their mean rank.
     """
-    methods, blocks = scores.scored, []
+    methods, blocks = scores.scored_methods, []
     for site in scores.inside:
         shared = [s for s in scores.group.seeds if all((m, s, site) in scores.cells for m in methods)]
         if shared:
@@ -231,7 +231,7 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
     from scipy.stats import rankdata
 
     rounded = np.round(blocks, 12)  # ignores differences due to rounding, as `_compare` does
-    placed = rankdata(rounded * (1 if scores.lower else -1), axis=1).mean(0)
+    placed = rankdata(rounded * (1 if scores.lower_is_better else -1), axis=1).mean(0)
     return dict(zip(methods, map(float, placed), strict=True)), len(blocks)
 
 
@@ -272,7 +272,7 @@ def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> 
 
     Holm's correction counts the tests made here.
     """
-    methods = scores.scored
+    methods = scores.scored_methods
     couples = list(itertools.combinations(methods, 2)) if against is None else [(m, against) for m in methods if m != against]
     found = [one for a, b in couples if (one := _compare(scores, a, b, test)) is not None]
     corrected = iter(holm([one.p for one in found if one.p is not None]))
@@ -289,7 +289,7 @@ def _compare(scores: GroupScores, one: str, other: str, test: Test) -> Compariso
     if not found:
         return None
     differences = np.round([math.fsum(some) / len(some) for some in found], 12)  # ignores differences due to rounding
-    better = -differences if scores.lower else differences
+    better = -differences if scores.lower_is_better else differences
     p = p_value(differences, test) if len(found) >= FEWEST else None
     middle = float(np.mean([value for some in found for value in some]))
     return Comparison(one, other, len(found), middle, int((better > 0).sum()), int((better < 0).sum()), p)

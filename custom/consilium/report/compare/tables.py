@@ -7,7 +7,7 @@ from statistics import stdev
 from typing import Any
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import few, number_of
+from consilium.core.sanitize import count_with_noun, few
 from consilium.report.compare import MARK, MOST_LISTED, Test
 from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.costs import cost_table, steps_of, unequal_steps
@@ -25,7 +25,7 @@ from consilium.report.compare.score_statistics import (
     ranks,
     scores_of,
 )
-from consilium.report.run_record import known, unit_of
+from consilium.report.run_record import finite_score, unit_of
 from consilium.report.tables import Column, Table, csv_text, difference, number, only_true, sentence
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
@@ -62,7 +62,7 @@ def comparison_tables(
         found += published_table(scores, published)
         found.append(cost_table(scores.group))
         found += diagnostics_table(scores)
-        if len(scores.scored) > 1:
+        if len(scores.scored_methods) > 1:
             found.append(_significance_table(scores, test, against, tables))
         found += _missing_table([tables[one] for one in shown])
     return found + (_rank_table(ranked) if len(groups) > 1 else [])
@@ -95,7 +95,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
 
     def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
         means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected(method)
-        mark = MARK if means and not of.complete(method) else ""
+        mark = MARK if means and not of.is_complete(method) else ""
         found = [name, f"{len(whole)}/{len(expected)}"]
         for values in (of.under(method, site) for site in sites):
             found.append(spread(of, values) + (MARK if values and len(values) < len(expected) else ""))
@@ -112,7 +112,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
 
     models: dict[str, list[str]] = {}
     for (method, _), run in pretrained.group.runs.items():
-        if method in pretrained.scored:
+        if method in pretrained.scored_methods:
             models.setdefault(frozen_model(run), []).append(method)
     frozen = {max(m, key=lambda one: len(pretrained.complete_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
     several = len(frozen) > 1
@@ -168,7 +168,7 @@ def _best_cells(
             if values and len(values) == len(of.group.expected(m)):
                 whole[i] = math.fsum(values) / len(values)
         if sum(i >= above for i in whole) > 1:
-            lower = next(row[0].lower for row in rows if row is not None)
+            lower = next(row[0].lower_is_better for row in rows if row is not None)
             top = number((min if lower else max)(whole.values()))
             found |= {(i, index) for i, value in whole.items() if number(value) == top}
     return found
@@ -177,14 +177,14 @@ def _best_cells(
 def _scored_samples(scores: GroupScores) -> tuple[list[str], list[str]]:
     """Return a line with the images, volumes, patients or records scored in all, and one by site; [] if not on record."""
     found = {
-        site: max(int(known(run.score(site, scores.stage, COUNT)) or 0) for run in scores.group.runs.values())
+        site: max(int(finite_score(run.score(site, scores.stage, COUNT)) or 0) for run in scores.group.runs.values())
         for site in scores.sites
     }
     if not any(found.values()):
         return [], []
     what, total = f"{unit_of(scores.group.first.config.task.model_dump())}s scored: ", sum(found.values())
     counts = few([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
-    in_all = f"{what}{total} at {number_of(len(found), 'site')}"
+    in_all = f"{what}{total} at {count_with_noun(len(found), 'site')}"
     return [in_all], [f"{what}{counts}" + (f"; {total} in all" if len(found) > 1 else "")]
 
 
@@ -193,7 +193,7 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
 
     `there`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
     """
-    group, count, sites = scores.group, len(scores.group.seeds), number_of(len(scores.inside), "site")
+    group, count, sites = scores.group, len(scores.group.seeds), count_with_noun(len(scores.inside), "site")
     title = group.with_group_name(
         f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
     )
@@ -205,21 +205,21 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
         f"Means are over {over}.": True,
         "The 95 % intervals over seeds are percentile bootstraps of the mean; few seeds make them too narrow.": "95 % seeds"
         in there,
-        f"The 95 % intervals of the test set join {_drawn(scores)} by MOVER.": "95 % test set" in there,
+        f"The 95 % intervals of the test set join {_describe_bootstrap_unit(scores)} by MOVER.": "95 % test set" in there,
         "The mean by n weighs sites by the samples that they scored.": "mean by n" in there,
-        f"The rank, 1 for the best, is averaged over {number_of(blocks, 'site')}.": "rank" in there,
+        f"The rank, 1 for the best, is averaged over {count_with_noun(blocks, 'site')}.": "rank" in there,
         "The published numbers are the paper's own; the difference is ours minus them.": "published" in there,
     }
     by_site = {f"{title}, {'by ' * (each == 'site')}{each}.": True, f"Each number is {spread}.": True}
     always = {
         f"Sites that only test are in no mean: {', '.join(sorted(scores.test_only))}.": scores.test_only,
-        "The best of a column is bold, the pretrained model included.": len(scores.scored) > 1,
+        "The best of a column is bold, the pretrained model included.": len(scores.scored_methods) > 1,
         f"Of numbers marked {MARK} seeds are missing.": scores.missing,
     }
     return " ".join(only_true((by_site if of_sites else of_means) | always))
 
 
-def _drawn(scores: GroupScores) -> str:
+def _describe_bootstrap_unit(scores: GroupScores) -> str:
     """Return in words what each site's bootstrap draws. No run records if a site's list names its patients."""
     unit = unit_of(scores.group.first.config.task.model_dump()).replace("patient", "image")
     return f"each site's bootstrap over its patients, or over its {unit}s if its list names none,"
@@ -251,14 +251,14 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
     found = {
         meaning: meaning,
         f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
-        f"mean over {number_of(len(scores.inside), 'site')}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
+        f"mean over {count_with_noun(len(scores.inside), 'site')}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
         f"seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
-        f"no score of this metric at: {few(scores.unscored)}": scores.unscored,
+        f"no score of this metric at: {few(scores.unscored_sites)}": scores.unscored_sites,
         too_few if seeds < FEWEST_SEEDS else f"95 % seeds: {bootstrap}": True,
-        f"95 % test set: from {_drawn(scores)} {apart}, by MOVER": True,
+        f"95 % test set: from {_describe_bootstrap_unit(scores)} {apart}, by MOVER": True,
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
-        f"rank: 1 is best; averaged over {number_of(blocks, 'site')}": blocks,
+        f"rank: 1 is best; averaged over {count_with_noun(blocks, 'site')}": blocks,
         f"{MARK} seeds are missing, see below": marked,
         f"no such model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
@@ -290,7 +290,7 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None, ta
     notes = {
         "pairs are seeds × sites; pairs of one site or seed are alike, so p is too small, and it says nothing of other "
         "patients or sites": tested,
-        f"{name}, two-sided; p Holm: corrected for {number_of(tested, 'test')}": tested,
+        f"{name}, two-sided; p Holm: corrected for {count_with_noun(tested, 'test')}": tested,
         "sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores": joined,
         f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given": tested < len(found),
         f"{len(found) - MOST_TESTS} more with larger p are left out here": len(found) > MOST_TESTS,
@@ -308,8 +308,8 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None, ta
 
 def _winner(scores: GroupScores) -> str:
     """Return the method with the best mean over sites and seeds; "" without any."""
-    means = {method: value for method in scores.scored if (value := mean(scores.means(method))) is not None}
-    return (min if scores.lower else max)(means, key=lambda method: means[method], default="")
+    means = {method: value for method in scores.scored_methods if (value := mean(scores.means(method))) is not None}
+    return (min if scores.lower_is_better else max)(means, key=lambda method: means[method], default="")
 
 
 def p_text(value: float | None) -> str:
@@ -365,7 +365,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
         metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])
         for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
             if (value := run.score(site, stage, metric)) is not None:
-                ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
+                ends = {end.strip("_"): finite_score(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
                 one: dict[str, Any] = {
                     "group": group.name,
                     "method": method,
@@ -374,7 +374,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
                     "model": str(stage),
                     "split": run.split,
                     "metric": metric,
-                    "value": known(value),
+                    "value": finite_score(value),
                 }
                 found.append(one | {"n": _int_if_whole(run.score(site, stage, COUNT))} | ends | whole)
     return found
@@ -382,7 +382,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def _int_if_whole(value: float | None) -> float | None:
     """Return a value as an int if it is a whole number."""
-    return value if known(value) is None or not float(value or 0).is_integer() else int(value or 0)
+    return value if finite_score(value) is None or not float(value or 0).is_integer() else int(value or 0)
 
 
 def as_csv(groups: Sequence[Group]) -> str:

@@ -23,8 +23,8 @@ from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, R
 from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
 from consilium.report.predictions import colours
-from consilium.report.run_record import Curve, Results, known, split_of, unit_of
-from consilium.report.tables import Table, columns, number, shortened
+from consilium.report.run_record import Curve, Results, finite_score, split_of, unit_of
+from consilium.report.tables import Table, columns, number, shorten_names
 from consilium.report.untrusted_files import Number, is_folder, read_plain
 from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
 
@@ -56,7 +56,7 @@ def curve_figure(name: str, found: Mapping[str, Curve], label: str, what: str) -
     with page_figure_style():
         figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
         axis, crowd = figure.subplots(), len(lines) > COLOURED
-        named = shortened([shown(site) for site in lines], 24)
+        named = shorten_names([shown(site) for site in lines], 24)
         for index, (site, curve) in enumerate(lines.items()):
             rounds = sorted(curve)
             look: dict[str, Any] = {
@@ -97,7 +97,10 @@ def _in_words(told: Mapping[str, str]) -> str:
 def score_intervals_figure(name: str, results: Results, metric: str, label: str) -> Markup | None:
     """Draw the scores of the three models side by side, with 95 % intervals, in a row per site. None without scores."""
     keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
-    found = {site: {s: one[key] for s, key in keys.items() if known(one.get(key)) is not None} for site, one in results.items()}
+    found = {
+        site: {s: one[key] for s, key in keys.items() if finite_score(one.get(key)) is not None}
+        for site, one in results.items()
+    }
     rows = dict([(site, found[site]) for site in sorted(found) if found[site]][:MOST_ROWS])
     if not rows:
         return None
@@ -107,7 +110,7 @@ def score_intervals_figure(name: str, results: Results, metric: str, label: str)
         for stage, (colour, marker, shift) in LOOKS.items():
             points = [(place + shift, site) for place, site in enumerate(rows) if stage in rows[site]]
             for place, site in points:
-                ends = [known(results[site].get(keys[stage] + end)) for end in (LOW, HIGH)]
+                ends = [finite_score(results[site].get(keys[stage] + end)) for end in (LOW, HIGH)]
                 if None not in ends:
                     axis.plot(ends, [place, place], color=colour, linewidth=1.6, solid_capstyle="butt")  # type: ignore[arg-type]
             look: dict[str, Any] = {"marker": marker, "color": colour, "markeredgecolor": PAPER, "markersize": 7}
@@ -119,7 +122,7 @@ def score_intervals_figure(name: str, results: Results, metric: str, label: str)
                     label=str(stage),
                     **look,
                 )
-        named = shortened([shown(site) for site in rows], 20)
+        named = shorten_names([shown(site) for site in rows], 20)
         axis.set_yticks(range(len(rows)), [named[shown(site)] for site in rows])
         axis.set(ylim=(len(rows) - 0.5, -0.5), xlabel=shown(label, 60))
         axis.grid(False, axis="y")
@@ -218,7 +221,9 @@ class Cases(BaseModel):
     @property
     def known_values(self) -> dict[Stage, list[float]]:
         """The finite scores of the units, by model."""
-        found = {stage: [v for v in values if v is not None and known(v) is not None] for stage, values in self.values.items()}
+        found = {
+            stage: [v for v in values if v is not None and finite_score(v) is not None] for stage, values in self.values.items()
+        }
         return {stage: values for stage, values in found.items() if values}
 
 
@@ -242,7 +247,7 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
     heads = columns("model", f"{cases.unit}s", "lowest", "first quarter", "median", "third quarter", "highest")
     shown = []
     for case in cases.cases:
-        there = {s: v for s, values in cases.values.items() if (v := known(values[case.unit])) is not None}
+        there = {s: v for s, values in cases.values.items() if (v := finite_score(values[case.unit])) is not None}
         said = {stage: one or "(nothing)" for stage, one in case.said.items() if one is not None}
         case_pictures = pictures(folder, case.which)
         shown.append(dict(case) | {"name": cases.units[case.unit], "scores": there, "said": said, "pictures": case_pictures})

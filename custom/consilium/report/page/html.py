@@ -17,9 +17,9 @@ from consilium import __version__
 from consilium.config.privacy import PrivacyConfig
 from consilium.core.lazy import matplotlib
 from consilium.core.sanitize import shown
-from consilium.privacy.plan import not_private
+from consilium.privacy.plan import not_private_sentence
 from consilium.report.run_record import RunRecord
-from consilium.report.untrusted_files import finite
+from consilium.report.untrusted_files import as_finite_float
 
 LIMIT = 1000
 """Characters of one text on a page, at most."""
@@ -60,7 +60,7 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
         lstrip_blocks=True,
     )
     environment.filters["seen"] = lambda text: shown(text, LIMIT)
-    environment.filters["breakable"] = _breakable
+    environment.filters["breakable"] = _add_break_points
     environment.filters["lines"] = lambda text: "\n".join(shown(line, 4 * LIMIT) for line in text[: 4 * LIMIT].splitlines())
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # a file of ours
     contents = [(one, heading) for one, heading in HEADINGS.items() if one in sections]
@@ -79,7 +79,7 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
     return environment.get_template(template).render(frame | dict(values))
 
 
-def _breakable(text: str) -> Markup:
+def _add_break_points(text: str) -> Markup:
     """Return a text that a browser may break after its dots, as long names of tensors need."""
     return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=\.)(?=\w)", shown(text, LIMIT)))
 
@@ -156,7 +156,7 @@ def privacy_statement(record: RunRecord) -> Statement:
         sentences, facts = plan_statement(record.privacy)
         return [*sentences, SCORES], facts
     sentences, facts = _unfinished_statement(record, private)
-    return [*([shown(not_private(record.seeded), 600)] if record.seeded else []), *sentences], facts
+    return [*([shown(not_private_sentence(record.seeded), 600)] if record.seeded else []), *sentences], facts
 
 
 def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statement:
@@ -164,7 +164,7 @@ def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statemen
     facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
     if private.unit != "site" and private.trust == "local":
         return [BY_UNIT.format(unit=private.unit.capitalize()), SCORES], facts
-    spent = [value for line in record.of("concluded") if (value := finite(line.get("privacy/epsilon"))) is not None]
+    spent = [value for line in record.of("concluded") if (value := as_finite_float(line.get("privacy/epsilon"))) is not None]
     facts += [("epsilon so far", f"{spent[-1]:.4g} at delta {private.delta:g}")] if spent else []
     return ["The run has not ended: what it promises is known at its end.", SCORES], facts
 
@@ -172,7 +172,7 @@ def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statemen
 def plan_statement(found: Mapping[str, Any]) -> Statement:
     """Return the privacy statement of a plan, from a privacy.json or a site's cases.json."""
     facts = [(heading, _number_or_text(found[name])) for name, heading in FACTS.items() if name in found]
-    clip, multiplier = (finite(found.get(name)) for name in ("clip", "noise_multiplier"))
+    clip, multiplier = (as_finite_float(found.get(name)) for name in ("clip", "noise_multiplier"))
     if clip is not None and multiplier is not None and found.get("calibration") != "paper":
         noise = multiplier * clip * (2 if found.get("adjacency") == "replace" else 1)
         adds = {
@@ -185,11 +185,11 @@ def plan_statement(found: Mapping[str, Any]) -> Statement:
             text = f"in every training step, of deviation {multiplier * clip:.4g} on the sum of the batch's clipped gradients"
         facts.append(("noise", text if multiplier else "none: the multiplier is 0, so nothing is protected"))
     epsilons = found["epsilon"].items() if isinstance(found.get("epsilon"), dict) else ()
-    spent = [(f"epsilon at delta {shown(delta, 20)}", finite(value)) for delta, value in epsilons]
+    spent = [(f"epsilon at delta {shown(delta, 20)}", as_finite_float(value)) for delta, value in epsilons]
     facts += [(what, "no bound" if value is None else f"{value:.4g}") for what, value in spent]
     return [shown(found.get("claim", "privacy.json has no claim."), 600)], facts
 
 
 def _number_or_text(raw: Any) -> str:
-    value = finite(raw)
+    value = as_finite_float(raw)
     return shown(raw, 80) if value is None else f"{value:.4g}"

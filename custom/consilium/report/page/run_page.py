@@ -10,7 +10,7 @@ from typing import Any
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
-from consilium.core.sanitize import few, number_of, shown
+from consilium.core.sanitize import count_with_noun, few, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
@@ -22,7 +22,7 @@ from consilium.report.compare.figures import COLOURS, PLOTS
 from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
-from consilium.report.live_view import early_stop_text, when
+from consilium.report.live_view import early_stop_text, refusal_time_text
 from consilium.report.page.cases import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
@@ -31,7 +31,7 @@ from consilium.report.run_record import RunRecord, is_simulation, read_run, valu
 from consilium.report.tables import Table, columns, duration, only_true, size, stamp
 from consilium.report.untrusted_files import (
     MOST_BYTES,
-    finite,
+    as_finite_float,
     is_folder,
     plain_file_hashes,
     read_json,
@@ -65,7 +65,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
     confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
     private, private_facts = privacy_statement(record)
     refusals = [
-        {"site": one["site"], "when": when(one, record.last_round), "reason": shown(one["reason"], 600)}
+        {"site": one["site"], "when": refusal_time_text(one, record.last_round), "reason": shown(one["reason"], 600)}
         for one in record.of("refused")
     ]
     values = {
@@ -102,7 +102,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
         *(["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)),
     ]
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
-    counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
+    counts = f"{count_with_noun(len(record.sites), 'site')}, {count_with_noun(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
     cell = values_of_cell(record.folder).replace(",", ", ")
     source = record.folder.name if back else str(record.folder)
@@ -296,7 +296,7 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
             one["adjacency"],
             ", ".join(one["trust"]),
         ]
-        rows.append([*row, *(NO_BOUND if finite(value) is None else f"{value:.4g}" for value in spent)])
+        rows.append([*row, *(NO_BOUND if as_finite_float(value) is None else f"{value:.4g}" for value in spent)])
     heads = [
         "data set",
         "jobs",

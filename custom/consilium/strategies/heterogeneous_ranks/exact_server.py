@@ -58,7 +58,7 @@ class ExactServer(UnequalRanks):
         state = ServerState(
             0, 0, non_lora_tensors(initial), {n: t for n, t in initial.items() if n not in non_lora_tensors(initial)}
         )
-        return self._decomposed(state, zero)
+        return self._with_spectra(state, zero)
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the global update truncated to the site's download ranks; the site trains all of it."""
@@ -85,9 +85,9 @@ class ExactServer(UnequalRanks):
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(results, state.round)
         after = replace(state, round=round, phase=phase, shared=mean_others(state, results, share), reported=reported)
-        return self._decomposed(replace(after, sites=self.sites_after(state, results, updates)), updates)
+        return self._with_spectra(replace(after, sites=self.sites_after(state, results, updates)), updates)
 
-    def _decomposed(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
+    def _with_spectra(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
         """Return the state with `updates` as W / s, and with their SVDs."""
         top = max(len(tensor) for name, tensor in state.initial.items() if name.endswith(".lora_A"))
         shared, matrices = dict(state.shared), dict[str, Tensor]()

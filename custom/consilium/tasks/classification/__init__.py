@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from consilium.core.lazy import lazy
-from consilium.core.schema import MOST_CLASSES, ClassName, Section, each_once
+from consilium.core.schema import MOST_CLASSES, ClassName, Section, check_unique
 from consilium.data.check_report import Findings
 from consilium.data.datalist import DataList, Lost
 from consilium.data.settings import PictureSettings
@@ -73,11 +73,11 @@ class ClassificationConfig(PictureSettings, TaskConfig):
 
     @field_validator("classes")
     @classmethod
-    def _differ(cls, value: list[str]) -> list[str]:
-        return each_once(value)
+    def _check_distinct(cls, value: list[str]) -> list[str]:
+        return check_unique(value)
 
     @model_validator(mode="after")
-    def _keeps_all(self) -> Self:
+    def _check_keeps_empty(self) -> Self:
         for name, part in (("slices", self.slices), ("tiles", self.tiles)):
             if part is not None and part.empty != "keep":
                 raise ValueError(f"{name}.empty: {part.empty!r}: a class has no mask that would tell; write keep")
@@ -122,7 +122,7 @@ def _read(path: Path) -> DataList:
     return read_texts(path) if _is_texts(path) else _pictures(path)
 
 
-def _usable(path: Path, lost: list[Lost]) -> DataList:
+def _read_usable(path: Path, lost: list[Lost]) -> DataList:
     return read_texts(path) if _is_texts(path) else _usable_pictures(path, lost)
 
 
@@ -150,7 +150,7 @@ CLASSIFICATION = TaskKind(
     _check,
     prepare=_prepare,
     look=lazy(f"{_TASK}:check_item"),
-    usable=_usable,
+    usable=_read_usable,
     rehearse=lazy(f"{_TASK}:rehearse"),
     former=FORMER,
     undigested=FORMER,

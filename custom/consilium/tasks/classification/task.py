@@ -17,13 +17,13 @@ from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, read_picture
 from consilium.data.sample_check import image_shape
-from consilium.data.settings import DEFAULTS, PictureSettings, read_as
+from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Answered, Batch, Classified, SampledTask, UnitScores, evaluating
-from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.bootstrap import group_of, intervals, number_groups, sum_by_group
 from consilium.tasks.classification import ClassificationConfig, F1Classes
-from consilium.tasks.classification.text_samples import TextSamples, padded, require_kind, words_of
+from consilium.tasks.classification.text_samples import TextSamples, pad_texts, require_kind, words_of
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
@@ -62,7 +62,7 @@ class ClassificationTask(SampledTask):
         self._labels = {split: [self._class(item) for item in data.splits[split]] for split in SPLITS}
         labels = torch.tensor([label for label in self._labels["training"] if label != NONE], dtype=torch.long)
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
-        self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
+        self._whose = {split: number_groups([group_of(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient, self._f1 = by_patient, f1
         if by_patient and not data.loading.ignore_unfit:
             for split in SPLITS[1:]:
@@ -71,7 +71,7 @@ class ClassificationTask(SampledTask):
             data,
             lambda item: self._read(item, image_size, settings, padding),
             lambda item: _check_item(item, self.classes, settings),
-            read_as("classification", settings, image_size, [self.classes, padding]),
+            reading_key("classification", settings, image_size, [self.classes, padding]),
         )
 
     def _class(self, item: Item) -> int:
@@ -123,7 +123,7 @@ class ClassificationTask(SampledTask):
         found, labels, whose = torch.cat(logits), torch.tensor(self._labels[split])[kept], self._whose[split][kept]
         if self._by_patient:
             kept = [kept[first] for first in np.unique(whose, return_index=True)[1]]
-            found, labels, whose = of_patients(found, labels, whose)
+            found, labels, whose = merge_by_patient(found, labels, whose)
         self.scored = self._unit_scores(split, kept, found, labels) if distances else None
         closing = summary(found, labels, whose, self._f1) if distances else {}
         return score(found, labels, self.classes, distances, self._f1) | closing
@@ -138,7 +138,7 @@ class ClassificationTask(SampledTask):
         """Return a few pictures, of as many classes as possible; None for an empty split or for texts."""
         if self._key == "text":
             return None
-        found = self.show(model, split, spread(self._labels[split], EXAMPLES))
+        found = self.show(model, split, pick_across_classes(self._labels[split], EXAMPLES))
         return found if isinstance(found, Classified) else None
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class ClassificationTask(SampledTask):
             return {}
         labels = torch.tensor([self._labels[split][index] for index, _ in samples])
         rows = [sample[self._key] for _, sample in samples]
-        return {self._key: torch.stack(rows) if self._key == "image" else padded(rows), "label": labels}
+        return {self._key: torch.stack(rows) if self._key == "image" else pad_texts(rows), "label": labels}
 
     def _plain(self, index: int, raw: Any) -> Sample:
         """Return a sample without augmentation; an image as float32."""
@@ -202,7 +202,7 @@ def balanced_loss(logits: Tensor, labels: Tensor, counts: Tensor, balance: str) 
     return losses.mean()
 
 
-def spread(labels: Sequence[int], count: int) -> list[int]:
+def pick_across_classes(labels: Sequence[int], count: int) -> list[int]:
     """Return at most `count` sorted indices, chosen as the first of every class, then the second of every class, and so on."""
     seen: Counter[int] = Counter()
     turns = []
@@ -238,10 +238,10 @@ def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarr
             raise DataError(f"{where}: another sample of its patient is of another class; set task.scores.per: image")
 
 
-def of_patients(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
+def merge_by_patient(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
     """Return for P patients the log (P, C) of the mean probability over images, the labels (P,) and the numbers 0 .. P - 1."""
-    count = grouped(np.ones(len(whose)), whose)
-    mean = torch.from_numpy(grouped(logits.double().softmax(1).numpy(), whose) / count[:, None]).float()
+    count = sum_by_group(np.ones(len(whose)), whose)
+    mean = torch.from_numpy(sum_by_group(logits.double().softmax(1).numpy(), whose) / count[:, None]).float()
     first = np.unique(whose, return_index=True)[1]
     return mean.clamp_min(torch.finfo(torch.float32).tiny).log(), labels[torch.from_numpy(first)], np.arange(len(count))
 

@@ -14,7 +14,7 @@ from consilium.data.datalist import SPLITS, DataList
 from consilium.data.images import Sample
 from consilium.data.text import Text
 from consilium.models.text_encoder import PAD
-from consilium.models.untrusted_tokenizer import plain_failure
+from consilium.models.untrusted_tokenizer import replace_tokenizer_errors
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class TextSamples:
         the text then counts as empty.
         """
         try:
-            with plain_failure():
+            with replace_tokenizer_errors():
                 found = list(self._tokenizer(words_of(text), split_special_tokens=True, verbose=False).input_ids)
                 return found or [self._tokenizer.unk_token_id or 0]  # an encoder needs at least one token
         except CheckpointError:
@@ -79,7 +79,7 @@ def words_of(text: Text) -> str:
     return text.prompt_words or " "
 
 
-def padded(rows: Sequence[Tensor]) -> Tensor:
+def pad_texts(rows: Sequence[Tensor]) -> Tensor:
     """Return token ids (N, T), padded with PAD on the right."""
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=PAD)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from consilium.core.lazy import lazy
-from consilium.core.schema import MOST_CLASSES, each_once
+from consilium.core.schema import MOST_CLASSES, check_unique
 from consilium.data.check_report import Findings
 from consilium.data.text import read_texts
 from consilium.tasks.language.text_scores import NAMES
@@ -96,21 +96,21 @@ class LanguageConfig(TaskConfig):
 
     @field_validator("prompt")
     @classmethod
-    def _asks(cls, value: str) -> str:
+    def _check_prompt_form(cls, value: str) -> str:
         if value not in ("alpaca", "alpaca-paper", "chat") and ("{instruction}" not in value or value.count("{input}") > 1):
             raise ValueError("alpaca, alpaca-paper, chat, or a template with {instruction}, and {input} at most once")
         return value
 
     @field_validator("beta")
     @classmethod
-    def _weighs(cls, value: float, info: ValidationInfo) -> float:
+    def _check_beta(cls, value: float, info: ValidationInfo) -> float:
         if value != 0.1 and info.data.get("learn") != "preference":
             raise ValueError("0.1 where learn is not preference; remove it, or use learn: preference")
         return value
 
     @field_validator("packed")
     @classmethod
-    def _packs(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_packed(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("learn") == "preference":
             raise ValueError("false where learn is preference, which compares two answers to a prompt; use false")
         return value
@@ -125,8 +125,8 @@ class LanguageConfig(TaskConfig):
 
     @field_validator("labels")
     @classmethod
-    def _differ(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(each_once(list(value), "label"))
+    def _check_distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(check_unique(list(value), "label"))
 
 
 def metric_names(config: LanguageConfig) -> frozenset[str]:

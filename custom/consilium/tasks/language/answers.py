@@ -99,27 +99,27 @@ def _is_letter(label: str) -> bool:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the final answer of a text in plain form (see `settled`), None if there is none.
+    """Return the final answer of a text in plain form (see `plain_answer`), None if there is none.
 
     It is the text after the last "####", in the last \\boxed{}, or after the last "answer is:". Without these it is the number
     after the last "answer is", else the last number. Only the last MOST characters of a text are read.
     """
     text = text[-MOST:]
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":
-        return settled(marked)
+        return plain_answer(marked)
     if (boxed := _boxed(text)) is not None:
-        return settled(boxed)
+        return plain_answer(boxed)
     if said := list(_ANSWER_IS.finditer(text)):
         sentence = re.split(r"\n|[.!?](?:\s|$)", text[said[-1].end() :], maxsplit=1)[0]
-        if said[-1]["colon"] and (answer := settled(sentence)) is not None:
+        if said[-1]["colon"] and (answer := plain_answer(sentence)) is not None:
             return answer
         if (number := _whole_number(_normalized(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
             return number
-    found = list(_NUMBER.finditer(_spelt(text)))
+    found = list(_NUMBER.finditer(_spell_in_ascii(text)))
     return _exact(found[-1]) if found else None
 
 
-def settled(answer: str) -> str | None:
+def plain_answer(answer: str) -> str | None:
     """Return an answer in plain form, in which equal answers are equal texts; None for an empty one. `answer`: the answer only.
 
     If it is a number followed by words only, the plain form is the number in lowest terms, such as 1/2 for 0.50. Otherwise it
@@ -169,7 +169,7 @@ def _normalized(answer: str) -> str:
     Case and punctuation stay.
     """
     boxed = _boxed(answer)
-    first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
+    first = next(iter(_spell_in_ascii(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
     bare = " ".join(bare.split()).strip("*_` ")
     equation = _ARITHMETIC.match(bare)
@@ -195,14 +195,14 @@ def _boxed(text: str) -> str | None:
     return rest
 
 
-def _spelt(text: str) -> str:
+def _spell_in_ascii(text: str) -> str:
     r"""Return a text with digits, minus signs, full-width letters, 1{,}000, 1 000, ½ and \frac12 (as 1/2) in plain ASCII."""
     plain = unicodedata.normalize("NFC", text).translate({0x2212: "-", 0x2013: "-", **_FULL_WIDTH}).replace("{,}", ",")
     plain = "".join(map(_digit, plain))
     plain = _GROUPS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), plain)
     half = re.sub(r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}", plain)
     whole = re.sub(r"(\\[dtc]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
-    return re.sub(r"(?<=(\d))?(-?)\\[dtc]?frac\s*\{\s*(-?)(\d+)\s*\}\s*\{\s*(-?)(\d+)\s*\}", _over, whole)
+    return re.sub(r"(?<=(\d))?(-?)\\[dtc]?frac\s*\{\s*(-?)(\d+)\s*\}\s*\{\s*(-?)(\d+)\s*\}", _write_fraction, whole)
 
 
 def _digit(letter: str) -> str:
@@ -212,7 +212,7 @@ def _digit(letter: str) -> str:
     return f" {unicodedata.normalize('NFKC', letter).replace(chr(0x2044), '/')}" if letter in _VULGAR else letter
 
 
-def _over(match: re.Match[str]) -> str:
+def _write_fraction(match: re.Match[str]) -> str:
     r"""Return a match of \frac{a}{b} as a/b, with a blank before it after a whole number."""
     minus = "-" if f"{match[2]}{match[3]}{match[5]}" in ("-", "---") else ""
     return f"{' ' if match[1] else ''}{minus}{match[4]}/{match[6]}"

@@ -11,19 +11,19 @@ from consilium.tasks.language.answers import (
     gsm8k_answer,
     metamath_answer,
     metamath_reference,
-    settled,
+    plain_answer,
 )
 
 Reader = Callable[[str], str | None]
 READERS: Mapping[str, tuple[Reader, Reader, Reader]] = {
-    "any": (final_answer, final_answer, settled),
+    "any": (final_answer, final_answer, plain_answer),
     "gsm8k": (gsm8k_answer, gsm8k_answer, lambda alone: gsm8k_answer(f"#### {alone}")),
     "metamath": (metamath_answer, metamath_reference, lambda alone: metamath_answer(f"The answer is: {alone}")),
 }
 """By `task.extraction`: the functions that read the answer of a generated text, of a reference, and of a bare answer."""
 
 
-def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
+def right_answers(text: Text, config: LanguageConfig) -> frozenset[str]:
     """Return a record's right labels or final answers; an empty set for evaluations without them.
 
     Raises UnfitError if the record has none, or options that cannot be chosen between.
@@ -50,7 +50,9 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
     raise UnfitError(f"{text.name}: {what}")
 
 
-def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig) -> list[float]:
+def judge_answers(
+    written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig
+) -> list[float]:
     """Return 1 for each right answer, 0 for others. A record without a true answer has no right answer."""
     said = [_label_or_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
     return [float(one in true) for one, true in zip(said, truths, strict=True)]

@@ -53,7 +53,7 @@ def logits_at(model: nn.Module, inputs: Mapping[str, Any], places: Tensor) -> Te
     return cast(Tensor, (logits if chosen else logits.flatten(0, 1)[places][None])[0].float())
 
 
-def spread(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+def scatter_losses(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """Return a tensor of `shape` with `values` (M,) at the flattened positions `places` (M,) and 0 elsewhere."""
     return values.new_zeros(shape.numel()).index_put((places.to(values.device, non_blocking=True),), values).view(shape)
 

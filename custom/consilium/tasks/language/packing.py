@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.tasks.base import Batch
-from consilium.tasks.language.losses import learned_positions, losses_at, spread
+from consilium.tasks.language.losses import learned_positions, losses_at, scatter_losses
 from consilium.tasks.language.tokens import IGNORED
 
 
@@ -73,12 +73,12 @@ def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()
     inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
     there = learned_positions(rows.labels)
-    losses = spread(losses_at(model, inputs, rows.labels, there), there, rows.labels.shape).flatten()
+    losses = scatter_losses(losses_at(model, inputs, rows.labels, there), there, rows.labels.shape).flatten()
     places, learned = rows.places[:, :-1].to(device, non_blocking=True), batch["labels"][:, 1:] != IGNORED
     return losses[places.clamp(min=0)] * (places >= 0), learned.to(device, non_blocking=True)
 
 
-def grouped(order: list[int], lengths: list[int], size: int) -> list[int]:
+def group_by_length(order: list[int], lengths: list[int], size: int) -> list[int]:
     """Return an epoch's `order`, rearranged so that batches have records of similar length.
 
     Records are sorted within parts of 32 batches, and the order of batches stays random. The last batch of a part, which may be

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
-from consilium.tasks.language.templates import TemplateFailure, marked, rendered
+from consilium.tasks.language.templates import TemplateFailure, render_template, render_with_marks
 
 PAPER_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -56,13 +56,13 @@ class Prompt:
         """Return the prompt of a record. An input without an instruction takes the place of the instruction."""
         question, context = _question(text)
         if self.form == "chat":
-            return self._asked(question, context, self._earlier(text))
+            return self._chat_prompt(question, context, self._earlier(text))
         if text.history:
             raise ConfigError(
                 f"{text.name}: a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question; use "
                 "task.prompt: chat"
             )
-        found = filled(_form(self.form, bool(context)), question, context)
+        found = fill_template(_form(self.form, bool(context)), question, context)
         return found._replace(before=f"{text.system}\n\n{found.before}") if text.system else found
 
     def conversation(self, text: Text) -> list[tuple[str, bool]]:
@@ -73,7 +73,7 @@ class Prompt:
         """
         question = {"role": "user", "content": _message(*_question(text))}
         turns = [*self._earlier(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
-        parts = self._marked(turns) if self.marks else self._standing_in(turns)
+        parts = self._parts_by_marks(turns) if self.marks else self._parts_by_placeholders(turns)
         if not any(learned for _, learned in parts):
             raise _no_chat("the tokenizer's template marks no word of an answer as generated")
         if not text.learns_history:
@@ -81,10 +81,10 @@ class Prompt:
             parts = [(part, learned and at == last) for at, (part, learned) in enumerate(parts)]
         return parts
 
-    def _marked(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
+    def _parts_by_marks(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
         """Return the parts (text, learned) of a conversation by the template's marks."""
         try:
-            said, spans = marked(self._template, turns, self._values(asks=False))
+            said, spans = render_with_marks(self._template, turns, self._values(asks=False))
         except TemplateFailure as error:
             raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
         parts, at = list[tuple[str, bool]](), 0
@@ -96,7 +96,7 @@ class Prompt:
             at = end
         return [*parts, (said[at:], False)]
 
-    def _standing_in(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
+    def _parts_by_placeholders(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
         """Return the parts (text, learned) of a conversation by placeholders for the answers.
 
         Each answer is learned together with its end, as far as that equals the end of the last answer.
@@ -146,7 +146,7 @@ class Prompt:
         """Whether the chat template has `generation` marks around the assistant's answers."""
         return self.form == "chat" and _MARK.search(self._template) is not None
 
-    def _asked(self, question: str, context: str, earlier: list[dict[str, str]]) -> Parts:
+    def _chat_prompt(self, question: str, context: str, earlier: list[dict[str, str]]) -> Parts:
         """Return a chat's prompt. A placeholder locates the input, whose own text might also occur in the template."""
         lead, _ = self._around
 
@@ -221,7 +221,7 @@ class Prompt:
 
     def _render(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
         """Return the rendered text of some turns, with the beginning of an answer if `asks`."""
-        return rendered(self._template, turns, self._values(asks))
+        return render_template(self._template, turns, self._values(asks))
 
     @cached_property
     def _template(self) -> str:
@@ -263,7 +263,7 @@ def specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)) | added
 
 
-def filled(template: str, instruction: str, context: str) -> Parts:
+def fill_template(template: str, instruction: str, context: str) -> Parts:
     """Return a template with instruction and input filled in. Braces in a record are text, not fields.
 
     If the template has no field for an input, the input follows the instruction, as in a chat.

@@ -14,13 +14,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from consilium.core.errors import CheckpointError, UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
-from consilium.models.transformers_folder import room
+from consilium.models.transformers_folder import max_prompt_tokens
 from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
-from consilium.tasks.language.correctness import judged, truth
-from consilium.tasks.language.losses import Row, learned_positions, log_likelihoods, losses_at, reward_margins, spread
-from consilium.tasks.language.packing import grouped, packed_losses
+from consilium.tasks.language.correctness import judge_answers, right_answers
+from consilium.tasks.language.losses import Row, learned_positions, log_likelihoods, losses_at, reward_margins, scatter_losses
+from consilium.tasks.language.packing import group_by_length, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
@@ -34,7 +34,7 @@ class LanguageTask:
     Metrics:
     - "loss": the mean over samples of each sample's mean loss per learned token, so that every sample has the same weight.
     - "token_loss": the mean over all learned tokens of the split; also as "bits_per_token" and "perplexity".
-    - `evaluate: options` adds "accuracy" and "accuracy_norm", see _chosen.
+    - `evaluate: options` adds "accuracy" and "accuracy_norm", see _score_options.
     - `label` adds "accuracy": how often the label in the greedy answer is that of a reference (no label counts as wrong).
     - `exact` adds "exact": how often final answers agree.
     - `generation` adds text_scores.NAMES; so does `teacher_forced`, without generated answers, see _teacher_forced.
@@ -52,7 +52,7 @@ class LanguageTask:
         self._batch_dependent: bool | None = None
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
         self._encoder = self._encoder_of(tokenizer, max_length)
-        written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
+        written = {split: [self._encode_record(text) for text in data.splits[split]] for split in SPLITS}
         self.data = replace(data, splits={split: tuple(text for text, *_ in rows) for split, rows in written.items()})
         self._pairs = {split: [pair for _, pair, *_ in rows] for split, rows in written.items()}
         self._worse = {split: [worse for *_, worse in rows] for split, rows in written.items() if self._compares}
@@ -84,7 +84,7 @@ class LanguageTask:
             self._warned.add(what)
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
-    def _written(self, text: Text) -> tuple[Any, ...]:
+    def _encode_record(self, text: Text) -> tuple[Any, ...]:
         """Return a record, its tokens and, for preferences, those of its rejected answer.
 
         In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
@@ -128,9 +128,9 @@ class LanguageTask:
 
         Each is (N, T), or (N, 2, T) for preferences, with the better answer first.
         """
-        return self._learned("training", indices)
+        return self._collate_for_loss("training", indices)
 
-    def _learned(self, split: str, indices: Sequence[int]) -> Batch:
+    def _collate_for_loss(self, split: str, indices: Sequence[int]) -> Batch:
         """Return a batch of these records of a split, in the form that `loss` takes."""
         if not self._compares:
             return self._collate(split, indices)
@@ -153,7 +153,9 @@ class LanguageTask:
 
     def grouped(self, order: list[int], size: int) -> list[int]:
         """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See packing.py."""
-        return grouped(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
+        return (
+            group_by_length(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
+        )
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
@@ -188,20 +190,20 @@ class LanguageTask:
             said, true, accuracy = self._teacher_forced(model, split, batch_size)
             return accuracy | text_scores.of_corpus(said, true), text_scores.of_records(said, true)
         if self.kind == "options":
-            return {}, self._chosen(model, split, batch_size)
+            return {}, self._score_options(model, split, batch_size)
         if self.kind not in ASKS or not (distances or self.kind == "label"):
             return {}, {}
         written = self.write(model, split, batch_size)
         cut = {CUT_ASKED: self._cut_asked / len(written)}
         if self.kind != "generation":
-            right = judged(written, self.data.splits[split], self._truth[split], self.config)
+            right = judge_answers(written, self.data.splits[split], self._truth[split], self.config)
             return cut, {WRITTEN[self.kind][0]: right}
         references = [text.outputs for text in self.data.splits[split]]
         each = text_scores.of_records(written, references)
         self.scored = self._unit_scores(split, each["rouge_l"], "ROUGE-L", lower=False)
         return cut | text_scores.of_corpus(written, references), each
 
-    def _chosen(self, model: nn.Module, split: str, batch_size: int) -> dict[str, list[float]]:
+    def _score_options(self, model: nn.Module, split: str, batch_size: int) -> dict[str, list[float]]:
         """Return for each record whether its most likely option is right.
 
         "accuracy" compares log-likelihoods, "accuracy_norm" log-likelihoods per character of the option. These are acc and
@@ -235,21 +237,21 @@ class LanguageTask:
         greedy. Raises ConfigError if the model has no position left for a prompt.
         """
         answers, texts = list[str](), self._texts(split, indices)
-        rows = self._prompts(texts, min(self._encoder.max_length, room(model, self.config.max_new_tokens)))
+        rows = self._prompts(texts, min(self._encoder.max_length, max_prompt_tokens(model, self.config.max_new_tokens)))
         most, encoder, numbers = self.config.max_new_tokens, self._encoder, range(len(texts)) if indices is None else indices
         greedy = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
         def given(part: Sequence[int]) -> Batch:
             return inputs_of(model, self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part]))
 
-        size = 1 if batch_size > 1 and self._one_by_one(model, rows, given) else batch_size
+        size = 1 if batch_size > 1 and self._must_answer_singly(model, rows, given) else batch_size
         for part in _parts(range(len(rows)), size):
             inputs = given(part)
             written = cast(Any, model).generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
-    def _one_by_one(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
+    def _must_answer_singly(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
         """Return whether prompts must be answered one by one, because answers depend on their batch. This is tried once.
 
         A recurrent model may read the padding or mix rows, and the decoder of an encoder-decoder model may count the padding.
@@ -321,7 +323,7 @@ class LanguageTask:
         The scores per record are "preferred", whether the better answer has the higher reward, and "reward_margin".
         """
         parts = _parts(range(len(self._pairs[split])), batch_size)
-        margins = [reward_margins(model, self._learned(split, part), self.config.beta, token_losses) for part in parts]
+        margins = [reward_margins(model, self._collate_for_loss(split, part), self.config.beta, token_losses) for part in parts]
         found = torch.cat(margins).double().cpu()
         losses = (-F.logsigmoid(found)).tolist()
         ranked = {"preferred": (found > 0).double().tolist(), "reward_margin": found.tolist()}
@@ -341,9 +343,9 @@ class LanguageTask:
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}, {}
 
     def _right_answers(self, text: Text) -> frozenset[str]:
-        """Return a record's right answers, see `truth`; none for an unfit record in a list that ignores unfit samples."""
+        """Return a record's right answers, see `right_answers`; none for an unfit record where unfit samples are ignored."""
         try:
-            found = truth(text, self.config)
+            found = right_answers(text, self.config)
             for one in (text.labels or self.config.labels) if self.kind == "options" else ():
                 if not 0 < len(self._encoder.option(one)) <= self._encoder.max_length // 2:
                     raise UnfitError(
@@ -380,7 +382,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
         inputs["attention_mask"] = None
     following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
     places = learned_positions(following)
-    losses = spread(losses_at(model, inputs, following, places), places, following.shape)[:, :-1]
+    losses = scatter_losses(losses_at(model, inputs, following, places), places, following.shape)[:, :-1]
     return losses, (following[:, :-1] != IGNORED).to(device, non_blocking=True)
 
 

@@ -92,12 +92,12 @@ def _renew_renderer() -> None:
 os.register_at_fork(after_in_child=_renew_renderer)
 
 
-def rendered(template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any]) -> str:
+def render_template(template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any]) -> str:
     """Return a chat template's text for turns of "role" and "content". Raises TemplateFailure."""
-    return marked(template, turns, values, marks=False)[0]
+    return render_with_marks(template, turns, values, marks=False)[0]
 
 
-def marked(
+def render_with_marks(
     template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any], marks: bool = True
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the rendered text, and (begin, end) of each part between the template's `generation` marks.

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from consilium.core.errors import UnfitError
 from consilium.data.text import Text
-from consilium.models.untrusted_tokenizer import plain_failure
+from consilium.models.untrusted_tokenizer import replace_tokenizer_errors
 from consilium.tasks.language.prompts import Prompt, specials
 
 IGNORED = -100
@@ -55,7 +55,7 @@ class Encoder:
         self.tokenizer, self.max_length, self._whole = tokenizer, max_length, whole_sequence
         self._prompt = Prompt(form, tokenizer)
         begin = tokenizer.bos_token_id
-        with plain_failure():
+        with replace_tokenizer_errors():
             self._begin = [begin] if begin is not None and tokenizer("a").input_ids[:1] == [begin] else []
         self._least = max_length // 2
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -63,7 +63,7 @@ class Encoder:
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
         """Return the prompt's tokens, at most `most`, and whether the prompt was shortened."""
-        parts = self._prompt.parts(self._broken(text))
+        parts = self._prompt.parts(self._split_names_in_record(text))
         whole = self._with_begin_tokens(self._plain("".join(parts)))
         if len(whole) <= most:
             return whole, False
@@ -76,18 +76,18 @@ class Encoder:
 
     def answer(self, text: Text) -> list[int]:
         """Return the tokens of a record's first reference with its ending."""
-        said, ending = self._prompt.ending(self._own(text.outputs[0]))
+        said, ending = self._prompt.ending(self._split_special_names(text.outputs[0]))
         tokens = self._plain(said + ending)
         return tokens if ending else [*tokens, self.tokenizer.eos_token_id]
 
     def option(self, words: str) -> list[int]:
         """Return the tokens of an answer without its ending."""
-        return self._plain(self._prompt.ending(self._own(words))[0])
+        return self._plain(self._prompt.ending(self._split_special_names(words))[0])
 
     def blank_end(self, tokens: Sequence[int]) -> int:
         """Return how many tokens at the end consist only of blanks and line breaks."""
         found = 0
-        with plain_failure():
+        with replace_tokenizer_errors():
             while found < len(tokens) and self.tokenizer.decode(tokens[-found - 1]).isspace():
                 found += 1
         return found
@@ -126,8 +126,8 @@ class Encoder:
 
     def _conversation(self, text: Text) -> Encoded:
         """Return a whole chat. Answers of earlier turns are learned too if the record says so."""
-        parts = self._prompt.conversation(self._broken(text))
-        pairs = self._as_one(parts) or [
+        parts = self._prompt.conversation(self._split_names_in_record(text))
+        pairs = self._tokenize_whole(parts) or [
             (token, learned)
             for part, learned in parts
             # a blank before an answer belongs to the answer, see Prompt
@@ -141,7 +141,7 @@ class Encoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return generated tokens as text, without special tokens and outer spaces."""
-        with plain_failure():
+        with replace_tokenizer_errors():
             return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
     def collate(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ class Encoder:
         """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
         return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 
-    def _as_one(self, parts: Sequence[tuple[str, bool]]) -> list[tuple[int, bool]]:
+    def _tokenize_whole(self, parts: Sequence[tuple[str, bool]]) -> list[tuple[int, bool]]:
         """Return (token, learned) for a whole text tokenized at once. A token that overlaps a learned part is learned.
 
         Return [] if names of special tokens had to be split, or for a tokenizer without token offsets.
@@ -167,7 +167,7 @@ class Encoder:
         said = "".join(part for part, _ in parts)
         if BREAK in said or not self.tokenizer.is_fast:
             return []
-        with plain_failure():
+        with replace_tokenizer_errors():
             read = self.tokenizer(said, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         at, spans = 0, list[tuple[int, int]]()
         for part, learned in parts:
@@ -176,19 +176,26 @@ class Encoder:
         places = zip(read.input_ids, read.offset_mapping, strict=True)
         return [(token, any(begin < to and start < end for begin, end in spans)) for token, (start, to) in places]
 
-    def _broken(self, text: Text) -> Text:
+    def _split_names_in_record(self, text: Text) -> Text:
         """Return a record with all names of special tokens in its texts split by BREAK."""
-        history = tuple((self._own(question), self._own(answer)) for question, answer in text.history)
-        outputs = tuple(map(self._own, text.outputs[:1]))
-        own = replace(text, instruction=self._own(text.instruction), input=self._own(text.input), system=self._own(text.system))
+        history = tuple(
+            (self._split_special_names(question), self._split_special_names(answer)) for question, answer in text.history
+        )
+        outputs = tuple(map(self._split_special_names, text.outputs[:1]))
+        own = replace(
+            text,
+            instruction=self._split_special_names(text.instruction),
+            input=self._split_special_names(text.input),
+            system=self._split_special_names(text.system),
+        )
         return replace(own, history=history, outputs=outputs)
 
-    def _own(self, words: str) -> str:
+    def _split_special_names(self, words: str) -> str:
         """Return a text with every name of a special token split by BREAK, so that it is tokenized as ordinary text."""
         words = words.replace(BREAK, "")
-        return self._names.sub(BREAK, self._normal(words) if self._names.search(self._normal(words)) else words)
+        return self._names.sub(BREAK, self._normalize(words) if self._names.search(self._normalize(words)) else words)
 
-    def _normal(self, words: str) -> str:
+    def _normalize(self, words: str) -> str:
         """Return a text as the tokenizer normalizes it, because a name (in full-width characters) may appear only then."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return words if normalizer is None else str(normalizer.normalize_str(words)).replace(BREAK, "")
@@ -210,7 +217,7 @@ class Encoder:
     def _plain(self, text: str) -> list[int]:
         """Return a text's tokens. Names of special tokens give special tokens unless they are split by BREAK."""
         texts = [part for part in text.split(BREAK) if part]
-        with plain_failure():
+        with replace_tokenizer_errors():
             parts = [self.tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in texts]
         return [token for part in parts for token in part]
 

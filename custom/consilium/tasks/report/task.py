@@ -15,7 +15,7 @@ from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample, read_picture
 from consilium.data.sample_check import image_shape
-from consilium.data.settings import PictureSettings, read_as
+from consilium.data.settings import PictureSettings, reading_key
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.image_inputs import Picture
@@ -123,8 +123,8 @@ class ReportTask(LanguageTask):
         self._pictures = SampleCache(
             DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # no other code has checked them
             read,
-            partial(_look, settings),
-            read_as("report, or black" if data.loading.ignore_unfit else "report", settings, side, padding),
+            partial(_check_picture, settings),
+            reading_key("report, or black" if data.loading.ignore_unfit else "report", settings, side, padding),
         )
 
     def read_again(self, split: str, index: int) -> None:
@@ -144,7 +144,7 @@ class ReportTask(LanguageTask):
         return torch.stack([to_float(index, self._pictures.raw(split, index))["image"] for index in indices])
 
 
-def _look(settings: PictureSettings, item: Item) -> None:
+def _check_picture(settings: PictureSettings, item: Item) -> None:
     image_shape(item, settings)
 
 

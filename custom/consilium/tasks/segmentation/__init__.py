@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, field_validator
 
 from consilium.core.lazy import lazy
-from consilium.core.schema import MOST_CLASSES, ClassName, each_once
+from consilium.core.schema import MOST_CLASSES, ClassName, check_unique
 from consilium.data.settings import PictureSettings
 from consilium.tasks import picture_lists
 from consilium.tasks.registry import TaskConfig, TaskKind
@@ -59,7 +59,7 @@ class SegmentationConfig(PictureSettings, TaskConfig):
     def _number_names(cls, value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             return value
-        return {name: [i] for i, name in enumerate(each_once(value), start=1)}
+        return {name: [i] for i, name in enumerate(check_unique(value), start=1)}
 
 
 SCORES = scores.scores(SegmentationScoresConfig())

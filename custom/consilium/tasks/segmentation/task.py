@@ -20,7 +20,7 @@ from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, valid_size
 from consilium.data.sample_check import check_sample, cropped_shape
-from consilium.data.settings import DEFAULTS, PictureSettings, read_as
+from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
 from consilium.tasks.embedding_cache import EmbeddingCache
@@ -74,7 +74,7 @@ class SegmentationTask(SampledTask):
             data,
             lambda item: read_sample(item, classes, image_size, settings, padding),
             lambda item: check_sample(item, classes, settings, image_size),
-            read_as("segmentation", settings, image_size, [classes, padding]),
+            reading_key("segmentation", settings, image_size, [classes, padding]),
         )
 
     @property
@@ -95,7 +95,7 @@ class SegmentationTask(SampledTask):
 
         def made(index: int, raw: CachedSample) -> Sample:
             moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
-            return self._annotated("training", index, self._prompted(moved, seed_for(seed, self._prompt, index)))
+            return self._annotated("training", index, self._add_prompt(moved, seed_for(seed, self._prompt, index)))
 
         found = self._samples.map("training", indices, made)
         return self._collate([sample for _, sample in found])
@@ -121,7 +121,7 @@ class SegmentationTask(SampledTask):
         units, losses, count = Units(items, self.scores, distances), 0.0, 0
         with evaluating(model):
             for part in self._samples.parts(split, batch_size, order(items, self.scores)):
-                samples = [self._annotated(split, i, self._prompted(sample)) for i, sample in part]
+                samples = [self._annotated(split, i, self._add_prompt(sample)) for i, sample in part]
                 if not samples:
                     continue
                 logits, label, annotated = self._forward(model, self._collate(samples))
@@ -132,10 +132,10 @@ class SegmentationTask(SampledTask):
             return {}
         found, table = units.scores()
         self.scored = self._unit_scores(items, found, units.shown, table["dice"]) if distances else None
-        closing = summary(found, table) | self._too_small(split) if distances else {}
+        closing = summary(found, table) | self._count_too_small(split) if distances else {}
         return {"loss": losses / count} | self._average(table) | closing
 
-    def _too_small(self, split: str) -> dict[str, float]:
+    def _count_too_small(self, split: str) -> dict[str, float]:
         """Return the counts of too small structures for all splits.
 
         For a list that ignores unfit samples only those of `split` are returned, because such a job protects training pictures.
@@ -171,12 +171,12 @@ class SegmentationTask(SampledTask):
             return None
         items, samples = [self.data.splits[split][index] for index, _ in found], [sample for _, sample in found]
         with evaluating(model):
-            logits = [self._forward(model, self._collate([self._prompted(sample)]))[0] for sample in samples]
+            logits = [self._forward(model, self._collate([self._add_prompt(sample)]))[0] for sample in samples]
         shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
         planes = self._planes(items, torch.cat(logits), shown["label"])
         each = [overlaps(counts(one.guess, one.reference), False)["dice"].masked_fill(~one.known, math.nan) for one in planes]
         for item, mask in zip(items, guess, strict=True):
-            rows, columns = self._inner(item)
+            rows, columns = self._size_without_padding(item)
             mask[:, rows:], mask[:, :, columns:] = False, False
         dice = torch.stack(each).nanmean(1)
         return Segmented(
@@ -219,13 +219,13 @@ class SegmentationTask(SampledTask):
     def _planes(self, items: Sequence[Item], logits: Tensor, label: Tensor) -> Iterator[Plane]:
         """Yield predictions and references on the scored grid, without padding."""
         for item, one, mask in zip(items, logits, label, strict=True):
-            rows, columns = self._inner(item)
+            rows, columns = self._size_without_padding(item)
             one, mask = one[:, :rows, :columns], mask[:, :rows, :columns].bool().cpu()
             if self.scores.grid == "resized" or cropped_shape(item, self.settings) == (rows, columns):  # the file's own size
-                yield Plane(item, (one > 0).cpu(), mask, self._known(item))
+                yield Plane(item, (one > 0).cpu(), mask, self._annotated_classes(item))
                 continue
             mask = self._masks(item)
-            yield Plane(item, _enlarged(one, tuple(mask.shape[1:])), mask, self._known(item))
+            yield Plane(item, _enlarge_to_mask(one, tuple(mask.shape[1:])), mask, self._annotated_classes(item))
 
     def _masks(self, item: Item) -> Tensor:
         """Return a picture's masks (C, H, W) at the file's size. Up to MASK_BYTES are cached as bits; others are read again."""
@@ -238,22 +238,22 @@ class SegmentationTask(SampledTask):
         shape, bits = self._kept[item]
         return torch.from_numpy(np.unpackbits(bits, count=math.prod(shape)).view(bool).reshape(shape))
 
-    def _inner(self, item: Item) -> tuple[int, int]:
+    def _size_without_padding(self, item: Item) -> tuple[int, int]:
         if self.settings.resize == "stretch":
             return self.size, self.size
         return valid_size(cropped_shape(item, self.settings), self.size, self.settings)
 
-    def _known(self, item: Item) -> Tensor:
+    def _annotated_classes(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
 
     def _annotated(self, split: str, index: int, sample: Sample) -> Sample:
         """Return the sample, with "annotated" (C,) added if its site did not annotate all classes in it."""
         item = self.data.splits[split][index]
-        if item.annotated is None or (known := self._known(item)).all():
+        if item.annotated is None or (known := self._annotated_classes(item)).all():
             return sample
         return sample | {"annotated": known.float()}
 
-    def _prompted(self, sample: Sample, seed: int | None = None) -> Sample:
+    def _add_prompt(self, sample: Sample, seed: int | None = None) -> Sample:
         return sample | {"prompt": TAKEN[self._prompt](sample["label"], seed)} if self._prompt in TAKEN else sample
 
     @staticmethod
@@ -268,7 +268,7 @@ class SegmentationTask(SampledTask):
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
 
 
-def _enlarged(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _enlarge_to_mask(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the mask where logits (C, rows, columns), enlarged to `shape` by bilinear interpolation, are over 0.
 
     Rows are enlarged first, then columns in strips of STRIP numbers, because a large picture at once would need gigabytes.

@@ -19,7 +19,7 @@ from torch import Tensor
 from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.sample_check import cropped_shape
-from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.bootstrap import group_of, intervals, number_groups, sum_by_group
 from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
 
@@ -160,7 +160,7 @@ class Units:
         if (size := int(found[2].sum())) > unit.most:
             unit.shown, unit.most = plane.item, size
         if self._far:
-            unit.planes[plane.item.slice or 0] = _packed(plane.guess), _packed(plane.reference)
+            unit.planes[plane.item.slice or 0] = _pack_bits(plane.guess), _pack_bits(plane.reference)
         self._left[name] -= 1
         if self._left[name] < 1:
             self._end()
@@ -174,7 +174,7 @@ class Units:
         items, table = [item for item, _ in self.rows], _table([row for _, row in self.rows])
         if self._config.per != "patient":
             return items, table
-        whose = numbered([group_of(item) for item in items])
+        whose = number_groups([group_of(item) for item in items])
         places = [int(np.flatnonzero(whose == number)[0]) for number in range(whose.max() + 1)]
         first, self.shown = [items[place] for place in places], [self.shown[place] for place in places]
         return first, {name: _means(values, whose) for name, values in table.items()}
@@ -215,15 +215,15 @@ def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float]
     if grid is None or (pixel := grid.pixel(item.axis)) is None:
         return None
     rows, columns = (step * old / new for step, old, new in zip(pixel, cropped_shape(item), shape, strict=True))
-    return grid.voxel[grid.across(item.axis)] if grid.voxel else 1.0, rows, columns  # 1.0: a single plane has no depth
+    return grid.voxel[grid.stored_axis(item.axis)] if grid.voxel else 1.0, rows, columns  # 1.0: a single plane has no depth
 
 
 def summary(items: Sequence[Item], table: Row) -> dict[str, float]:
     """Return the number of scored units, and 95 % intervals of the means over classes by a bootstrap over patients."""
     scored = (~table["dice"].isnan()).any(1).sum()
-    whose = numbered([group_of(item) for item in items])
-    sums = {name: grouped(values.nan_to_num(0).numpy(), whose) for name, values in table.items()}
-    known = {name: grouped((~values.isnan()).numpy().astype(float), whose) for name, values in table.items()}
+    whose = number_groups([group_of(item) for item in items])
+    sums = {name: sum_by_group(values.nan_to_num(0).numpy(), whose) for name, values in table.items()}
+    known = {name: sum_by_group((~values.isnan()).numpy().astype(float), whose) for name, values in table.items()}
 
     def means(weights: np.ndarray) -> dict[str, np.ndarray]:
         return {name: _mean_of_known(weights @ sums[name], weights @ known[name]) for name in table}
@@ -239,7 +239,7 @@ def _mean_of_known(total: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.divide(each.sum(1), classes, out=np.full(len(classes), np.nan), where=classes > 0)
 
 
-def _packed(masks: Tensor) -> np.ndarray:
+def _pack_bits(masks: Tensor) -> np.ndarray:
     return np.packbits(masks.flatten(1).numpy(), axis=1)
 
 
@@ -275,4 +275,4 @@ def _means(values: Tensor, whose: np.ndarray) -> Tensor:
     """Return the means (G, C) over the known values (U, C) of each group."""
     known = (~values.isnan()).numpy().astype(float)
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy(grouped(values.nan_to_num(0).numpy(), whose) / grouped(known, whose))
+        return torch.from_numpy(sum_by_group(values.nan_to_num(0).numpy(), whose) / sum_by_group(known, whose))
