@@ -45,7 +45,7 @@ def test_site_with_a_slow_process_is_registered_before_the_round_ends(tmp_path: 
         controller.registration = registration = Registration(TaskSender(controller, coordinator, Signal(), fl_ctx, set, 0.01))
 
         def asks(name: str) -> str:
-            """Let a site's process ask for a task, as FLARE's runner does; return the task's name after the site has done it."""
+            """Let a site's process ask for a task, as FLARE's runner does, and do it. Return the task's name."""
             with federation.server.new_context() as asking:
                 communicator.client_is_active(name, "getTask", asking)
             standing = registration.sent.get(name)
