@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import RunProcessKey
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.message import Message
+from nvflare.private.fed.client.client_engine import ClientEngine
+from nvflare.private.fed.client.client_executor import JobExecutor
+from nvflare.private.fed.client.client_status import ClientStatus
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
@@ -51,7 +55,9 @@ class Server:
             self.filters.append(callback)
 
         cell = SimpleNamespace(core_cell=SimpleNamespace(add_incoming_reply_filter=add))
-        engine = SimpleNamespace(get_cell=lambda: cell)
+        self.engine = engine = ClientEngine.__new__(ClientEngine)
+        engine.client_executor = JobExecutor(SimpleNamespace(), "startup")
+        engine.get_cell = lambda: cell
         self.fl_ctx: Any = SimpleNamespace(
             get_engine=lambda: engine, set_prop=lambda key, value, **_: self.sent.update({key: value})
         )
@@ -81,6 +87,14 @@ def test_the_cause_of_a_refusal_stays_until_the_server_lets_the_site_in(server: 
         assert admission.noted_cause(tmp_path) is Cause.REVOKED
     server.beat(ReturnCode.OK)
     assert admission.noted_cause(tmp_path) is None
+
+
+def test_heartbeat_says_of_each_job_if_its_process_has_started(server: Server) -> None:
+    states = dict(zip("abc", (ClientStatus.STARTING, ClientStatus.STARTING, ClientStatus.STOPPED), strict=True))
+    server.engine.client_executor.run_processes = {job: {RunProcessKey.STATUS: state} for job, state in states.items()}
+    server.engine.notify_job_status("b", ClientStatus.STARTED)  # FLARE calls it once a job's process has loaded its code
+    server.beat(ReturnCode.OK)
+    assert server.sent[heartbeat_client.KEY]["processes"] == {"a": "starting", "b": "running"}
 
 
 def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
