@@ -41,7 +41,9 @@ Facts = dict[str, Any]
 JOB = "worker_process"
 """Name of the module that FLARE runs in a job's process at a site."""
 JOB_STATES = {ClientStatus.STARTING: "starting", ClientStatus.STARTED: "running"}
-"""Words for the states of a job's process at a site. A process is "starting" until it has loaded its code."""
+"""Words for FLARE's states of a job's process at a site. FLARE's process is "starting" until it has loaded its code."""
+ANSWERED = "consilium_answered"
+"""Name of the file in a job's folder at a site that says that the job's process has done a task. The first one is the hello."""
 RETRY = 60.0
 """Seconds between two checks of a certificate that is not valid. Each check logs one line."""
 SILENCE = 30.0
@@ -96,10 +98,16 @@ def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: 
     beat(client, *rest)
 
 
-def job_processes(engine: ClientEngine) -> dict[str, str]:
-    """Return by job id the state of each job's process at this site, as JOB_STATES says."""
+def job_processes(kit: Path, engine: ClientEngine) -> dict[str, str]:
+    """Return by job id the state of each job's process at this site: "starting", or "running".
+
+    A process of one of our jobs is starting until it has answered the hello. Before that, it reads the data.
+    """
     states = {job: engine.client_executor.get_status(job) for job in list(engine.get_all_job_ids())}
-    return {job: JOB_STATES[state] for job, state in states.items() if state in JOB_STATES}
+    found = {job: JOB_STATES[state] for job, state in states.items() if state in JOB_STATES}
+    ours = {job for job in found if any((kit / job).glob("app_*/config/job.yaml"))}
+    waiting = {job for job in ours if not (kit / job / ANSWERED).exists()}
+    return found | dict.fromkeys(waiting, JOB_STATES[ClientStatus.STARTING])
 
 
 class AttendanceReport(FLComponent):
@@ -127,7 +135,9 @@ class AttendanceReport(FLComponent):
             ends = None
             with suppress(OSError, ValueError):  # the certificate is being replaced by a renewed one
                 ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
-            fl_ctx.set_prop(KEY, own_facts(ends, self._health.facts, job_processes(engine)), private=False, sticky=False)
+            fl_ctx.set_prop(
+                KEY, own_facts(ends, self._health.facts, job_processes(self._kit, engine)), private=False, sticky=False
+            )
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
             self._warn_of_end()
 
