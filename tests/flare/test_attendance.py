@@ -224,7 +224,7 @@ JOBS = ["11111111-1111-4111-8111-111111111111", "22222222-2222-4222-8222-2222222
 def test_job_is_not_shown_as_running_before_its_process_runs() -> None:
     said = facts(processes={JOBS[0]: "running", JOBS[1]: "starting"})
     new = heartbeat_server.checked_facts(said, NOW) | {"here": True, "jobs": JOBS}
-    old = heartbeat_server.checked_facts(facts(), NOW) | {"here": True, "jobs": JOBS}  # a site of 0.3.0
+    old = heartbeat_server.checked_facts(facts(), NOW) | {"here": True, "jobs": JOBS}  # an older site
     rows = site_rows({"server": own_facts(), "sites": {"new": new, "old": old}}, NOW)
     assert rows[0]["jobs"] == rows[1]["jobs"] == JOBS
     assert rows[0]["job_states"] == dict(zip(JOBS, ("running", "starting", "sent"), strict=True))
