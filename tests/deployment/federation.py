@@ -34,7 +34,8 @@ from typing import Any, Self
 
 import yaml
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from nvflare.fuel.flare_api.api_spec import NoConnection
+from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.fuel.flare_api.api_spec import InternalError, NoConnection
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.lighter.utils import sign_folders
 
@@ -48,6 +49,7 @@ from consilium.flare.kit.provision import provision
 
 __all__ = ["ADMIN", "LEAD", "ROOT", "SERVER", "Federation", "free_port", "listening"]
 ROOT = Path(__file__).parents[2]
+FLARE_ERRORS = (FLCommunicationError, NoConnection, InternalError)
 WALLS = """set -e
 mount --make-rprivate /
 mount --bind "$2" "$2"
@@ -76,6 +78,8 @@ class Federation(LocalFederation):
         super().__init__(folder, sites, bundles, make)
         self.installed, self.admin, self.closed = installed, admin, closed
         self.variables: dict[str, dict[str, str]] = {}
+        self.missing = "no look has ended"
+        """Why the last look found server and sites not connected, and how long it took."""
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +93,10 @@ class Federation(LocalFederation):
         for name in names or ["server", *self.sites]:
             super().start(name, self.environment() | self.variables.get(name, {}), self._walls(name))
         if wait:
-            self.until(self._connected, wait, "server and sites to be connected")
+            try:
+                self.until(self._connected, wait, "server and sites to be connected")
+            except AssertionError as error:
+                raise AssertionError(f"{error}\nthe last look: {self.missing}") from None
 
     def reroute(self, name: str, port: int) -> None:
         """Have a site's kit lead to another port of this machine, signed as the hub would. Before its start."""
@@ -245,14 +252,20 @@ class Federation(LocalFederation):
     def _connected(self) -> bool:
         if dead := [name for name, process in self.started.items() if process.poll() is not None]:
             raise AssertionError(f"{dead[0]} has ended:\n{self.log(dead[0])[-3000:]}")
-        if not listening(self.port):
-            return False
+        began, known, why = time.monotonic(), set[str](), ""
         try:
-            with self.session() as session:
-                known = {client.name for client in session.get_system_info().client_info}
-        except TypeError:  # FLARE's own, where a server answers before it has read its certificate
-            return False
-        return known >= self.started.keys() & set(self.sites)
+            if listening(self.port):
+                with self.session() as session:
+                    known = {client.name for client in session.get_system_info().client_info}
+            else:
+                why = f"nothing accepts connections at port {self.port}"
+        except TypeError as error:  # FLARE's own, where a server answers before it has read its certificate
+            why = repr(error)
+        except FLARE_ERRORS as error:  # a busy server has not answered within FLARE's 5 seconds
+            why = repr(error)
+        absent = (self.started.keys() & set(self.sites)) - known
+        self.missing = f"{why or f'without {sorted(absent)}'} ({time.monotonic() - began:.1f} s)"
+        return not why and not absent
 
 
 def _python_without_us(folder: Path) -> Path:

@@ -83,6 +83,14 @@ def test_experiment_comes_before_job_id(tmp_path: Path) -> None:
     assert admin.find_job("0-i")["job_id"] == "0-id"
 
 
+def test_whole_job_id_downloads_no_other_job(tmp_path: Path) -> None:
+    """A client that polls a job by its id downloaded all jobs of FLARE's own tools, at each poll."""
+    session = Session([job(0), job(1, experiment="0-id"), job(2, status="RUNNING")], tmp_path)
+    assert Admin(session).find_job("0-id")["job_id"] == "0-id"  # no other submitter's experiment stands for it
+    assert Admin(session).status("2-id")["job_id"] == "2-id"
+    assert session.downloads == []
+
+
 def left(folder: Path, stopped: str = "", log: str = "") -> Path:
     (folder / "consilium").mkdir(parents=True)
     for path, text in ((folder / "consilium/stopped.txt", stopped), (folder / "error_log.txt", log)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from consilium.cli.jobs import progress_line
 from consilium.report.live_view import progress, refusal_time_text
 
 
@@ -64,20 +65,60 @@ def test_weights_and_shares_are_those_of_the_last_mean(tmp_path: Path) -> None:
     assert shares(*lines, concluded(1, 4.0)) == {"a": (30, 1.0), "b": (None, None)}
 
 
-def test_a_round_that_takes_longer_leaves_the_time_of_later_ones(tmp_path: Path) -> None:
-    """By hand: rounds of 10 s, and this one has gone on for 60."""
+def eta(tmp_path: Path, ended: list[float], spent: float, waiting: dict[str, Any] | None = None) -> tuple[float | None, bool]:
+    """Return ETA and `late` of a run of 5 rounds: those that `ended`, by their seconds, and one that goes on for `spent`."""
+    now, lines = time.time() - spent, [started(len(ended), time.time() - spent)]
+    for round in reversed(range(len(ended))):
+        lines = [started(round, now - ended[round]), concluded(round, now), *lines]
+        now -= ended[round]
+    found = progress(folder(tmp_path, *lines), waiting)
+    assert found["waiting"] == waiting
+    return found["eta_seconds"], found["late"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "spent", "left", "late"),
+    [
+        ([], 60, None, False),  # nothing is known
+        ([10], 4, 3 * 10 + 6, False),
+        ([10, 10], 12, 2 * 10, False),
+        ([10, 10], 60, 2 * 10, True),
+        ([10, 610], 4, 2 * 10 + 6, False),  # a wait of 600 s in one round is not one of each later round
+        ([610, 10], 4, 2 * 10 + 6, False),
+        ([10, 610, 610], 4, 610 + 606, False),  # each round waits
+        ([10, 610, 12, 610], 4, 8, False),  # in the order of size: 10, 12, 610, 610
+        ([10, 10, 10, 10], 60, None, True),  # the last one: nothing is known, and 0 would be wrong
+    ],
+)
+@pytest.mark.parametrize("waiting", [None, {"sites": ["b"], "seconds": 540.0}, {"sites": ["a", "b"], "seconds": 3540.0}])
+def test_eta_is_by_usual_rounds_and_the_wait_apart(
+    ended: list[float], spent: float, left: float | None, late: bool, waiting: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    found = eta(tmp_path, ended, spent, waiting)
+    assert found == (left if left is None else pytest.approx(left, abs=1), late)
+
+
+def test_eta_counts_no_pause_and_all_phases(tmp_path: Path) -> None:
+    """By hand: round 1 has two phases of 10 and 20 s, an hour apart. Round 2 began before a pause of an hour, and 4 s ago."""
     now = time.time()
+    lines = [started(0, now - 7300), concluded(0, now - 7290), started(0, now - 3690) | {"phase": 1}]
+    lines += [
+        concluded(0, now - 3670) | {"phase": 1},
+        started(1, now - 3660),
+        {"event": "resumed", "time": now - 5, "round": 1},
+    ]
+    found = progress(folder(tmp_path, *lines, started(1, now - 4)))
+    assert (found["eta_seconds"], found["late"]) == (pytest.approx(3 * 30 + 26, abs=1), False)
 
-    def eta(rounds_done: int, waiting: dict[str, Any] | None = None) -> float | None:
-        lines = [x for r in range(rounds_done) for x in (started(r, now - 200 + 10 * r), concluded(r, now - 190 + 10 * r))]
-        found: float | None = progress(folder(tmp_path, *lines, started(rounds_done, now - 60)), waiting)["eta_seconds"]
-        return found
 
-    assert eta(2) == pytest.approx(2 * 10, abs=1)
-    assert eta(4) is None  # the last one: nothing is known, and 0 would be wrong
-    assert eta(4, {"sites": ["b"], "seconds": 14.0}) == pytest.approx(14, abs=1)
-    assert eta(2, {"sites": ["b"], "seconds": 14.0}) == pytest.approx(34, abs=1)
-    assert eta(2, {"sites": ["a", "b"], "seconds": 3540.0}) == pytest.approx(2 * 10, abs=1)  # no site has replied
+def test_line_of_a_late_round_says_what_the_eta_counts() -> None:
+    told = {"round": 2, "rounds": 5, "phase": 0, "asked": ["a", "b"], "answered": ["a"], "epsilon": None, "finished": False}
+    told |= {"waiting": {"sites": ["b"], "seconds": 540.0}, "eta_seconds": 20.0}
+    line = "round 3/5: 1 of 2 sites have answered; waits for b, at most 540 s; ETA 20 s"
+    assert progress_line(told) == line  # an older server sends no "late"
+    assert progress_line(told | {"late": False}) == line
+    assert progress_line(told | {"late": True}) == f"{line} after this round"
+    assert progress_line(told | {"late": True, "eta_seconds": None}) == line.removesuffix("; ETA 20 s")
 
 
 @pytest.mark.parametrize(

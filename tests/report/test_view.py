@@ -108,10 +108,10 @@ def test_lines_without_a_terminal_and_refusals_with_their_reason() -> None:
     with LiveView(console, 2, "job", DICE) as view:
         view({"event": "round", "round": 0, "phase": 0, "phases": 1, "sites": ["a", "b"]})
         view({"event": "step", "site": "a", "round": 0, "step": 1, "steps": 2, "loss": 1.0})
-        assert view._fraction() == 0.125
+        assert view.run.fraction == 0.125
         metrics = {"validation/global/dice": 0.25, "validation/personalized/dice": 0.5, "train/loss": 0.75}
         view({"event": "metrics", "site": "a", "round": 0, "metrics": metrics})
-        assert view._fraction() == 0.25
+        assert view.run.fraction == 0.25
         view({"event": "refused", "site": "b", "round": 0, "reason": "NaN"})
     text = console.file.getvalue()
     assert "round 1/2  a: loss 0.750  Dice global 0.250  personalized 0.500  ETA" in text
@@ -122,9 +122,9 @@ def test_phases_count_as_parts_of_a_round() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 2, "job", DICE) as view:
         view({"event": "round", "round": 1, "phase": 1, "phases": 2, "sites": ["a"]})
-        assert view._fraction() == 0.75
+        assert view.run.fraction == 0.75
         view({"event": "metrics", "site": "a", "round": 1, "metrics": {"validation/global/dice": 0.5, "train/loss": 1.0}})
-        assert view._fraction() == 1.0
+        assert view.run.fraction == 1.0
     assert "round 2/2 phase 2/2  a:" in console.file.getvalue()
 
 

@@ -1,6 +1,7 @@
 """What a study shows: in 80 columns, in a pipe, and when it will be done."""
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,21 @@ def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_fi
         f"2/4 {names[1]}: done in 40.0 s, ETA 70.0 s",
         f"3/4 {names[2]}: failed: no \\x1b[31mdisk",
     ]
+
+
+def test_eta_of_a_resumed_cell_counts_its_own_rounds(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: a cell goes on at half of its rounds and does a quarter of them in 100 s; a whole cell takes 400 s."""
+    cells = planned(study_file, tmp_path, seeds=1)[:2]
+    view = StudyView(Console(file=io.StringIO()), "tiny", cells, workers=1)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    view(cells[0], (0.5, "round 3/4"))
+    assert view.eta() == ""
+    now[0] += 100
+    view(cells[0], (0.75, "round 4/4"))
+    assert view.eta() == "8.3 min"  # 1.25 cells
 
 
 def test_in_a_pipe_running_cells_are_a_line_now_and_then(

@@ -197,4 +197,6 @@ def progress_line(progress: dict[str, Any]) -> str:
         ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in silent.items()}
         names = [shown(name, 60) + ages.get(name, "") for name in waiting["sites"]]
         told += f"; waits for {few(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
-    return told + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")
+    if progress["eta_seconds"] is None:
+        return told
+    return f"{told}; ETA {progress['eta_seconds']:.0f} s" + (" after this round" if progress.get("late") else "")

@@ -3,7 +3,7 @@
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, count_with_noun, line, shown
+from consilium.report.run_fraction import RunFraction
 from consilium.report.tables import Column, Table, only_true, terminal
-from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events, round_timestamps
+from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events
 from consilium.tasks.registry import Scores, task_scores
 
 # progress --------------------------------------------------------------------------------------------------------------
@@ -24,6 +25,8 @@ from consilium.tasks.registry import Scores, task_scores
 
 ENDING = ("round", "rounds", "validations", "best_round")
 """Fields of the event that records an early end; see server/coordinator.py."""
+LATE = 1.5
+"""A round is late once it has taken this many times the usual time. Rounds differ a little without a wait."""
 REFUSAL = ("time", "round", "joining", "site", "reason")
 
 
@@ -33,9 +36,10 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
     `waiting`: if the server waits for results, the "sites" that it waits for and the "seconds" that they have left.
 
     Of the fields returned, `round` is the current round, from 0. `eta_seconds` counts the rounds, without the closing
-    evaluation. `ended` says where and why the rounds ended early; it is None if they did not. `sites` has per site the round of
-    its last result, its last metrics (as far as the site shares them), the bytes of tensors up and down so far, its weight in
-    the last mean, and its share of that mean's total weight (None if its result was not in the mean).
+    evaluation. If `late`, the current round takes much longer than usual, and `eta_seconds` counts the rounds after it.
+    `ended` says where and why the rounds ended early; it is None if they did not. `sites` has per site the round of its last
+    result, its last metrics (as far as the site shares them), the bytes of tensors up and down so far, its weight in the last
+    mean, and its share of that mean's total weight (None if its result was not in the mean).
     """
     config = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
     rounds, lines = config["training"]["rounds"], read_events(folder / "metrics.jsonl")[0]
@@ -43,8 +47,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
     here: Line = of["started"][-1] if of["started"] else {"round": 0, "phase": 0, "sites": []}
     scores = task_scores(config["task"]) or Scores(("loss",), (), {})
     early = {name: of["ended"][-1][name] for name in ENDING} if of["ended"] else None
-    # While no site has replied, the time left is that of the whole round, which says nothing about how long the round takes.
-    least = waiting["seconds"] if waiting and len(waiting["sites"]) < len(here["sites"]) else 0.0
+    eta, late = (None, False) if early else _eta(lines, place_of(here), rounds)
     return {
         "experiment": folder.name,
         "job": config["name"],
@@ -55,7 +58,8 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
         "answered": sorted(x["site"] for x in lines if x["event"] == "result" and place_of(x) == place_of(here)),
         "epsilon": of["concluded"][-1].get("privacy/epsilon") if of["concluded"] else None,
         "waiting": dict(waiting) if waiting else None,
-        "eta_seconds": None if early else _eta(lines, here["round"], rounds, least),
+        "eta_seconds": eta,
+        "late": late,
         "ended": early,
         "sites": _progress_by_site(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in of["refused"]][-20:],
@@ -84,19 +88,30 @@ def refusal_time_text(refusal: Mapping[str, Any], rounds: int) -> str:
     return f"before {place}" if refusal["round"] else "before the first round"
 
 
-def _eta(lines: list[Line], current: int, rounds: int, least: float) -> float | None:
-    """Return the seconds until the last round ends, estimated by the median time of the last five rounds that ended.
+def _eta(lines: list[Line], current: tuple[int, int], rounds: int) -> tuple[float | None, bool]:
+    """Return the estimated seconds until the last round ends, and whether the current round is late.
 
-    The current round takes at least `least` more seconds. None before the first round has ended, and if nothing is left by
-    this estimate.
+    A round usually takes the median time of the last five rounds that ended, and of two middle values the lower one. So a
+    single wait for a site does not count for later rounds. The time that the server may still wait in the current round is not
+    in the estimate: it is at most that long, and `progress` has it apart. The estimate is None before the first round has
+    ended, and if nothing is left by it. A pause before a run was resumed is in no round's time.
     """
-    began, ended = round_timestamps(lines)
-    took = [ended[round] - began[round] for round in sorted(ended) if round in began and round < current][-5:]
-    if not took or current not in began:
-        return None
-    usual = statistics.median(took)
-    left = usual * (rounds - current - 1) + max(usual - (time.time() - began[current]), least)
-    return round(left, 1) or None
+    began: dict[tuple[int, int], float] = {}
+    took: dict[tuple[int, int], float] = {}
+    for one in lines:
+        if one["time"] is not None and one["event"] == "started":
+            began[place_of(one)] = one["time"]
+        elif one["time"] is not None and one["event"] == "concluded" and place_of(one) in began:
+            took[place_of(one)] = max(one["time"] - began[place_of(one)], 0.0)  # a clock may be set back
+    by_round: dict[int, float] = defaultdict(float)
+    for (number, _), seconds in took.items():
+        by_round[number] += seconds
+    ended = [by_round[number] for number in sorted(by_round) if number < current[0]][-5:]
+    if not ended or current not in began:
+        return None, False
+    usual = statistics.median_low(ended)
+    spent = by_round[current[0]] + (0.0 if current in took else max(time.time() - began[current], 0.0))
+    return round(usual * (rounds - current[0] - 1) + max(usual - spent, 0.0), 1) or None, spent > LATE * usual
 
 
 def _progress_by_site(lines: list[Line]) -> dict[str, Any]:
@@ -179,15 +194,15 @@ class LiveView(LiveScreen):
     """
 
     def __init__(self, console: Console, rounds: int, title: str, scores: Scores) -> None:
-        self.rounds, self.scores = rounds, scores
+        self.run, self.scores = RunFraction(rounds), scores
         self.sites: dict[str, dict[str, Any]] = {}
         self.losses: dict[str, float] = {}
-        self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
         self.score, self.loading, self._said = scores.leading[0], "", set[str]()
         super().__init__(console, title, rounds)  # calls render, so it comes last
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
+        self.run(event)
         if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
         if event["event"] in SAID:
@@ -196,7 +211,7 @@ class LiveView(LiveScreen):
             self.say(words.format(text, site=shown(event.get("site", ""))), style)
 
     def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        return self.sites.setdefault(shown(event["site"]), {"state": "", "part": 0.0})
+        return self.sites.setdefault(shown(event["site"]), {"state": ""})
 
     def _on_site(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = READY
@@ -213,10 +228,9 @@ class LiveView(LiveScreen):
             self.say(f"{what} ...")
 
     def _on_round(self, event: Mapping[str, Any]) -> None:
-        self.round, self.asked, self.loading = event["round"], len(event["sites"]), ""
-        self.phase, self.phases = event["phase"], event["phases"]
+        self.loading = ""
         for row in self.sites.values():
-            row |= {"state": "", "part": 0.0}
+            row["state"] = ""
         for name in event["sites"]:
             self._row({"site": name})["state"] = WAITING
 
@@ -227,22 +241,19 @@ class LiveView(LiveScreen):
 
     def _on_ended(self, event: Mapping[str, Any]) -> None:
         self.say(early_stop_text(event))
-        self.rounds = event["round"]
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         row = self._row(event)
-        row |= {
-            "state": f"step {event['step']}/{event['steps']}",
-            "loss": event["loss"],
-            "part": event["step"] / event["steps"],
-        }
+        row |= {"state": f"step {event['step']}/{event['steps']}", "loss": event["loss"]}
 
     def _on_evaluate(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = f"scoring {event['stage'].rpartition('/')[2]}"
 
     def _on_refused(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = "refused"
-        self.say(f"{shown(event['site'])}: refused {refusal_time_text(event, self.rounds)}: {shown(event['reason'])}", "red")
+        self.say(
+            f"{shown(event['site'])}: refused {refusal_time_text(event, self.run.rounds)}: {shown(event['reason'])}", "red"
+        )
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         """Take a site's scores. Without a terminal, print its training loss and leading score, if there are any."""
@@ -250,7 +261,7 @@ class LiveView(LiveScreen):
         if found := reported_scores(metrics):  # a round may go without validation
             self.score = self.scores.lead(found)
         scored = {stage: value for stage in Stage if (value := score_of(metrics, stage, self.score)) is not None}
-        row |= scored | {"state": DONE, "part": 1.0}
+        row |= scored | {"state": DONE}
         if not closing:
             self.losses[shown(event["site"])] = row["loss"] = metrics[TRAIN_LOSS]
         if self._live:
@@ -261,23 +272,20 @@ class LiveView(LiveScreen):
         if closing:
             told = told or "nothing to score"
         else:
-            phase = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
-            when, eta = f"round {event['round'] + 1}/{self.rounds}{phase}", self._eta()
+            phase = f" phase {self.run.phase + 1}/{self.run.phases}" if self.run.phases > 1 else ""
+            when, eta = f"round {event['round'] + 1}/{self.run.rounds}{phase}", self._eta()
             told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, eta and f"ETA {eta}") if part)
         self.say(f"{when}  {shown(event['site'])}: {told}")
 
-    def _fraction(self) -> float:
-        done = sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)
-        return (self.round + (self.phase + done) / self.phases) / self.rounds
-
     def _eta(self) -> str:
-        done, spent = min(self._fraction(), 1.0), time.monotonic() - self.began
-        return f"{spent * (1 - done) / done:.0f} s" if done > 0 else ""
+        left = self.run.seconds_left
+        return "" if left is None else f"{left:.0f} s"
 
     def render(self) -> Group:
         """Return the bar and a row per site."""
-        now = self.loading or f"round {min(self.round + 1, self.rounds)}/{self.rounds}"
-        bar = self.bar(self._fraction() * self.rounds, now, self._eta())
+        rounds = self.run.rounds
+        now = self.loading or f"round {min(self.run.round + 1, rounds)}/{rounds}"
+        bar = self.bar(self.run.fraction * rounds, now, self._eta())
         return Group(bar, *([terminal(self._table(), self.console.width, "a wider terminal has them")] if self.sites else []))
 
     def _table(self) -> Table:

@@ -163,7 +163,11 @@ def read(folder: Path, job: Job) -> Saved:
             )
         raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
     groups = {group: group_of(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
-    sites = {name: group_of(tensors, f"sites/{name}") for name in meta["reported"]}
+    sites: dict[str, dict[str, Tensor]] = {name: {} for name in meta["reported"]}
+    for place, tensor in group_of(tensors, "sites").items():
+        site, _, name = place.partition("/")
+        if site in sites:
+            sites[site][name] = tensor
     known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
     state = ServerState(meta["round"], meta["phase"], **known)
     return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))

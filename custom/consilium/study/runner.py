@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.storage import open_private
+from consilium.report.run_fraction import RunFraction
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, log_of
 from consilium.study.run_cell import is_finished, record_failure, run_cell, update_record
@@ -127,19 +128,12 @@ class ProgressReporter:
     """An observer that sends the progress of a run of `rounds` rounds through a pipe, at most every OFTEN seconds."""
 
     def __init__(self, pipe: connection.Connection, rounds: int) -> None:
-        self.pipe, self.rounds, self.last = pipe, rounds, 0.0
-        self.round: Mapping[str, Any] = {"round": 0, "phase": 0, "phases": 1, "sites": ()}
-        self.parts: dict[str, float] = {}
+        self.pipe, self.run, self.last = pipe, RunFraction(rounds), 0.0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
-        if event["event"] == "round":
-            self.round, self.parts = event, {}
-        elif event["event"] == "step":
-            self.parts[event["site"]] = event["step"] / event["steps"]
+        self.run(event)
         if event["event"] in ("round", "step") and time.monotonic() - self.last > OFTEN:
-            self.last, number = time.monotonic(), self.round["round"]
-            done = sum(self.parts.values()) / max(len(self.round["sites"]), 1)
-            part = (number + (self.round["phase"] + done) / self.round["phases"]) / self.rounds
+            self.last = time.monotonic()
             with suppress(OSError):  # the study's process died, so this one will exit too
-                self.pipe.send((part, f"round {number + 1}/{self.rounds}"))
+                self.pipe.send((self.run.fraction, f"round {self.run.round + 1}/{self.run.rounds}"))

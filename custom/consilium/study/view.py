@@ -28,7 +28,9 @@ class StudyView(LiveScreen):
     def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
         self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
         self.records = {one.cell.id: record_of(one.cell.folder) if is_finished(one) else CellRecord() for one in cells}
-        self.parts: dict[str, tuple[float, str, float]] = {}  # fraction done, round as a text, time of the first report
+        self.parts: dict[str, tuple[float, str]] = {}  # fraction done, round as a text
+        self.first: dict[str, tuple[float, float]] = {}
+        """Of each running cell the fraction at its first report, which is above 0 if the cell was resumed, and the time."""
         self.said_at = time.monotonic()
         super().__init__(console, title, len(cells))  # calls render, so it comes last
 
@@ -41,8 +43,8 @@ class StudyView(LiveScreen):
         """Take a cell's progress, or its record at the end."""
         cell = planned.cell
         if not isinstance(said, CellRecord):
-            began = self.parts.get(cell.id, (0.0, "", time.monotonic()))[2]
-            self.parts[cell.id] = (*said, began)
+            self.parts[cell.id] = said
+            self.first.setdefault(cell.id, (said[0], time.monotonic()))
             if not self._live and time.monotonic() - self.said_at >= OFTEN:
                 running = ", ".join(f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts)
                 self.say(f"{self._place()} {running}{self._eta_text()}")
@@ -50,6 +52,7 @@ class StudyView(LiveScreen):
         before = self.records[cell.id].state
         self.records[cell.id] = said
         self.parts.pop(cell.id, None)
+        self.first.pop(cell.id, None)
         if said.state == "failed":
             self.say(f"{self._place()} {cell.name}: failed: {said.reason}", "red")
         elif said.state == "done" and not self._live:
@@ -72,9 +75,14 @@ class StudyView(LiveScreen):
         return f", ETA {eta}" if (eta := self.eta()) else ""
 
     def eta(self) -> str:
-        """Return the estimated time until all cells are done, by the mean time of finished cells; "" if unknown."""
+        """Return the estimated time until all cells are done; "" if unknown.
+
+        It follows from the mean time of finished cells. Before a cell has finished, it follows from the running cells.
+        """
         took = [one.seconds for one in self.records.values() if one.state == "done"]
-        took += [(time.monotonic() - began) / part for part, _, began in self.parts.values() if part > 0.05 and not took]
+        if not took:
+            ran = [(self.parts[cell][0] - part, time.monotonic() - began) for cell, (part, began) in self.first.items()]
+            took = [seconds / part for part, seconds in ran if part > 0.05]
         if not took:
             return ""
         left = len(self.cells) - self._count("done", "failed") - sum(part for part, *_ in self.parts.values())

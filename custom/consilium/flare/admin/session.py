@@ -86,8 +86,10 @@ class Admin:
     def find_job(self, name: str) -> Job:
         """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
         jobs = self.jobs()
-        found = self._last_submission(name, jobs) or next(
-            (job for job in reversed(jobs) if job["job_id"].startswith(name)), None
+        found = (
+            next((job for job in jobs if job["job_id"] == name), None)  # first, because an experiment may cost downloads
+            or self._last_submission(name, jobs)
+            or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
         )
         if found is None:
             raise ConfigError(f"{shown(name)}: no such job or experiment; `consilium status --kit KIT` lists them")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from nvflare.apis.client import Client
+from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -88,8 +89,15 @@ class RoundController(Controller):
             job_context.publish_reason(fl_ctx, reason)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Answer an administrator's `consilium status` or `nvflare job stats` with the run's progress."""
+        """Answer an administrator's `consilium status` or `nvflare job stats` with the run's progress.
+
+        Send a hello again to a site that FLARE took for dead and that asks for a task. FLARE cancels tasks for dead sites
+        after 30 s. A site that FLARE has dropped counts as dead until its new process asks for a task, and this process may
+        take longer than 30 s to start.
+        """
         super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.CLIENT_RECONNECTED and self.registration:
+            self.registration.send_again()  # FLARE's thread holds locks here, and sending a task needs none of them
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
         if asked and self.coordinator:

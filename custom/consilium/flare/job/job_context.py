@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, claim_run_folder, default_name, known_run
 from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
+from consilium.flare.kit.heartbeat_client import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity
@@ -300,6 +302,12 @@ def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Pat
     found = claim_run_folder(state, experiment_name(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found
+
+
+def note_answered(fl_ctx: FLContext) -> None:
+    """Note in the job's folder that the process of this job has done a task. The site's heartbeats say so."""
+    with suppress(OSError):  # a full disk
+        (Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / ANSWERED).touch(mode=0o600)
 
 
 def _workspace(fl_ctx: FLContext) -> Workspace:

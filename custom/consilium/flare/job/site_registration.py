@@ -1,6 +1,7 @@
 """Registration of the sites that take part in a job, by a task `hello` and the site's reply.
 
-The server sends the hello at the start of the job, after each round, and when a site connects.
+The server sends the hello at the start of the job, after each round, when a site connects, and when FLARE hears again from a
+site that it took for dead.
 """
 
 import threading
@@ -58,6 +59,10 @@ class Registration:
         """Send a hello to sites that connected or reconnected. A reconnected site may have another version or other data."""
         coordinator = self.tasks.coordinator
         coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # other threads read it
+        self.send_again()
+
+    def send_again(self) -> None:
+        """Do the same as `send`, in another thread than the controller's."""
         with self.tasks.fl_ctx.get_engine().new_context() as fl_ctx:
             self.send(replace(self.tasks, fl_ctx=fl_ctx))
 

@@ -1,4 +1,4 @@
-"""A site's facts in every heartbeat: its versions, its clock and the expiry of its certificate, but nothing about its data.
+"""A site's facts in every heartbeat: versions, clock, expiry of its certificate, states of jobs; but nothing about its data.
 
 The component runs in the kit's own process, which lives for months beside the processes of jobs, so it does not import torch.
 """
@@ -6,7 +6,7 @@ The component runs in the kit's own process, which lives for months beside the p
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,8 @@ from nvflare.fuel.f3.message import Message
 from nvflare.fuel.utils.log_utils import configure_logging
 from nvflare.lighter.utils import load_crt
 from nvflare.private.defs import CellChannelTopic
+from nvflare.private.fed.client.client_engine import ClientEngine
+from nvflare.private.fed.client.client_status import ClientStatus
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
@@ -38,6 +40,10 @@ COMPONENT = {"id": "attendance", "path": "consilium.flare.kit.heartbeat_client.A
 Facts = dict[str, Any]
 JOB = "worker_process"
 """Name of the module that FLARE runs in a job's process at a site."""
+JOB_STATES = {ClientStatus.STARTING: "starting", ClientStatus.STARTED: "running"}
+"""Words for FLARE's states of a job's process at a site. FLARE's process is "starting" until it has loaded its code."""
+ANSWERED = "consilium_answered"
+"""Name of the file in a job's folder at a site that says that the job's process has done a task. The first one is the hello."""
 RETRY = 60.0
 """Seconds between two checks of a certificate that is not valid. Each check logs one line."""
 SILENCE = 30.0
@@ -46,13 +52,15 @@ POLL = 0.1
 """Seconds between two checks whether FLARE's client has an engine."""
 
 
-def own_facts(certificate_ends: float | None = None, health: Facts | None = None) -> Facts:
-    """Return this participant's facts: versions, clock, the time its certificate expires, and its `health`.
+def own_facts(
+    certificate_ends: float | None = None, health: Facts | None = None, processes: Mapping[str, str] | None = None
+) -> Facts:
+    """Return this participant's facts: versions, clock, the time its certificate expires, its `health`, and its `processes`.
 
-    Times are in seconds since 1970. Facts that are None are left out.
+    Times are in seconds since 1970. `processes`: see `job_processes`. Facts that are None are left out.
     """
     facts: Facts = {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
-    more = {"certificate_ends": certificate_ends, "health": health}
+    more = {"certificate_ends": certificate_ends, "health": health, "processes": processes}
     return facts | {name: value for name, value in more.items() if value is not None}
 
 
@@ -90,6 +98,18 @@ def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: 
     beat(client, *rest)
 
 
+def job_processes(kit: Path, engine: ClientEngine) -> dict[str, str]:
+    """Return by job id the state of each job's process at this site: "starting", or "running".
+
+    A process of one of our jobs is starting until it has answered the hello. Before that, it reads the data.
+    """
+    states = {job: engine.client_executor.get_status(job) for job in list(engine.get_all_job_ids())}
+    found = {job: JOB_STATES[state] for job, state in states.items() if state in JOB_STATES}
+    ours = {job for job in found if any((kit / job).glob("app_*/config/job.yaml"))}
+    waiting = {job for job in ours if not (kit / job / ANSWERED).exists()}
+    return found | dict.fromkeys(waiting, JOB_STATES[ClientStatus.STARTING])
+
+
 class AttendanceReport(FLComponent):
     """A component of a site's kit that puts `own_facts` into every heartbeat."""
 
@@ -107,14 +127,17 @@ class AttendanceReport(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Put the facts into the context that FLARE sends with a heartbeat."""
         if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
+            engine = fl_ctx.get_engine()
             if self._health is None:  # the first heartbeat; a job's process sends none
                 self._health = HealthReport(self._kit)
-                cell = fl_ctx.get_engine().get_cell().core_cell
+                cell = engine.get_cell().core_cell
                 cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._note_reply)
             ends = None
             with suppress(OSError, ValueError):  # the certificate is being replaced by a renewed one
                 ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
-            fl_ctx.set_prop(KEY, own_facts(ends, self._health.facts), private=False, sticky=False)
+            fl_ctx.set_prop(
+                KEY, own_facts(ends, self._health.facts, job_processes(self._kit, engine)), private=False, sticky=False
+            )
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
             self._warn_of_end()
 

@@ -15,6 +15,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_def import is_valid_job_id
 from nvflare.fuel.hci.conn import Connection
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.server.server_engine import ServerEngine
@@ -29,12 +30,16 @@ from consilium.flare.kit import revocation
 from consilium.flare.kit.audit_rotation import rotate
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.health import checked_health, is_time
-from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
+from consilium.flare.kit.heartbeat_client import JOB_STATES, KEY, Facts, own_facts
 from consilium.flare.kit.kit_contents import server_folders
 from consilium.flare.kit.revocation import latest_heartbeat
 
 MAX_SITES = 10_000
 """Largest number of sites in the list. Each of them has shown a certificate of the project."""
+MAX_JOBS = 256
+"""Largest number of jobs of which a site may send the state."""
+JOB_ID = 36
+"""Characters of FLARE's job ids."""
 EVERY = 10.0
 """Seconds between two writes of the file."""
 PERSON = "@"
@@ -136,12 +141,18 @@ class Attendance(FLComponent):
         return {n: cause for n, cause in (found | dict.fromkeys(disabled, Cause.REFUSED)).items() if n not in here}
 
 
+def _is_process(entry: tuple[Any, Any]) -> bool:
+    job, state = entry
+    return is_valid_job_id(job) and len(job) == JOB_ID and state in tuple(JOB_STATES.values())
+
+
 VALID: dict[str, Callable[[Any], bool]] = {
     "version": is_version,
     "protocol": lambda value: type(value) is int and 0 <= value < 10**6,
     "libraries": are_libraries,
     "certificate_ends": is_time,
     "health": lambda value: type(value) is dict and checked_health(value) == value,
+    "processes": lambda value: type(value) is dict and len(value) <= MAX_JOBS and all(map(_is_process, value.items())),
 }
 """The facts that a site may send besides its clock, each with the check of its value."""
 
