@@ -272,7 +272,11 @@ def test_the_state_is_chosen_by_cost() -> None:
     assert lowrank.dense_from(1024, 4096) == lowrank.dense_from(4096, 1024)
     update = add(zero(64, 48), (torch.ones(64, 5), torch.ones(5, 48)))
     assert update.dense is None
-    assert add(update, (torch.ones(64, 40), torch.ones(40, 48))).dense is not None
+    whole = add(update, (torch.ones(64, 40), torch.ones(40, 48)))
+    assert whole.dense is not None
+    assert whole.left.numel() == whole.right.numel() == 0  # nothing is stored twice
+    assert whole.shape == (64, 48)
+    assert lowrank.TOLERANCE == 1e-5
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 10**6))

@@ -104,6 +104,15 @@ def test_the_longer_option_wins_by_its_length_alone() -> None:
     assert (found["accuracy"], found["accuracy_norm"]) == (1, 0)
 
 
+def test_blanks_at_the_end_of_a_prompt_count_as_part_of_the_options() -> None:
+    """cat and xylophone have 2 and 7 tokens: 2/3 and 7/9 a character. With three line breaks before them it is 5/3 and 10/9."""
+    assert [len(TOKENIZER(one, add_special_tokens=False).input_ids) for one in ("cat", "xylophone")] == [2, 7]
+    model, text = Unigrams(torch.zeros(len(TOKENIZER))), Text("t:1", "q", "", ("xylophone",), labels=("cat", "xylophone"))
+    for prompt, by_length in (("{instruction}", 0), ("{instruction}\n\n\n", 1)):
+        found = make_task((text,), prompt=prompt).evaluate(model, "test", 2)
+        assert (found["accuracy"], found["accuracy_norm"]) == (0, by_length)
+
+
 def test_labels_of_the_job_serve_records_that_have_none_and_bad_options_are_refused() -> None:
     model = Unigrams(torch.zeros(len(TOKENIZER)))
     own = Text("t:1", "q", "", ("no",))
