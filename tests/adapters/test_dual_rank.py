@@ -1,15 +1,17 @@
 """The dual-rank adapter: the products it computes, what trains and what does not, ranks that change, a plain LoRA export."""
 
 import copy
+import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.adapters import dual_rank, layers
-from consilium.adapters.kinds import DUAL_RANK, DualRankConfig
+from consilium.adapters.kinds import DUAL_RANK, LORA, DualRankConfig, LoraConfig
 from consilium.core.errors import CheckpointError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
@@ -247,6 +249,19 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(build_causal_lm("tiny", None), tmp_path)
     ours, theirs = model.double()(ids).logits, loaded.double()(ids).logits  # but for norms, and for tail times gate
     torch.testing.assert_close(theirs.float(), ours.float())
+
+
+def test_plain_lora_with_a_tail_is_exported_as_one_pair_and_a_decoder_apart(tmp_path: Path) -> None:
+    assert LORA.tailed
+    given = values(2, 3) | {"base.mask_decoder.x.weight": torch.ones(2)}
+    LORA.tailed.export(tmp_path, given, LoraConfig(rank=2, alpha=4.0), CAUSAL_LM, "net")
+    saved = {n.rpartition(".lora_")[2]: t for n, t in load_file(tmp_path / "adapter_model.safetensors").items()}
+    assert torch.equal(saved["A.weight"], torch.cat([given[f"{LAYER}.lora_A"], given[f"{LAYER}.tail_A"]]))
+    assert torch.equal(saved["B.weight"], torch.cat([given[f"{LAYER}.lora_B"], 0.3 * given[f"{LAYER}.tail_B"]], 1))
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert list(said["rank_pattern"].values()) == [5]
+    assert list(said["alpha_pattern"].values()) == [2 * 5]  # alpha / rank of the job is 2
+    assert load_file(tmp_path / "decoder.safetensors").keys() == {"base.mask_decoder.x.weight"}
 
 
 def hash_of(layer: str) -> int:

@@ -1,6 +1,8 @@
 """The global update: exact composition against a float64 dense reference, spectra with honest errors, sites' factors."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -143,8 +145,18 @@ def test_the_error_is_honest_and_within_tolerance(name: str) -> None:
 
 
 def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = shaped(600, 600, torch.ones(600).double())
+    matrix, steps = shaped(600, 600, torch.ones(600).double()), certified._lanczos
+    widths = list[int]()
+
+    def counted(*given: Tensor) -> Iterator[Any]:
+        for state in steps(*given):
+            widths.append(state[2].shape[1])
+            yield state
+
+    monkeypatch.setattr(certified, "_lanczos", counted)
     assert certified.certified(matrix, 8, 1e-5, None) is None
+    assert widths == [64, 128, 192, 256]  # it ends at 0.375 of 600
+    monkeypatch.setattr(certified, "_lanczos", steps)
     easy = shaped(600, 600, 0.9 ** torch.arange(600).double())
     assert certified.certified(easy, 8, 1e-5, None) is not None
     near = 0.9 ** torch.arange(600).double()

@@ -96,7 +96,7 @@ def test_batches_by_length_have_every_record_once_and_less_padding() -> None:
 
 
 def test_batches_by_length_by_hand() -> None:
-    """By length 1, 3 | 4, 2 | 0; whole batches in the order of their first record, a smaller one last. Then parts of 64 records."""
+    """By length 1, 3 | 4, 2 | 0. Whole batches are in the order of their first record, a smaller one is last."""
     assert grouped([0, 1, 2, 3], [5, 1, 4, 2], 2) == [2, 0, 1, 3]
     assert grouped([0, 1, 2, 3, 4], [5, 1, 4, 2, 3], 2) == [1, 3, 4, 2, 0]
     assert grouped(list(range(66)), [*range(1, 65), 0, 99], 2) == list(range(66))
