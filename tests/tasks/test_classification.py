@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
+from consilium.data.text import Text
 from consilium.tasks.base import evaluating
 from consilium.tasks.classification import ClassificationConfig, metric_names
-from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
+from consilium.tasks.classification.task import ClassificationTask, balanced_loss, class_index, score, spread, summary
 from consilium.tasks.registry import TASKS
 from consilium.training.loop import batches
 from tests.conftest import small_cells
@@ -178,6 +179,16 @@ def test_batches_are_seeded_per_sample_and_keep_labels(tmp_path: Path) -> None:
 def test_bad_labels_stop_before_training(label: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         make_task(tmp_path, [label], [0])
+
+
+def test_a_text_s_class_is_its_name_or_else_its_number() -> None:
+    def index(said: str, classes: list[str]) -> int:
+        return class_index(Text("t:1", "q", "", (said,)), classes)
+
+    assert [index(said, ["a", "b"]) for said in ("b", "1", "0")] == [1, 1, 0]
+    assert [index(said, ["1", "0"]) for said in ("1", "0")] == [0, 1]  # these are names
+    with pytest.raises(DataError, match=r"t:1: label 2 is outside 0\.\.1"):
+        index("2", ["a", "b"])
 
 
 def test_a_broken_picture_stops_before_training(tmp_path: Path) -> None:
