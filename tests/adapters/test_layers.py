@@ -1,9 +1,11 @@
 """Where an adapter is in a model, what switches it off, which blocks are left out, the largest size, and parts beside it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.adapters import bottleneck, dual_rank, layers, lora
@@ -57,6 +59,11 @@ def test_defaults_of_the_kinds() -> None:
         config(kind=kind).keep_apart()
         with pytest.raises(ValueError, match=r"adapter\.dropout: 0\.1 draws all masks .*; use 0"):
             config(kind=kind, dropout=0.1).keep_apart()
+
+
+def test_a_model_that_trains_whole_is_exported_whole(tmp_path: Path) -> None:
+    FULL.export(tmp_path, {"whole.encoder.bias": torch.ones(3)}, FullConfig(kind="full"), BASE, "two")
+    assert load_file(tmp_path / "model.safetensors")["whole.encoder.bias"].tolist() == [1, 1, 1]
 
 
 def test_the_largest_adapter_has_2_to_the_29_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +212,9 @@ def test_a_shift_is_merged_into_the_nearest_bias(encoder_bias: bool, head_bias: 
     merge_shift(model, BASE)  # nothing to merge
     biases = [layer.bias.detach().clone() for layer in (model.encoder, model.head) if layer.bias is not None]
     layers.freeze_base(model, [])
+    assert layers.tensors(model).keys() == {"head.weight", "head.bias"} - ({"head.bias"} if not head_bias else set())
     add_parts({FEATURE_SHIFT}, model, LORA, LoraConfig(), BASE)
+    assert {"feature_shift.shift", "feature_shift.mean"} <= layers.tensors(model).keys()
     model.feature_shift.shift.data = torch.tensor([1.0, 2.0, 3.0])
     wanted = model(X)
     if not encoder_bias and not head_bias:

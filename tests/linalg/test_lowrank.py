@@ -144,9 +144,9 @@ def test_the_error_is_honest_and_within_tolerance(name: str) -> None:
     assert float((unit.T @ unit - torch.eye(unit.shape[1])).norm()) < 1e-4
 
 
-def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix, steps = shaped(600, 600, torch.ones(600).double()), certified._lanczos
-    widths = list[int]()
+def counted_widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each Lanczos step adds the width of its basis."""
+    steps, widths = certified._lanczos, list[int]()
 
     def counted(*given: Tensor) -> Iterator[Any]:
         for state in steps(*given):
@@ -154,9 +154,14 @@ def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytes
             yield state
 
     monkeypatch.setattr(certified, "_lanczos", counted)
+    return widths
+
+
+def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = shaped(600, 600, torch.ones(600).double())
+    widths = counted_widths(monkeypatch)
     assert certified.certified(matrix, 8, 1e-5, None) is None
     assert widths == [64, 128, 192, 256]  # it ends at 0.375 of 600
-    monkeypatch.setattr(certified, "_lanczos", steps)
     easy = shaped(600, 600, 0.9 ** torch.arange(600).double())
     assert certified.certified(easy, 8, 1e-5, None) is not None
     near = 0.9 ** torch.arange(600).double()
@@ -182,6 +187,12 @@ def test_the_ceiling_is_above_the_norm_and_not_far(power: float) -> None:
     assert top <= certified.residual_norm_bound(matrix, matrix.new_zeros(400, 0)) <= 1.1 * top
     _, values, vt = torch.linalg.svd(matrix)
     assert float(values[5]) <= certified.residual_norm_bound(matrix, vt[:5].T) <= 1.1 * float(values[5])
+
+
+def test_the_ceiling_is_of_as_many_steps_and_probes_as_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = counted_widths(monkeypatch)
+    certified.residual_norm_bound(torch.eye(300, 400), torch.zeros(400, 0))
+    assert widths == [16 * step for step in range(1, 15)]
 
 
 def test_a_guess_saves_nothing_in_truth() -> None:
@@ -261,7 +272,7 @@ def test_layers_in_threads_are_the_layers_one_by_one(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("out", "into"),
-    [(64, 48), (48, 64), (512, 512), (513, 5000), (500, 50000), (700, 600), (1024, 4096), (4096, 4096), (600, 60000)],
+    [(64, 48), (48, 64), (512, 512), (512, 50000), (513, 50000), (700, 600), (1024, 4096), (4096, 4096), (600, 60000)],
 )
 def test_the_dense_state_begins_where_it_takes_less_time_or_room(out: int, into: int) -> None:
     """A full SVD takes out * into * min(out, in) parts; over 512 of the smaller also passes of 512 + 16 * 14 columns."""
@@ -306,6 +317,7 @@ def test_alignments_are_those_of_the_dense_matrices(ranks: list[int], seed: int)
 def test_who_goes_the_other_way_is_told_so_and_who_goes_nowhere_scores_0() -> None:
     step = (0.01 * torch.ones(3, 1), torch.ones(1, 2))
     assert lowrank.alignments([[step, (-step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, -1])
+    assert lowrank.norm(step) == pytest.approx(0.01 * 6**0.5)
     assert lowrank.alignments([[step, (0 * step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, 0])
 
 

@@ -140,6 +140,11 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
     state = strategy.aggregate(state, uploads)
     ranks = {name: strategy.rank_of(state, SiteInfo(name, 1)) for name in ("fades", "grows", "rests", "new")}
     assert ranks == {"fades": 5, "grows": 7, "rests": 7, "new": 8}
+    site = SiteInfo("fades", 1)
+    again = strategy.payload(state, site)
+    update = Payload(1, 0, {n: -0.5 * t for n, t in again.tensors.items()})
+    after = strategy.aggregate(state, {"fades": SiteResult(update, 1, again, site)})
+    assert [strategy.rank_of(after, SiteInfo(name, 1)) for name in ("fades", "grows")] == [3, 7]
     params = {n: t.clone().requires_grad_() for n, t in strategy.payload(state, SiteInfo("grows", 1)).tensors.items()}
     penalty = strategy.penalty(LocalStep(params, params, {}, {}))
     pairs = [factors(params, layer) for layer in shapes(params)]
