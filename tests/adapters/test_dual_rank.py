@@ -230,7 +230,8 @@ def test_bf16_autocast_computes_in_bf16_and_trains_in_float32() -> None:
 
 def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
     model, ids = build_causal_lm("tiny", None), torch.arange(9)[None]
-    dual_rank.inject(model, 8, SCALING, CAUSAL_LM.target("paper"))
+    config = DualRankConfig(kind="dual_rank", rank=8, scaling=SCALING)
+    DUAL_RANK.inject(model, config, CAUSAL_LM)
     generator, state = torch.Generator().manual_seed(0), {}
     for index, (name, tensor) in enumerate(layers.tensors(model).items()):
         layer = name.rpartition(".")[0]
@@ -244,7 +245,6 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
             state[f"{layer}.gate"] = torch.tensor([0.5 + index / 100])
     layers.load(model, state)
     assert any(len(t) == 0 for n, t in state.items() if n.endswith("lora_A"))
-    config = DualRankConfig(kind="dual_rank", rank=8, scaling=SCALING)
     DUAL_RANK.export(tmp_path, {n: t.detach() for n, t in layers.tensors(model).items()}, config, CAUSAL_LM, "tiny")
     loaded = peft.PeftModel.from_pretrained(build_causal_lm("tiny", None), tmp_path)
     ours, theirs = model.double()(ids).logits, loaded.double()(ids).logits  # but for norms, and for tail times gate

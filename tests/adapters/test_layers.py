@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from consilium.adapters import bottleneck, dual_rank, layers, lora
 from consilium.adapters.base_parameters import decoder_names
 from consilium.adapters.kinds import FULL, LORA, BottleneckConfig, DualRankConfig, FullConfig, LoraConfig
-from consilium.adapters.names import FEATURE_SHIFT, linear_layers
-from consilium.adapters.parts import FeatureShift, add_parts, cut_of, merge_shift
+from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, linear_layers
+from consilium.adapters.parts import FeatureShift, add_parts, cut_of, merge_shift, part_shapes
 from consilium.adapters.registry import ADAPTERS
 from consilium.core.errors import ConfigError
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
@@ -191,6 +191,11 @@ def test_models_that_an_adapter_does_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.decoder: 'share': the model has no mask decoder; use freeze"):
         decoder_names(Two(), "share")
     assert decoder_names(Two(), "freeze") == []
+
+
+def test_parts_add_a_twin_of_each_factor_and_two_vectors_of_the_features() -> None:
+    found = part_shapes({LOCAL_ADAPTER, FEATURE_SHIFT}, {"e.lora_A": (2, 3), "head.weight": (2, 3)}, Two(), BASE)
+    assert found == {"e.local_A": (2, 3), SHIFT: (3,), MEAN: (3,)}
 
 
 def test_a_shift_moves_its_axis_and_means_run_over_all_positions() -> None:

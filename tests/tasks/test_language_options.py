@@ -77,7 +77,8 @@ def test_options_are_ranked_as_lm_evaluation_harness_ranks_them(monkeypatch: pyt
     assert found.keys() == metric_names(task.config)
     assert found["accuracy_low"] < 0.5 < found["accuracy_high"]
     shown = scores(task.config)
-    assert (shown.lead(found), shown.beside[0]) == ("accuracy", "accuracy_norm")
+    assert (shown.leading, shown.beside[:2]) == (("accuracy", "loss"), ("accuracy_norm", "loss"))
+    assert shown.lead(found) == "accuracy"
 
 
 class Unigrams(nn.Module):
