@@ -127,7 +127,8 @@ def test_export_holds_every_tensor(tmp_path: Path) -> None:
     bottleneck.save(tmp_path, values, "sam-tiny")
     saved = load_file(tmp_path / "adapter.safetensors")
     assert all(torch.equal(saved[n], t) for n, t in values.items())
-    assert json.loads((tmp_path / "adapter.json").read_text())["adapters"] == 12
+    about = {"kind": "bottleneck", "base": "sam-tiny", "adapters": 12, "places": list(bottleneck.PLACES), "parallel_scale": 0.5}
+    assert json.loads((tmp_path / "adapter.json").read_text()) == about
 
 
 def test_a_model_without_such_blocks_is_named() -> None:

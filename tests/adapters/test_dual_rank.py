@@ -1,14 +1,17 @@
 """The dual-rank adapter: the products it computes, what trains and what does not, ranks that change, a plain LoRA export."""
 
 import copy
+import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.adapters import dual_rank, layers
+from consilium.adapters.kinds import DUAL_RANK, LORA, DualRankConfig, LoraConfig
 from consilium.core.errors import CheckpointError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
@@ -177,6 +180,43 @@ def test_tensors_that_do_not_fit_are_refused(wrong: dict[str, Tensor]) -> None:
         layers.load(net(), values(2, 0) | wrong)
 
 
+def test_dropout_is_of_the_prefix_alone_and_of_training_alone() -> None:
+    """With a probability of 1 nothing passes the prefix."""
+    model, x = Net(), torch.ones(2, 7)
+    dual_rank.inject(model, 4, SCALING, CAUSAL_LM.target("paper"), dropout=1.0)
+    for rank, tail in ((2, 3), (2, 0)):
+        given = values(rank, tail)
+        layers.load(model, given)
+        torch.testing.assert_close(model.eval()(x), dense(model, given, x))
+        given[f"{LAYER}.lora_A"] = torch.zeros(rank, 7)
+        torch.testing.assert_close(model.train()(x), dense(model, given, x))
+    plain = net()
+    layers.load(plain, values(2, 3))
+    assert torch.equal(plain.train()(x), plain.eval()(x))
+
+
+def test_a_prefix_under_dropout_has_the_gradients_of_what_passes() -> None:
+    model, given, x = net(), values(2, 3), torch.randn(3, 7)
+    layers.load(model, given)
+    model.get_submodule(LAYER).dropout.p = 0.5
+    torch.manual_seed(1)
+    model.train()(x).square().sum().backward()
+    torch.manual_seed(1)
+    passed = torch.nn.functional.dropout(x, 0.5)
+    leaves = {n: t.clone().requires_grad_(".lora_" in n) for n, t in given.items()}
+    part = {n.rpartition(".")[2]: t for n, t in leaves.items()}
+    tail = x @ (part["gate"] * part["tail_B"] @ part["tail_A"]).T
+    y = model.get_submodule(LAYER).base(x) + SCALING * (tail + passed @ (part["lora_B"] @ part["lora_A"]).T)
+    y.square().sum().backward()
+    for name, parameter in trained(model).items():
+        torch.testing.assert_close(parameter.grad, leaves[name].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_over_a_layers_size_is_its_size_and_only_factors_are_in_a_state_dict() -> None:
+    assert dual_rank.shapes(Net(), 9, CAUSAL_LM.target("paper")) == {f"{LAYER}.lora_A": (5, 7), f"{LAYER}.lora_B": (5, 5)}
+    assert {name.removeprefix(f"{LAYER}.") for name in net().state_dict()} == {"lora_A", "lora_B", "base.weight", "base.bias"}
+
+
 def test_bf16_autocast_computes_in_bf16_and_trains_in_float32() -> None:
     model, given = net(), values(2, 3)
     layers.load(model, given)
@@ -190,7 +230,8 @@ def test_bf16_autocast_computes_in_bf16_and_trains_in_float32() -> None:
 
 def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
     model, ids = build_causal_lm("tiny", None), torch.arange(9)[None]
-    dual_rank.inject(model, 8, SCALING, CAUSAL_LM.target("paper"))
+    config = DualRankConfig(kind="dual_rank", rank=8, scaling=SCALING)
+    DUAL_RANK.inject(model, config, CAUSAL_LM)
     generator, state = torch.Generator().manual_seed(0), {}
     for index, (name, tensor) in enumerate(layers.tensors(model).items()):
         layer = name.rpartition(".")[0]
@@ -203,10 +244,24 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
         if tail:
             state[f"{layer}.gate"] = torch.tensor([0.5 + index / 100])
     layers.load(model, state)
-    dual_rank.save_peft(tmp_path, {n: t.detach() for n, t in layers.tensors(model).items()}, SCALING, "tiny")
+    assert any(len(t) == 0 for n, t in state.items() if n.endswith("lora_A"))
+    DUAL_RANK.export(tmp_path, {n: t.detach() for n, t in layers.tensors(model).items()}, config, CAUSAL_LM, "tiny")
     loaded = peft.PeftModel.from_pretrained(build_causal_lm("tiny", None), tmp_path)
     ours, theirs = model.double()(ids).logits, loaded.double()(ids).logits  # but for norms, and for tail times gate
     torch.testing.assert_close(theirs.float(), ours.float())
+
+
+def test_plain_lora_with_a_tail_is_exported_as_one_pair_and_a_decoder_apart(tmp_path: Path) -> None:
+    assert LORA.tailed
+    given = values(2, 3) | {"base.mask_decoder.x.weight": torch.ones(2)}
+    LORA.tailed.export(tmp_path, given, LoraConfig(rank=2, alpha=4.0), CAUSAL_LM, "net")
+    saved = {n.rpartition(".lora_")[2]: t for n, t in load_file(tmp_path / "adapter_model.safetensors").items()}
+    assert torch.equal(saved["A.weight"], torch.cat([given[f"{LAYER}.lora_A"], given[f"{LAYER}.tail_A"]]))
+    assert torch.equal(saved["B.weight"], torch.cat([given[f"{LAYER}.lora_B"], 0.3 * given[f"{LAYER}.tail_B"]], 1))
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert list(said["rank_pattern"].values()) == [5]
+    assert list(said["alpha_pattern"].values()) == [2 * 5]  # alpha / rank of the job is 2
+    assert load_file(tmp_path / "decoder.safetensors").keys() == {"base.mask_decoder.x.weight"}
 
 
 def hash_of(layer: str) -> int:

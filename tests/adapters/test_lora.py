@@ -1,5 +1,6 @@
 """LoRA by name: the paper's counts, start values, PEFT folders that plain PEFT loads with equal outputs."""
 
+import json
 from pathlib import Path
 
 import peft
@@ -72,6 +73,10 @@ def test_plain_peft_loads_the_folder_with_equal_outputs(targets: str, tmp_path: 
     assert torch.allclose(loaded(images), model(images), atol=2e-4)
     assert not torch.allclose(loaded(images), before, atol=1e-2)
     assert all(n.startswith("base_model.model.") for n in load_file(tmp_path / "adapter_model.safetensors"))
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["inference_mode"], said["modules_to_save"]) == ("sam-tiny", True, None)
+    assert said["rank_pattern"].keys() == said["alpha_pattern"].keys()
+    assert set(said["rank_pattern"].values()) == ({6} if targets == "qv" else set())  # q and v in one layer
 
 
 def small_clip() -> nn.Module:
@@ -134,6 +139,7 @@ def test_a_layer_whose_name_ends_like_an_adapted_ones_is_left_alone() -> None:
     model.deep.proj, model.a.b = nn.Linear(4, 4), nn.Linear(4, 4)
     lora.inject(model, 2, 2, TargetSet(r"proj|a\.b"))
     assert {name.rpartition(".")[0] for name in layers.tensors(model)} == {"proj", "a.b"}
+    assert not any(isinstance(module, nn.Dropout) for module in model.modules())
 
 
 def test_errors_name_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,8 +175,40 @@ def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank(tmp_path: Path) ->
     layer = peft.inject_adapter_in_model(own, build_sam("tiny", None, 64, 1)).image_encoder.blocks[0].attn.qkv
     assert layer.scaling["default"] == model.image_encoder.blocks[0].attn.qkv.scaling["default"] == 3.0
     LORA.export(tmp_path, layers.values(model), config, SAM, "sam")
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json"}
+    assert not (tmp_path / "decoder.safetensors").exists()
     tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path)
     torch.testing.assert_close(tuned(images), model(images))
+    LORA.scale(model, config, 0.5)
+    assert model.image_encoder.blocks[0].attn.qkv.scaling["default"] == 1.5
+
+
+def test_a_decoder_beside_lora_trains_whole_is_exported_apart_and_is_not_adapted_twice(tmp_path: Path) -> None:
+    config = job(targets="encoder-qkv", decoder="share").adapter
+    model = build_sam("tiny", None, 64, 1)
+    LORA.inject(model, config, SAM)
+    values = layers.values(model)
+    LORA.export(tmp_path, values, config, SAM, "sam")
+    assert load_file(tmp_path / "decoder.safetensors").keys() == {n for n in values if n.startswith("base.mask_decoder.")}
+    assert not any("mask_decoder" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    assert LORA.shapes(build_sam("tiny", None, 64, 1), config, SAM)
+    with pytest.raises(
+        ConfigError, match=r"adapter\.targets: 'all-linear' adapts 'mask_decoder\..*decoder: share trains whole"
+    ):
+        LORA.shapes(build_sam("tiny", None, 64, 1), job(targets="all-linear", decoder="share").adapter, SAM)
+    assert LORA.shapes(build_sam("tiny", None, 64, 1), job(targets="all-linear").adapter, SAM)
+
+
+def test_a_head_goes_to_a_file_of_its_own_where_the_base_has_none(tmp_path: Path) -> None:
+    model = small_clip()
+    lora.inject(model, 3, 6.0, CLIP.target("paper"))
+    values = randomize(model)
+    lora.save_peft(tmp_path, values, 3, 6.0, "clip-tiny", CLIP.target("paper"), head_apart=True)
+    head = load_file(tmp_path / "head.safetensors")
+    assert head.keys() == {"weight", "bias"}
+    assert torch.equal(head["weight"], values["head.weight"])
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] is None
+    assert not any("head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
 def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_path: Path) -> None:

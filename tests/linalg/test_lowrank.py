@@ -1,6 +1,8 @@
 """The global update: exact composition against a float64 dense reference, spectra with honest errors, sites' factors."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,8 @@ def test_factored_and_dense_agree(rows: int, columns: int) -> None:
     assert torch.allclose(first.left, second.left, atol=1e-5)  # the same signs
     assert torch.allclose(first.right, second.right, atol=1e-5)
     assert first.energy == pytest.approx(second.energy, rel=1e-6)
+    assert 0 < first.error < 1e-10  # both in float64: of rounding alone
+    assert 0 < second.error < 1e-14
     assert first.rest(12) == pytest.approx(float((matrix.double() - product(first)).square().sum()), rel=1e-4)
 
 
@@ -140,9 +144,24 @@ def test_the_error_is_honest_and_within_tolerance(name: str) -> None:
     assert float((unit.T @ unit - torch.eye(unit.shape[1])).norm()) < 1e-4
 
 
+def counted_widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each Lanczos step adds the width of its basis."""
+    steps, widths = certified._lanczos, list[int]()
+
+    def counted(*given: Tensor) -> Iterator[Any]:
+        for state in steps(*given):
+            widths.append(state[2].shape[1])
+            yield state
+
+    monkeypatch.setattr(certified, "_lanczos", counted)
+    return widths
+
+
 def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = shaped(600, 600, torch.ones(600).double())
+    widths = counted_widths(monkeypatch)
     assert certified.certified(matrix, 8, 1e-5, None) is None
+    assert widths == [64, 128, 192, 256]  # it ends at 0.375 of 600
     easy = shaped(600, 600, 0.9 ** torch.arange(600).double())
     assert certified.certified(easy, 8, 1e-5, None) is not None
     near = 0.9 ** torch.arange(600).double()
@@ -170,6 +189,12 @@ def test_the_ceiling_is_above_the_norm_and_not_far(power: float) -> None:
     assert float(values[5]) <= certified.residual_norm_bound(matrix, vt[:5].T) <= 1.1 * float(values[5])
 
 
+def test_the_ceiling_is_of_as_many_steps_and_probes_as_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = counted_widths(monkeypatch)
+    certified.residual_norm_bound(torch.eye(300, 400), torch.zeros(400, 0))
+    assert widths == [16 * step for step in range(1, 15)]
+
+
 def test_a_guess_saves_nothing_in_truth() -> None:
     matrix = shaped(600, 550, 0.95 ** torch.arange(550).double())
     cold = spectrum(as_dense(matrix), 16)
@@ -189,6 +214,8 @@ def test_zero_and_rank_deficient_updates(dense: bool) -> None:
     three = shaped(20, 30, torch.tensor([3.0, 2.0, 1.0]).double())
     found = spectrum(as_dense(three) if dense else as_factors(three, 6), 8)
     assert (found.values > 0).tolist() == [True] * 3 + [False] * 5
+    assert not found.right[3:].any()
+    assert not found.left[:, 3:].any()
     initial = randn(8, 30, seed=1).float()
     b, a = refactor(found, 8, SCALE, initial)
     assert torch.allclose(SCALE * b @ a, three, atol=1e-5)
@@ -244,11 +271,12 @@ def test_layers_in_threads_are_the_layers_one_by_one(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("out", "into"), [(64, 48), (48, 64), (512, 512), (500, 50000), (700, 600), (1024, 4096), (4096, 4096), (600, 60000)]
+    ("out", "into"),
+    [(64, 48), (48, 64), (512, 512), (512, 50000), (513, 50000), (700, 600), (1024, 4096), (4096, 4096), (600, 60000)],
 )
 def test_the_dense_state_begins_where_it_takes_less_time_or_room(out: int, into: int) -> None:
     """A full SVD takes out * into * min(out, in) parts; over 512 of the smaller also passes of 512 + 16 * 14 columns."""
-    cost, small = lowrank.COSTS, min(out, into)
+    cost, small = {"qr": 2.6e-10, "core": 1e-9, "pass": 0.9e-10, "full": 5e-10}, min(out, into)
 
     def factored(width: int) -> float:
         return cost["qr"] * (out + into) * width**2 + cost["core"] * width**3
@@ -267,7 +295,11 @@ def test_the_state_is_chosen_by_cost() -> None:
     assert lowrank.dense_from(1024, 4096) == lowrank.dense_from(4096, 1024)
     update = add(zero(64, 48), (torch.ones(64, 5), torch.ones(5, 48)))
     assert update.dense is None
-    assert add(update, (torch.ones(64, 40), torch.ones(40, 48))).dense is not None
+    whole = add(update, (torch.ones(64, 40), torch.ones(40, 48)))
+    assert whole.dense is not None
+    assert whole.left.numel() == whole.right.numel() == 0  # nothing is stored twice
+    assert whole.shape == (64, 48)
+    assert lowrank.TOLERANCE == 1e-5
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 10**6))
@@ -283,12 +315,28 @@ def test_alignments_are_those_of_the_dense_matrices(ranks: list[int], seed: int)
 
 
 def test_who_goes_the_other_way_is_told_so_and_who_goes_nowhere_scores_0() -> None:
-    step = (torch.ones(3, 1), torch.ones(1, 2))
+    step = (0.01 * torch.ones(3, 1), torch.ones(1, 2))
     assert lowrank.alignments([[step, (-step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, -1])
+    assert lowrank.norm(step) == pytest.approx(0.01 * 6**0.5)
     assert lowrank.alignments([[step, (0 * step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, 0])
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_alignments_with_an_update_are_over_all_layers_and_0_with_nothing(dense: bool) -> None:
+    """Layers W1 = (1, 0), W2 = (0, 2), times 0.01, of norm 0.01 sqrt(5). A site of (3, 0), (0, 0) has cosine 1 / sqrt(5)."""
+    unit = torch.eye(2)
+    rows = {"one": unit[:1], "two": 2 * unit[1:]}
+    updates = {n: Update(torch.full((1, 1), 0.01), row) for n, row in rows.items()}
+    if dense:
+        updates = {n: as_dense(update.left @ update.right) for n, update in updates.items()}
+    sites = {n: [(torch.full((1, 1), by), row) for by in (2.0, -0.001, 0.0)] for n, row in rows.items()}
+    sites["one"].append((torch.ones(1, 1), 3 * unit[:1]))
+    sites["two"].append((torch.ones(1, 1), 0 * unit[1:]))
+    assert lowrank.alignments_with(sites, updates) == pytest.approx([1, -1, 0, 5**-0.5])
+    assert lowrank.alignments_with(sites, {n: zero(1, 2) for n in rows}) == [0] * 4
 
 
 def test_the_margin_solves_its_equation() -> None:
     eta = certified._required_margin(4096, 16, 14)
     chebyshev = math.cosh(13 * math.acosh(1 + 2 * eta))
-    assert (math.sqrt(8192 / math.pi) / (math.sqrt(eta) * chebyshev)) ** 16 == pytest.approx(1e-12, rel=1e-6)
+    assert (math.sqrt(8192 / math.pi) / (math.sqrt(eta) * chebyshev)) ** 16 == pytest.approx(1e-12, rel=1e-6, abs=0)

@@ -6,28 +6,30 @@ import pytest
 import torch
 
 from consilium.core.errors import RefusedError
-from consilium.core.linalg.norms import SMALL, concat_small, non_finite, norm, norms
+from consilium.core.linalg.norms import concat_small, non_finite, norm, norms
 from consilium.server.aggregation import ExactMean
 
+SMALL = 2**14
 MIXED = {
     "a": torch.tensor([[3.0, 4.0]]),
     "large": torch.full((SMALL,), 0.5),
     "half": torch.tensor([5.0, 12.0], dtype=torch.bfloat16),
     "none": torch.zeros(0, 3),
     "b": torch.tensor(-2.0),
+    "just": torch.zeros(SMALL - 1),
 }
 
 
 def test_small_ones_of_a_type_stand_in_a_row_and_large_ones_alone() -> None:
     rows = {tuple(names): numbers for names, numbers in concat_small(MIXED)}
-    assert rows.keys() == {("a", "none", "b"), ("large",), ("half",)}
-    assert rows["a", "none", "b"].tolist() == [3.0, 4.0, -2.0]
+    assert rows.keys() == {("a", "none", "b", "just"), ("large",), ("half",)}
+    assert rows["a", "none", "b", "just"][:4].tolist() == [3.0, 4.0, -2.0, 0.0]
     assert rows["large",].data_ptr() == MIXED["large"].data_ptr()
     assert concat_small({}) == []
 
 
 def test_norms_are_those_of_each_and_of_all() -> None:
-    assert norms(MIXED) == {"a": 5.0, "large": math.sqrt(SMALL) / 2, "half": 13.0, "none": 0.0, "b": 2.0}
+    assert norms(MIXED) == {"a": 5.0, "large": math.sqrt(SMALL) / 2, "half": 13.0, "none": 0.0, "b": 2.0, "just": 0.0}
     assert list(norms(MIXED)) == list(MIXED)
     assert norm(MIXED) == pytest.approx(math.sqrt(25 + SMALL / 4 + 169 + 4), rel=1e-15)
     assert norm({}) == 0.0

@@ -11,7 +11,6 @@ from consilium.core.errors import ConfigError
 from consilium.strategies.heterogeneous_ranks.allocation import (
     NOTHING,
     Training,
-    download_costs,
     download_ranks,
     energies,
     gate,
@@ -58,6 +57,7 @@ def test_download_ranks_by_hand(rows: list, costs: list, budget: float, default:
         ([[0.6, 0.3], [0.5, 0.3]], [2, 2], Training([1, 1], [2, 2], 5, 3), [1, 0]),  # memory binds, time does not
         ([[0.6, 0.3], [0.5, 0.3]], [2, 2], Training([3, 3], [1, 1], 7, 9), [1, 1]),  # time binds
         ([[0.6, 0.3], [0.5, 0.3]], [2, 2], Training([1, 1], [1, 1], INF, INF), [2, 2]),
+        ([[0.6, 0.3], [0.5, 0.3]], [2, 2], Training([1, 1], [9, 1], 3, INF), [2, 1]),  # what is unlimited does not count
         # Layer 0 costs (4, 1), layer 1 (1, 4), budgets (8, 8). Shares are .5 and .125; alpha = beta: .3125 both, so .6 goes
         # first: left (4, 7), alpha = 2 / (2 + 8/7) = .6364: layer 0 costs .3636, layer 1 .2614. Scores .3/.3636 = .825 and
         # .5/.2614 = 1.913: layer 1, left (3, 3). Layer 0 needs 4 and layer 1 needs 4: neither fits.
@@ -86,6 +86,8 @@ def test_units_matter_only_when_literal() -> None:
     small, large = Training([3, 1], [2, 2], 4, 8), Training([3, 1], [2e9, 2e9], 4, 8e9)
     assert train_ranks(rows, caps, small) == train_ranks(rows, caps, large) == [0, 2]
     assert train_ranks(rows, caps, large, literal=True) == [1, 1]  # time drowned by bytes: energy alone decides
+    # Unlimited memory counts as untouched, so alpha = beta = 1/2: .6 / 2 and .49 / 1.5 = .327.
+    assert train_ranks([[0.6], [0.49]], [1, 1], Training([2, 2], [2, 1], 3, INF), literal=True) == [0, 1]
 
 
 def test_energies_are_normalised_by_layer_and_uniform_for_nothing() -> None:
@@ -95,7 +97,6 @@ def test_energies_are_normalised_by_layer_and_uniform_for_nothing() -> None:
     assert energies(1e-12 * values, 1e-23) == pytest.approx([0.9, 0.1])
     assert [e / NOTHING for e in energies(torch.zeros(4), 0.0)] == pytest.approx([1.0] * 4)
     assert download_ranks([energies(torch.zeros(4), 0.0)] * 3, [2] * 3, 15) == [3, 2, 2]  # in turn, the lower index first
-    assert download_costs([(3, 5), (2, 2)], 4) == [32, 16]
 
 
 def test_without_energy_layers_of_unequal_cost_get_the_same_rank() -> None:
@@ -203,6 +204,7 @@ def test_the_gate_by_hand(schedule: str) -> None:
     assert gate(4, -1.0, 0, schedule) == pytest.approx(0.0, abs=1e-15)
     assert gate(3, None, 3, schedule) == pytest.approx(1 - math.exp(-1.5))
     assert gate(3, 1 + 1e-9, 0, schedule) == gate(3, 1.0, 0, schedule)
+    assert gate(3, -1.5, 0, schedule) == gate(3, -1.0, 0, schedule)
     stale = {"paper": 1 - math.exp(-2 * 1.5 * 0.81), "neutral": 1 - math.exp(-2 * (1 + 0.5 * 0.81))}
     assert gate(4, 0.5, 2, schedule) == pytest.approx(stale[schedule])
 

@@ -83,6 +83,21 @@ def test_hetlora_weighs_by_the_norm_of_the_product_and_pads_with_zeros() -> None
     assert after[B].tolist() == [[2.25, 0.0], [0.0, 0.25]]
 
 
+def test_hetlora_weighs_a_head_and_products_of_0_by_samples() -> None:
+    """Samples 1 and 3. While B = 0 all norms are 0: A becomes (1 + 3 * 5) / 4 = 4. The head is always (4 + 3 * 8) / 4 = 7."""
+    strategy = HetLoRA(tiers=EACH, profile={"all": 1.0})
+    start = {A: torch.zeros(1, 1), B: torch.zeros(1, 1), "head.bias": torch.zeros(1)}
+    for b, wanted in ((0.0, 4.0), (1.0, (1 * 1 + 5 * 5) / 6)):
+        sent = Payload(0, 0, start)
+        results = {
+            name: result(sent, SiteInfo(name, n), {A: matrix((a,)), B: matrix((b,)), "head.bias": torch.tensor([head])}, n)
+            for name, n, a, head in (("x", 1, 1.0, 4.0), ("y", 3, 5.0, 8.0))
+        }
+        after = strategy.aggregate(ServerState(0, 0, start, {}), results).shared
+        assert after[A].item() == pytest.approx(wanted)
+        assert after["head.bias"].item() == 7.0
+
+
 def test_fedhello_takes_the_layers_that_its_authors_configurations_name() -> None:
     """6 and 9 of 12 blocks. uniform: every second one, and all but every fourth.
 

@@ -96,6 +96,18 @@ def test_rebalancing_leaves_a_factor_without_rank_alone() -> None:
     state = start() | {B: torch.zeros(6, 3)}
     assert rebalance_factors(state, "B") == {}  # A would be multiplied by R = 0 and lost
     assert rebalance_factors(state, "A").keys() == {A, B}
+    assert rebalance_factors({A: torch.ones(3, 8), B: torch.eye(3)[:2]}, "B") == {}  # three columns in two rows
+    for least, moved in ((1.5e-6, {A, B}), (0.7e-6, set())):  # of the largest on R's diagonal
+        assert rebalance_factors({A: torch.ones(3, 8), B: torch.diag(torch.tensor([1.0, 1.0, least]))}, "B").keys() == moved
+
+
+def test_the_factor_that_the_next_phase_freezes_is_the_orthonormal_one() -> None:
+    strategy = DEeR(rebalance=True)
+    assert not strategy.traits.fixed_basis
+    state, _ = exchange(strategy, strategy.initialize(start()))  # next A trains
+    torch.testing.assert_close(state.shared[B].T @ state.shared[B], torch.eye(3), atol=1e-5, rtol=0)
+    state, _ = exchange(strategy, state)  # next B trains
+    torch.testing.assert_close(state.shared[A] @ state.shared[A].T, torch.eye(3), atol=1e-5, rtol=0)
 
 
 def private(strategy: dict, **privacy: object) -> JobConfig:
@@ -188,8 +200,8 @@ def test_without_the_eliminator_both_factors_are_clipped_and_noised_by_what_all_
     ("options", "why"),
     [
         ({"schedule": "80%"}, r"strategy\.schedule: '80%'"),
-        ({"schedule": "50%", "eliminator": False}, "eliminator false"),
-        ({"rebalance": True, "eliminator": False}, "eliminator false"),
+        ({"schedule": "50%", "eliminator": False}, r"strategy\.schedule: '50%' .* eliminator false"),
+        ({"rebalance": True, "eliminator": False}, r"strategy\.rebalance: true .* eliminator false"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(options: dict, why: str) -> None:

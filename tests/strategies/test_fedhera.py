@@ -13,6 +13,7 @@ from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.heterogeneous_ranks.exact_server import global_updates, stored_spectra
 from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
+from consilium.strategies.heterogeneous_ranks.ranks import information_gain
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
@@ -99,6 +100,7 @@ def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation
         site, tier = SiteInfo(name, 1), strategy.tier(name)
         sent = strategy.payload(state, site)
         ranks = sizes(sent)
+        assert strategy.download_numbers(sent, site) == tier.download * 30
         assert sum((r + k) * sum(LAYERS[layer]) for layer, (r, k) in ranks.items()) <= tier.download * total
         assert sum(r * sum(LAYERS[layer]) for layer, (r, _) in ranks.items()) <= tier.train * total
         for layer, (rank, tail) in ranks.items():
@@ -106,6 +108,11 @@ def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation
             kept = rank + tail
             expected = u[:, :kept] * values[:kept] @ v[:kept]
             torch.testing.assert_close(product(sent.tensors, layer), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_spectra_hold_as_many_ranks_as_the_largest_adapter() -> None:
+    state = hera().initialize(initial(layers={"model.layers.0.q_proj": (9, 7), "model.layers.1.q_proj": (3, 8)}))
+    assert [len(found.values) for found in stored_spectra(state).values()] == [6, 3]
 
 
 def test_a_site_that_changes_nothing_changes_nothing_whatever_the_gate() -> None:
@@ -272,6 +279,10 @@ def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str, s
     assert all(len(results[idle].update.tensors[f"{layer}.lora_A"]) == 0 for layer in LAYERS)
     found = strategy.diagnostics(state, results)
     assert all(math.isfinite(value) for value in found.values())
+    assert found["ranks/information_gain"] == information_gain(results[busy].sent)  # of the sites that train
+    trained = sum(rank * sum(LAYERS[layer]) for layer, (rank, _) in sizes(results[busy].sent).items())
+    assert found["memory/saturation"] == pytest.approx((trained / (2 * 30) + 1) / 2)  # the idle one leaves nothing unused
+    assert strategy.diagnostics(state, {idle: results[idle]})["ranks/information_gain"] == 0
     after = strategy.aggregate(state, results)
     for layer in LAYERS:
         (start, end, tail), (_, _, idle_tail) = (site_products(results[n], layer) for n in (busy, idle))

@@ -39,5 +39,6 @@ def test_two_sites_get_one_down_projection_and_keep_their_own_up() -> None:
         aggregate.add(site, update, weight, sent)
     after = strategy.aggregate(state, aggregate.take())
     again = strategy.receive(trained["b"], strategy.payload(after, SiteInfo("b", 1, joined=True)))
+    assert strategy.initialize(start | {LOCAL[2]: torch.zeros(1)}).initial.keys() == {UP}  # changes of the base start at 0
     assert np.allclose(again[DOWN].numpy(), 0.75 * ends["a"][DOWN] + 0.25 * ends["b"][DOWN], atol=1e-6)
     assert torch.equal(again[UP], trained["b"][UP])

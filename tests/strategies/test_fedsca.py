@@ -87,7 +87,10 @@ def test_similarities_by_hand() -> None:
     assert similarities(flat, "l1", False).tolist() == [[0.0, -7.0], [-7.0, 0.0]]
     assert similarities(flat, "l2", True).tolist() == [[0.0, -1.0], [-1.0, 0.0]]
     assert similarities(flat, "inner", False).tolist() == [[9.0, 0.0], [0.0, 16.0]]
-    assert torch.allclose(similarities(flat, "cosine", False), torch.eye(2, dtype=torch.float64))
+    assert torch.allclose(similarities(0.1 * flat, "cosine", False), torch.eye(2, dtype=torch.float64))
+    slanted = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)  # products 5, 11 and 25: 11 off the diagonal
+    expected = torch.tensor([[5 / 11, 1.0], [1.0, 25 / 11]], dtype=torch.float64)
+    torch.testing.assert_close(similarities(slanted, "inner", True), expected)
     assert similarities(flat[:1], "l2", True).tolist() == [[0.0]]
     assert similarities(flat[[0, 0]], "l2", True).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
@@ -160,6 +163,8 @@ def test_the_pull_is_minus_the_cosine_over_all_low_adapters_together() -> None:
     strategy, anchors = FedSCA(low=2, pull=0.5), start()
     params = {n: t.clone().requires_grad_() for n, t in start(1).items()}
     loss = strategy.penalty(LocalStep(params, anchors, {}, {}))
+    small = [{n: 1e-3 * t.detach() for n, t in values.items()} for values in (params, anchors)]
+    assert strategy.penalty(LocalStep(*small, {}, {})).item() == pytest.approx(loss.item(), rel=1e-4)
     now, then = (torch.cat([v[n].detach().flatten() for n in NAMES[:2]]) for v in (params, anchors))
     assert loss.item() == pytest.approx(-0.5 * float(now @ then / (now.norm() * then.norm())), rel=1e-5)
     loss.backward()
@@ -256,6 +261,7 @@ def test_the_limit_is_where_an_independent_solver_puts_it() -> None:
 
 def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None:
     assert alone_from(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()  # alike: nobody is ever alone
+    assert alone_from(torch.tensor([1.0, 0.0]), torch.zeros(2, 2)).tolist() == [0, math.inf]  # all weight: alone at once
     strategy, name = FedSCA(low=0, alpha=1.0), "image_encoder.blocks.0.adapter_mlp.up.bias"
     state = strategy.initialize({name: torch.zeros(2)})
     sent = Payload(0, 0, {name: torch.zeros(2)})
@@ -269,6 +275,7 @@ def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None
     assert "strategy.alpha: 1: b mix nobody in round 1; under 1 every site does" in caplog.text
     caplog.clear()
     assert strategy.diagnostics(state, {"a": results["a"]}) == {}  # a site by itself has nobody to mix
+    assert replace(strategy, mixture="mean").diagnostics(state, results) == {}
     assert caplog.text == ""
 
 

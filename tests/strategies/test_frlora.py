@@ -58,6 +58,9 @@ def test_the_start_is_the_best_approximation_and_the_model_is_its_base() -> None
     u, s, vt = np.linalg.svd(weights()[LAYER].double().numpy())
     np.testing.assert_allclose(SCALE * (b @ a).numpy(), (u[:, :RANK] * s[:RANK]) @ vt[:RANK], atol=1e-5)
     np.testing.assert_allclose((b.T @ b).numpy(), (a @ a.T).numpy(), atol=1e-4)  # half the values in each factor
+    for sign in (1, -1):  # whatever the solver's signs
+        left = principal(sign * weights()[LAYER], OUT - 2, SCALE)[0]
+        assert (left.gather(0, left.abs().argmax(0, keepdim=True)) > 0).all()
     strategy, state = begin()
     start = strategy.receive({}, strategy.payload(state, SiteInfo("a", 1)))
     np.testing.assert_allclose(forward(start), weights()[LAYER].double().numpy(), atol=1e-6)
@@ -90,6 +93,14 @@ def test_every_round_goes_into_the_weights_once_and_reaches_everybody() -> None:
         assert torch.equal(state.shared[B], torch.from_numpy(b0).float())
     assert widths == [4, INTO, INTO, INTO]  # r more a round, one matrix from where (out + in) k reaches out * in
     assert strategy.download_numbers(strategy.payload(state, info), info) == RANK * (OUT + INTO) + 12 + OUT * INTO
+
+
+def test_a_tail_that_takes_as_many_numbers_as_the_layer_becomes_one_matrix() -> None:
+    """A layer of 4 x 4 at rank 1: two ranks of 4 + 4 numbers after the first round."""
+    for size, parts in ((4, {f"{LAYER}.tail_whole"}), (5, {f"{LAYER}.{part}" for part in ("tail_A", "tail_B", "gate")})):
+        state = FRLoRA().initialize({A: torch.ones(1, size), B: torch.ones(size, 1)})
+        moved = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in state.shared.items()}
+        assert FRLoRA().aggregate(state, moved).matrices.keys() == parts
 
 
 def small(**sections: object) -> JobConfig:

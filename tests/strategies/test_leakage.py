@@ -32,6 +32,9 @@ def test_two_sites_of_single_numbers_by_hand() -> None:
     uneven = leakage({name: Move(*pair, 3 if name == "one" else 1) for name, pair in ends.items()}, {ENC: "B"})
     assert uneven["proposition 3.2/common drift"] == pytest.approx(0)
     assert uneven["proposition 3.2/leakage"] == pytest.approx(1.5)
+    assert uneven["leaked share/of both"] == pytest.approx(1)
+    still = leakage({"one": Move(scalar(1, 1), scalar(1, 1), 1)}, {ENC: "B"})
+    assert still["leaked share/of both"] == 0
 
 
 def test_both_sharings_equal_the_printed_sums_on_dense_gradients() -> None:
@@ -59,6 +62,8 @@ def test_both_sharings_equal_the_printed_sums_on_dense_gradients() -> None:
     found = leakage(moves, {ENC: "B", DEC: "A"})
     assert found["proposition 3.2/common drift"] == pytest.approx(common**0.5, rel=1e-9)
     assert found["proposition 3.2/leakage"] == pytest.approx(leaked**0.5, rel=1e-9)
+    least = min(float(torch.linalg.matrix_norm(t.double(), -2)) for one in moves.values() for t in one.start.values())
+    assert found["assumption 3.3/smallest singular value"] == pytest.approx(least, rel=1e-9)
 
 
 def test_equal_private_factors_leak_nothing_and_assumption_3_3_fails_at_zero() -> None:

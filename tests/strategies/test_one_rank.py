@@ -35,7 +35,7 @@ def trained(start: Tensors, round: int, site: str) -> Tensors:
 def dense(tensors: Tensors) -> np.ndarray:
     product = tensors[B].double() @ tensors[A].double()
     if f"{LAYER}.tail_A" in tensors:
-        product = product + tensors[f"{LAYER}.tail_B"].double() @ tensors[f"{LAYER}.tail_A"].double()
+        product = product + tensors[f"{LAYER}.gate"] * tensors[f"{LAYER}.tail_B"].double() @ tensors[f"{LAYER}.tail_A"].double()
     return product.numpy()
 
 
@@ -96,6 +96,7 @@ def test_a_site_s_capacity_does_not_count_at_one_rank(tmp_path: Path) -> None:
     ("strategy", "sections", "message"),
     [
         ({"name": "flora", "profile": "skewed"}, {}, "strategy.tiers, strategy.profile: are for sites of unequal ranks"),
+        ({"name": "flora", "tiers": {n: {"train": 2, "download": 2} for n in ("low", "medium", "high")}}, {}, "strategy.tiers"),
         ("fedhera", {}, "gives sites unequal ranks; use dual_rank"),
         ("flora", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1, "trust": "central"}}, "compares single sites' updates"),
     ],

@@ -46,6 +46,12 @@ def test_what_a_site_says_of_itself_counts_before_its_tier() -> None:
     [
         ({"profile": {"tiny": 1.0}}, "strategy.profile: tier 'tiny' is not in strategy.tiers"),
         ({"tiers": {"low": {"train": 8, "download": 4}}, "profile": {"low": 1}}, "strategy.tiers.low: train must be 0 or more"),
+        ({"tiers": {"low": {"train": 0, "download": 0}}, "profile": {"low": 1}}, "strategy.tiers.low: train must be 0 or more"),
+        (
+            {"name": "hetlora", "tiers": {"low": {"train": 0, "download": 4}}, "profile": {"low": 1}},
+            "strategy.tiers.low: train must be over 0",
+        ),
+        ({"profile": {"low": 0.0, "high": 0.0}}, "strategy.profile: every share is 0"),
         ({"gate": "closed"}, "strategy.gate: 'closed': expected 'paper', 'neutral' or 'open'"),
     ],
 )
@@ -75,6 +81,7 @@ def test_cross_drift_of_equal_opposite_orthogonal_and_unmoved_sites() -> None:
     still = (torch.zeros(2, 1), torch.zeros(1, 2))
     against = (-along[0], 5 * along[1])
     assert cross_drift([[along], [along]]) == pytest.approx(0)
+    assert cross_drift([[along], [(0.1 * along[0], along[1])]]) == pytest.approx(0, abs=1e-9)
     assert cross_drift([[along], [against]]) == pytest.approx(2)
     assert cross_drift([[along], [across]]) == pytest.approx(1)
     assert cross_drift([[along], [still]]) == pytest.approx(1)
@@ -107,6 +114,8 @@ def test_information_gain_counts_what_is_in_the_forward_pass_over_what_trains() 
     product = (torch.zeros(5, 8), torch.zeros(8, 3))
     assert information_gain(Payload(0, 0, prefix_and_tail("l", product, 2, 0.5))) == pytest.approx(8 / 2)
     assert information_gain(Payload(0, 0, prefix_and_tail("l", product, 8, 0.5))) == 1
+    assert prefix_and_tail("l", product, 8, 0.5).keys() == {"l.lora_A", "l.lora_B"}
+    assert information_gain(Payload(0, 0, prefix_and_tail("l", product, 0, 0.5))) == 0
 
 
 @pytest.mark.parametrize(

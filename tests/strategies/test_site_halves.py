@@ -27,7 +27,7 @@ from consilium.strategies.strategy import Role
 from consilium.strategies.traits import Interpolation
 from consilium.training.interpolation import fixed_share, interpolate_adapter, sample_shares
 from tests.conftest import small_config, small_text
-from tests.strategies.scripted import Scripted
+from tests.strategies.scripted import Scripted, Unread
 from tests.strategies.site_halves import (
     KIND,
     SIZES,
@@ -117,7 +117,25 @@ def test_fedala_ends_its_first_learning_and_leaves_new_sites_alone() -> None:
     strategy.mixed(own, start, kept, look)
     assert look.calls == 31 * 3
     assert strategy.mixed({}, start, {}, look) == (start, {})
+    assert strategy.mixed(own, {}, {}, look) == ({}, {})
     assert look.calls == 31 * 3
+    assert strategy.mixed(own, start, {}, Unread()) == (start, {})  # no batch to learn from
+    all_layers = FedALA(layers=None, most_passes=1)
+    assert all_layers.mixed(own, start, {}, look)[1].keys() == start.keys()
+    # The gradients of 1 towards a global tensor that is larger by 1: w goes from 1 to 0 in one batch, and stays there.
+    begin, kept = all_layers.mixed(start, own, {}, look)
+    assert (begin["y.lora_A"].tolist(), kept["y.lora_A"].tolist()) == ([0, 0], [0, 0])
+
+
+def test_fedala_has_settled_when_its_last_ten_losses_differ_by_less_than_the_threshold() -> None:
+    """Ten of eleven or more losses; half of them 0, half of them 1 have a standard deviation of 0.5, which is not under 0.5."""
+    settled = FedALA(threshold=0.5, most_passes=13).is_settled
+    assert [settled([9.0] + [1.0] * n) for n in (8, 9, 10)] == [False, False, True]
+    assert not settled([1.0] * 10)
+    assert not settled([1.0, 9.0, *[1.0] * 9])
+    assert not settled([0.0, 1.0] * 6)
+    assert FedALA(threshold=0.51).is_settled([0.0, 1.0] * 6)
+    assert settled([0.0, 1.0] * 6 + [5.0])  # passes enough
 
 
 def test_fedala_counts_layers_of_the_adapter_from_the_output() -> None:

@@ -1,19 +1,22 @@
 """Contracts every algorithm keeps, and the exact mean under them."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 import pytest
 import torch
 
 from consilium.adapters.bottleneck import PLACES
 from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_twin
-from consilium.core.errors import RefusedError
+from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import ExactMean, RoundAggregate
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.scaffold import CONTROL
-from consilium.strategies.strategy import Role, Strategy, next_phase
+from consilium.strategies.strategy import Role, Strategy, label_of, next_phase
+from consilium.strategies.traits import Interpolation, Traits
+from tests.conftest import strategy_of
 from tests.strategies.scripted import update_of
 
 LAYERS = {"image_encoder.blocks.0.attn.qkv": (9, 6), "mask_decoder.transformer.layers.0.self_attn.q_proj": (6, 6)}
@@ -148,3 +151,116 @@ def test_exact_mean_is_the_weighted_mean() -> None:
     mean.add({"w": torch.tensor([1.0, 0.0])}, 3)
     mean.add({"w": torch.tensor([5.0, 1.0])}, 1)
     assert mean.value()["w"].tolist() == [2.0, 0.25]
+
+
+TIERS = {"low": {"train": 4, "download": 32}, "medium": {"train": 8, "download": 48}, "high": {"train": 16, "download": 64}}
+UNEQUAL = {"tiers": TIERS, "profile": "uniform", "seed": 0}
+EXACT = UNEQUAL | {"device": None}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fediat": {"sharing": "M4", "sor_weight": 1e-4, "ema": 0.9, "eps": 1e-5, "eps_scale": "relative"},
+    "deer": {"schedule": "100%", "regulator": True, "rebalance": False, "eliminator": True},
+    "dp_dylora": {"rank_min": 1, "seed": 0, "tested_rank": "full"},
+    "feddpa": {"variant": "T", "reading": "as_published", "weighting": "similarity", "local_share": 0.5}
+    | {"most": 0.5, "examples": 5},
+    "fedala": {"layers": 1, "data": 0.8, "eta": 1.0, "threshold": 0.1, "most_passes": 20},
+    "feddbe": {"kappa": 1.0, "momentum": 0.1},
+    "fedsca": {"low": 1, "mixture": "sgca", "similarity": "l2", "prior": "samples", "alpha": 1.0}
+    | {"normalize": True, "pull": 0.01},
+    "fedra": {"share": 2 / 3, "by_site": {}, "seed": 0},
+    "fedheal": {"tau": 0.3, "beta": 0.4},
+    "fedprox": {"mu": 0.01},
+    "scaffold": {"global_lr": 1.0},
+    "lora_fair": {"loss": "cosine", "penalty": 0.01},
+    "fedhera": EXACT | {"aggregation": "residual", "allocation": "water_filling", "energy": "normalized", "gate": "paper"}
+    | {"score": "product", "decay": 0.9},
+    "fedhomolora": UNEQUAL | {"rank": None},
+    "flexlora": EXACT | {"values_in": "left"},
+    "fedhl": EXACT | {"floor": 0.1},
+    "flora": EXACT,
+    "hetlora": UNEQUAL | {"prune": 0.99, "prune_weight": 0.0},
+    "fedhello": UNEQUAL | {"rank": 8, "layers": "random"},
+}  # fmt: skip
+"""The settings of the papers and of their authors' code, which a job that names only the algorithm gets."""
+
+AVERAGING: dict[str, Any] = {
+    "needs": "sums", "phases": (1,), "warm_up": 0, "pools_data": False, "needs_base_weights": False, "elementwise": False,
+    "fixed_basis": True, "paired_factors": False, "measured": frozenset(), "site_matrices": False, "parts": frozenset(),
+    "ranks_differ": False, "one_rank": False, "sends_frozen_ranks": False, "scales_adapter": False, "skips_blocks": False,
+    "fits": 1, "fits_only": False, "probe_fraction": 0.0, "interpolation": None, "fits_after_last_round": False, "label": "",
+    "variants": ({},),
+}  # fmt: skip
+ANY_RANK: dict[str, Any] = {"needs": "sites", "ranks_differ": True, "fixed_basis": False}
+TRAITS: dict[str, dict[str, Any]] = {
+    "fedit": {"elementwise": True},
+    "fediat": {"fits_only": True, "label": "fediat M4", "variants": tuple({"sharing": f"M{n}"} for n in (1, 2, 3, 4))},
+    "deer": {"phases": (2,), "paired_factors": True},
+    "dp_dylora": {"scales_adapter": True, "fits_only": True},
+    "feddpa": {"parts": {LOCAL_ADAPTER}, "fits": 2, "fits_only": True, "interpolation": Interpolation(0.5, 5)}
+    | {"label": "feddpa T", "variants": ({"variant": "T"}, {"variant": "F"})},
+    "fedala": {"probe_fraction": 0.8},
+    "feddbe": {"parts": {FEATURE_SHIFT}, "warm_up": 1, "measured": {MEAN}},
+    "fedsca": {"needs": "sites", "site_matrices": True, "fits_only": True, "label": "fedsca 1"}
+    | {"variants": ({"low": 1}, {"low": 4}, {"low": 0})},
+    "fedra": {"needs": "sites", "skips_blocks": True, "fits_only": True},
+    "fedheal": {"needs": "sites"},
+    "fedprox": {"elementwise": True, "fits_only": True},
+    "scaffold": {"needs": "sites", "elementwise": True, "fits_only": True},
+    "lora_fair": {"needs": "sites"},
+    "frlora": {"needs_base_weights": True, "sends_frozen_ranks": True},
+    "local_only": {"elementwise": True},
+    "centralized": {"elementwise": True, "pools_data": True},
+    "fedhera": ANY_RANK,
+    "fedhomolora": {"ranks_differ": True},
+    "flexlora": ANY_RANK | {"one_rank": True},
+    "fedhl": ANY_RANK,
+    "flora": ANY_RANK | {"one_rank": True, "sends_frozen_ranks": True},
+    "hetlora": ANY_RANK | {"fits_only": True},
+    "fedhello": ANY_RANK,
+}
+"""What differs from federated averaging."""
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_settings_and_traits_are_those_of_the_papers(strategy: Strategy) -> None:
+    assert asdict(strategy) == SETTINGS.get(strategy.name, {})
+    found = {f.name: getattr(strategy.traits, f.name) for f in fields(Traits) if f.name not in ("warnings", "refuses_records")}
+    assert found == AVERAGING | TRAITS.get(strategy.name, {})
+    assert label_of(strategy) == TRAITS.get(strategy.name, {}).get("label", strategy.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "good", "bad"),
+    [
+        ("fedra", "share", [1e-9, 1.0], [0.0, 1.001]),
+        ("fedra", "by_site", [{"a": 1.0}, {"a" * 128: 0.5}], [{"": 0.5}, {"a" * 129: 0.5}, {"a": 0.0}]),
+        ("hetlora", "tiers", [TIERS | {"a": TIERS["low"]}, TIERS | {"a" * 64: TIERS["low"]}],
+         [TIERS | {"": TIERS["low"]}, TIERS | {"a" * 65: TIERS["low"]}]),
+    ],
+)  # fmt: skip
+def test_settings_end_where_they_say(name: str, setting: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        strategy_of({"name": name, setting: value})
+    for value in bad:
+        with pytest.raises(ConfigError, match=rf"strategy\.{setting}"):
+            strategy_of({"name": name, setting: value})
+
+
+STORING = [s for s in EVERY if s.name in ("scaffold", "fedheal", "fedsca", "fedhera", "flexlora", "flora", "fedhl", "hetlora")]
+
+
+@pytest.mark.parametrize("strategy", STORING, ids=lambda s: s.name)
+def test_a_site_that_misses_a_round_keeps_what_the_server_stored_of_it(strategy: Strategy) -> None:
+    state = strategy.initialize(tensors_of(strategy, 0))
+    for round, sites in enumerate(("ab", "a")):
+        aggregate = RoundAggregate(strategy)
+        for name in sites:
+            site = SiteInfo(name, 1)
+            sent = strategy.payload(state, site)
+            start = strategy.receive({}, sent)
+            end = {n: t + 0.1 * (1 + (name == "b")) for n, t in start.items()}
+            aggregate.add(site, update_of(strategy, start, end, sent), 1, sent)
+        before, state = state, strategy.aggregate(state, aggregate.take())
+        assert state.round == round + 1
+    assert state.reported == {"a": 1, "b": 0}
+    assert state.sites.keys() == before.sites.keys()
+    assert all(torch.equal(state.sites["b"][n], t) for n, t in before.sites.get("b", {}).items())

@@ -1,6 +1,7 @@
 """The baselines for unequal ranks: each one's rule against its definition, on a made-up federation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,7 @@ def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
                 torch.testing.assert_close(product(payload.tensors, layer), total[layer], rtol=1e-4, atol=1e-6)
     assert len(drawn) == 4 * len(LAYERS)  # A is another in every round and layer
     sent = strategy.final(state, SiteInfo("late", 1))
+    assert all(len(sent.tensors[f"{layer}.lora_A"]) == 0 for layer in LAYERS)  # the whole of it is frozen
     received = strategy.receive({}, sent)
     for layer, (out, into) in LAYERS.items():  # never wider than the layer, and on the wire one matrix of its size
         assert len(received[f"{layer}.tail_A"]) == min(out, into)
@@ -101,7 +103,11 @@ def _trained_only(uploads: dict[str, SiteResult]) -> dict[str, SiteResult]:
 @pytest.mark.parametrize("values_in", ["left", "both"])
 def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(values_in: str) -> None:
     strategy = make(FlexLoRA, values_in=values_in)
-    state = play(strategy, strategy.initialize(initial()), SITES)  # so that the round starts from something
+    first = strategy.initialize(initial())
+    sent = strategy.payload(first, SiteInfo("a", 1, capacity={"time": 2, "memory": 2, "download": 2})).tensors
+    for layer in LAYERS:  # directions without an update start from the common rows of A
+        assert torch.equal(sent[f"{layer}.lora_A"], initial()[f"{layer}.lora_A"][:2])
+    state = play(strategy, first, SITES)  # so that the round starts from something
     uploads = exchange(strategy, state)
     state = strategy.aggregate(state, uploads)
     for layer, shape in LAYERS.items():
@@ -124,13 +130,21 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
     strategy = HetLoRA(tiers={"all": Tier(8, 8)}, profile={"all": 1.0}, prune=0.75, prune_weight=0.1)
     state = strategy.initialize({n: t + 1 for n, t in initial(rank=8).items()})
     aggregate = RoundAggregate(strategy)
-    for name, factor in (("fades", -0.5), ("grows", 0.5)):
+    for name, factor in (("fades", -0.5), ("grows", 0.5), ("rests", 0.0)):
         site = SiteInfo(name, 1)
         sent = strategy.payload(state, site)
         aggregate.add(site, Payload(0, 0, {n: factor * t for n, t in sent.tensors.items()}), 1, sent)
-    state = strategy.aggregate(state, aggregate.take())
-    ranks = {name: strategy.rank_of(state, SiteInfo(name, 1)) for name in ("fades", "grows", "new")}
-    assert ranks == {"fades": 5, "grows": 7, "new": 8}
+    uploads = aggregate.take()
+    never = replace(strategy, prune_weight=0.0)
+    assert never.rank_of(never.aggregate(state, uploads), SiteInfo("fades", 1)) == 7
+    state = strategy.aggregate(state, uploads)
+    ranks = {name: strategy.rank_of(state, SiteInfo(name, 1)) for name in ("fades", "grows", "rests", "new")}
+    assert ranks == {"fades": 5, "grows": 7, "rests": 7, "new": 8}
+    site = SiteInfo("fades", 1)
+    again = strategy.payload(state, site)
+    update = Payload(1, 0, {n: -0.5 * t for n, t in again.tensors.items()})
+    after = strategy.aggregate(state, {"fades": SiteResult(update, 1, again, site)})
+    assert [strategy.rank_of(after, SiteInfo(name, 1)) for name in ("fades", "grows")] == [3, 7]
     params = {n: t.clone().requires_grad_() for n, t in strategy.payload(state, SiteInfo("grows", 1)).tensors.items()}
     penalty = strategy.penalty(LocalStep(params, params, {}, {}))
     pairs = [factors(params, layer) for layer in shapes(params)]
@@ -195,6 +209,10 @@ def test_fedhello_trains_as_many_layers_as_a_site_can_pay_for() -> None:
     assert strategy.choose_layers(state, SiteInfo("a", 1)) == {f"model.layers.{i}.q_proj" for i in (4, 5, 6, 7)}  # 4 of 8 ranks
     rich = SiteInfo("a", 1, capacity={"time": 99, "memory": 99})
     assert len(strategy.choose_layers(state, rich)) == 8
+    counts = [
+        len(strategy.choose_layers(state, SiteInfo("a", 1, capacity=c))) for c in ({"time": 2}, {"memory": 3.9}, {"time": 0.5})
+    ]
+    assert counts == [2, 3, 1]  # the scarcer of time and memory, and at least one layer
     final = strategy.final(state, SiteInfo("a", 1)).tensors
     assert products(final).keys() == names.keys()
 
@@ -214,5 +232,10 @@ def test_flora_draws_new_factors_every_round() -> None:
     state = strategy.initialize(initial())
     first = strategy.payload(state, SiteInfo("a", 1)).tensors
     second = strategy.payload(play(strategy, state, SITES), SiteInfo("a", 1)).tensors
-    layer = next(iter(LAYERS))
+    layer, (_, into) = next(iter(LAYERS.items()))
     assert not torch.equal(first[f"{layer}.lora_A"], second[f"{layer}.lora_A"])
+    wide = strategy.payload(state, SiteInfo("a", 1, capacity={"time": 99, "memory": 99, "download": 99})).tensors
+    a = wide[f"{layer}.lora_A"]
+    assert a.shape == (into, into)  # a layer's rank is not over its size
+    assert 0.9 * into**-0.5 < float(a.abs().max()) <= into**-0.5  # Kaiming-uniform
+    assert abs(float(a.mean())) < 0.3 * into**-0.5

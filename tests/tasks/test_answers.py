@@ -262,3 +262,28 @@ def test_marks_of_markdown_are_no_part_of_a_label(text: str) -> None:
 )
 def test_a_part_of_an_answer_is_not_the_answer(given: str, written: str) -> None:
     assert plain_answer(given) != final_answer(written)
+
+
+def test_a_text_is_read_up_to_32768_characters_from_the_side_of_its_answer() -> None:
+    most = 2**15
+    assert final_answer("7 " + "a" * (most - 2)) == "7"
+    assert final_answer("7 " + "a" * (most - 1)) is None
+    assert plain_answer("b" * (most + 5)) == "b" * most
+    assert metamath_answer("The answer is: " + "x" * (most - 1) + "7") == "7"
+    assert metamath_answer("The answer is: " + "x" * most + "7") is None
+    blank = " " * (most - 1)
+    assert first_label(f"{blank}yes{blank[:-1]}", ["yes"]) == "yes"  # 65,536 characters
+    assert first_label(f"{blank}yes{blank}", ["yes"]) is None  # one more: its middle is cut
+    assert first_label(f"yes{blank * 3}", ["yes"]) == first_label(f"{blank * 3}yes", ["yes"]) == "yes"
+
+
+def test_numbers_words_and_characters_at_the_ends_of_what_is_known() -> None:
+    scales = {"dozen": 12, "hundred": 100, "thousand": 1_000, "lakh": 100_000, "million": 1_000_000, "crore": 10_000_000}
+    for name, value in (scales | {"billion": 1_000_000_000, "trillion": 1_000_000_000_000}).items():
+        assert final_answer(f"It costs 2 {name}") == str(2 * value)
+    zeros = "0" * 399
+    assert final_answer(f"{zeros}5") == "5"
+    assert final_answer(f"{zeros}05") == f"{zeros}05"  # of 401 characters
+    assert (final_answer("\u00bc"), final_answer("\u2189")) == ("1/4", "0")  # the first and the last fraction of one character
+    assert plain_answer("5\uff01") == "5"  # full-width, the first and the last
+    assert plain_answer("\uff5ex") == "~x"

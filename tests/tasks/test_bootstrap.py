@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
+from consilium.tasks import bootstrap
 from consilium.tasks.bootstrap import intervals, intervals_of_means, number_groups, sum_by_group
 from tests.tasks.scoring import Bright, evaluated, picture, task_of
 
@@ -26,6 +27,24 @@ def test_a_share_s_interval_is_the_binomial_s() -> None:
     """Half of 100 values are 1. A quantile of 1,000 draws has a standard error of about 0.015 here, and steps of 0.01."""
     found = interval([0.0, 1.0] * 50)
     assert (found["x_low"], found["x_high"]) == pytest.approx(tuple(binom.ppf([0.025, 0.975], 100, 0.5) / 100), abs=0.03)
+
+
+@pytest.mark.parametrize(("room", "parts"), [(2**22, [1000]), (7 * 300, [300, 300, 300, 100]), (3, [1] * 1000)])
+def test_a_thousand_resamples_of_one_seed_come_in_parts(room: int, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_AT_ONCE", room)
+    values, sizes = np.array([0.0, 1, 1, 2, 3, 5, 8]), list[int]()
+
+    def mean(weights: np.ndarray) -> dict[str, np.ndarray]:
+        sizes.append(len(weights))
+        return {"x": weights @ values / weights.sum(1)}
+
+    found = intervals(7, mean)
+    assert sizes == parts
+    if len(parts) == 1:  # numpy's generator draws no other numbers for the same shape
+        drawn = np.random.default_rng(0).integers(0, 7, (1000, 7))
+        low, high = np.percentile(values[drawn].mean(1), [2.5, 97.5])
+        assert found == pytest.approx({"x_low": low, "x_high": high})
+    assert 0 < found["x_low"] < values.mean() < found["x_high"] < 8
 
 
 def test_many_groups_come_in_parts_and_stay_within_memory() -> None:

@@ -13,9 +13,17 @@ from torch import Tensor, nn
 
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
+from consilium.data.text import Text
 from consilium.tasks.base import evaluating
 from consilium.tasks.classification import ClassificationConfig, metric_names
-from consilium.tasks.classification.task import ClassificationTask, balanced_loss, pick_across_classes, score, summary
+from consilium.tasks.classification.task import (
+    ClassificationTask,
+    balanced_loss,
+    class_index,
+    pick_across_classes,
+    score,
+    summary,
+)
 from consilium.tasks.registry import TASKS
 from consilium.training.loop import batches
 from tests.conftest import small_cells
@@ -172,11 +180,22 @@ def test_batches_are_seeded_per_sample_and_keep_labels(tmp_path: Path) -> None:
         (3, r"0\.png: label 3 is outside 0\.\.2"),
         (-1, r"label -1 is outside"),
         (None, r"0\.png: has no class"),
+        ("x" * 200, rf"label '{'x' * 80}' is not"),
     ],
 )
 def test_bad_labels_stop_before_training(label: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         make_task(tmp_path, [label], [0])
+
+
+def test_a_text_s_class_is_its_name_or_else_its_number() -> None:
+    def index(said: str, classes: list[str]) -> int:
+        return class_index(Text("t:1", "q", "", (said,)), classes)
+
+    assert [index(said, ["a", "b"]) for said in ("b", "1", "0")] == [1, 1, 0]
+    assert [index(said, ["1", "0"]) for said in ("1", "0")] == [0, 1]  # these are names
+    with pytest.raises(DataError, match=r"t:1: label 2 is outside 0\.\.1"):
+        index("2", ["a", "b"])
 
 
 def test_a_broken_picture_stops_before_training(tmp_path: Path) -> None:
@@ -200,6 +219,7 @@ def test_examples_are_of_as_many_classes_as_can_be(tmp_path: Path) -> None:
     assert found.predictions.max(1).values.tolist() == pytest.approx([math.exp(5) / (math.exp(5) + 2)] * 5)
     assert found.classes == tuple(CLASSES)
     assert task.examples(model, "validation") is None
+    assert len(make_task(tmp_path, [0] * 4 + [1] * 4, [0] * 8).examples(model, "test").images) == 6
 
 
 def by_patient(folder: Path, patients: list[str], labels: list[str], **scores: str) -> ClassificationTask:
@@ -208,7 +228,8 @@ def by_patient(folder: Path, patients: list[str], labels: list[str], **scores: s
     for index, (patient, label) in enumerate(zip(patients, labels, strict=True)):
         Image.fromarray(np.full((8, 8), 40 * index, np.uint8)).save(folder / f"{index}.png")
         entries.append({"image": f"{index}.png", "label": label, "patient": patient})
-    (folder / "p.json").write_text(json.dumps({"training": [], "test": entries}))
+    mixed = [entries[0] | {"label": label} for label in ("dark", "light")]  # no score is of a training picture
+    (folder / "p.json").write_text(json.dumps({"training": mixed, "test": entries}))
     return ClassificationTask(read_datalist(folder / "p.json", True), ["dark", "light"], 8, False, by_patient=True)
 
 
@@ -257,6 +278,10 @@ def test_the_probability_of_the_true_class_ranks_units_the_largest_first(tmp_pat
     assert task.scored is not None
     assert (task.scored.score, task.scored.lower) == ("probability of the true class", False)
     assert task.scored.values == pytest.approx((0.8, 0.9))
+    task = by_patient(tmp_path, ["a", "a", "b", "a"], ["dark", "dark", "light", "dark"])
+    task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.2, 0.4, 0.9, 0.6)]), "test", 2, distances=True)
+    assert task.scored.values == pytest.approx((1 - (0.2 + 0.4 + 0.6) / 3, 0.9))  # of a patient its first picture stands for it
+    assert (task.scored.samples, task.scored.names) == ((0, 2), ("0.png", "2.png"))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -89,6 +89,7 @@ def test_a_prompt_of_instruction_alone_keeps_begin_and_end() -> None:
     question = text(" ".join(str(n) for n in range(300)), "yes")
     ids, labels, cut, lost = Encoder(TOKENIZER, 60).pair(question)
     whole = Encoder(TOKENIZER, 10_000).pair(question).ids
+    assert Encoder(TOKENIZER, 60).full_length(question) == len(whole) > 300
     assert (cut, lost) == (True, False)
     assert len(ids) == 60
     learned = sum(label != IGNORED for label in labels)

@@ -77,7 +77,8 @@ def test_options_are_ranked_as_lm_evaluation_harness_ranks_them(monkeypatch: pyt
     assert found.keys() == metric_names(task.config)
     assert found["accuracy_low"] < 0.5 < found["accuracy_high"]
     shown = scores(task.config)
-    assert (shown.lead(found), shown.beside[0]) == ("accuracy", "accuracy_norm")
+    assert (shown.leading, shown.beside[:2]) == (("accuracy", "loss"), ("accuracy_norm", "loss"))
+    assert shown.lead(found) == "accuracy"
 
 
 class Unigrams(nn.Module):
@@ -102,6 +103,15 @@ def test_the_longer_option_wins_by_its_length_alone() -> None:
     model = Unigrams(torch.zeros(len(TOKENIZER)))
     found = make_task((Text("t:1", "q", "", ("yes",), labels=labels),)).evaluate(model, "test", 2)
     assert (found["accuracy"], found["accuracy_norm"]) == (1, 0)
+
+
+def test_blanks_at_the_end_of_a_prompt_count_as_part_of_the_options() -> None:
+    """cat and xylophone have 2 and 7 tokens: 2/3 and 7/9 a character. With three line breaks before them it is 5/3 and 10/9."""
+    assert [len(TOKENIZER(one, add_special_tokens=False).input_ids) for one in ("cat", "xylophone")] == [2, 7]
+    model, text = Unigrams(torch.zeros(len(TOKENIZER))), Text("t:1", "q", "", ("xylophone",), labels=("cat", "xylophone"))
+    for prompt, by_length in (("{instruction}", 0), ("{instruction}\n\n\n", 1)):
+        found = make_task((text,), prompt=prompt).evaluate(model, "test", 2)
+        assert (found["accuracy"], found["accuracy_norm"]) == (0, by_length)
 
 
 def test_labels_of_the_job_serve_records_that_have_none_and_bad_options_are_refused() -> None:

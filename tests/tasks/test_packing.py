@@ -95,6 +95,13 @@ def test_batches_by_length_have_every_record_once_and_less_padding() -> None:
     assert means not in (sorted(means), sorted(means, reverse=True))  # batches are not in the order of their lengths
 
 
+def test_batches_by_length_by_hand() -> None:
+    """By length 1, 3 | 4, 2 | 0. Whole batches are in the order of their first record, a smaller one is last."""
+    assert group_by_length([0, 1, 2, 3], [5, 1, 4, 2], 2) == [2, 0, 1, 3]
+    assert group_by_length([0, 1, 2, 3, 4], [5, 1, 4, 2, 3], 2) == [1, 3, 4, 2, 0]
+    assert group_by_length(list(range(66)), [*range(1, 65), 0, 99], 2) == list(range(66))
+
+
 def job(**task: Any) -> JobConfig:
     raw = small_text("fedit").model_dump()
     raw["task"] |= task

@@ -14,12 +14,10 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from consilium.adapters import dual_rank
 from consilium.core.errors import ConfigError
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
-from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.prompts import Prompt
@@ -259,23 +257,6 @@ def test_a_prompt_that_the_model_has_no_positions_for_is_told(caplog: pytest.Log
     assert caplog.text.count(told) == 1
     with pytest.raises(ConfigError, match=r"task.max_new_tokens: 60: of the model's 64 positions 4 are left .* use 56 or less"):
         task_of(record, 512, max_new_tokens=60).write(model, "test", 1)
-
-
-def test_dropout_drops_nothing_of_a_frozen_tail() -> None:
-    torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(6, 5, bias=False))
-    dual_rank.inject(base, 4, 2.0, CAUSAL_LM.target("0"), dropout=0.5)
-    layer = base[0]
-    values = {"lora_A": torch.zeros(1, 6), "lora_B": torch.zeros(5, 1)}
-    values |= {"tail_A": torch.randn(2, 6), "tail_B": torch.randn(5, 2), "gate": torch.ones(1)}
-    layer.fit(values)
-    for name, value in (dict(layer.named_parameters()) | layer.frozen()).items():
-        if name in values:
-            value.data.copy_(values[name])
-    x = torch.randn(3, 6)
-    expected = layer.base(x) + 2.0 * x @ values["tail_A"].T @ values["tail_B"].T
-    torch.testing.assert_close(base.train()(x), expected)
-    torch.testing.assert_close(base.eval()(x), expected)
 
 
 def test_words_that_a_tokenizer_normalizes_to_a_special_token_are_none() -> None:

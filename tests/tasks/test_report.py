@@ -12,11 +12,12 @@ from torch import Tensor
 
 from consilium.adapters import layers, lora
 from consilium.core.errors import ConfigError, DataError
-from consilium.data.text import read_texts
+from consilium.data.text import Text, read_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
-from consilium.models.vision_language.image_inputs import qwen_patches
+from consilium.models.vision_language.image_inputs import Picture, qwen_patches
 from consilium.tasks.registry import TASKS
+from consilium.tasks.report.task import SeeingEncoder
 from tests.models.classes import SIDE, SPEAKING, Made, kinds, make, write_records
 
 PICTURE, BEGIN, END = 590, 591, 592
@@ -102,6 +103,18 @@ def test_what_is_wrong_with_a_record_is_one_line(qwen: Made, tmp_path: Path) -> 
         _task("qwen2_5_vl", qwen, write_records(tmp_path / "b", image="absent.png"))
     with pytest.raises(ConfigError, match=r"model\.max_length: 24: a picture alone takes 18 tokens; use at least 34"):
         _task("qwen2_5_vl", qwen, write_records(tmp_path / "c"), most=24)
+    seen = Picture(PICTURE, (PICTURE,) * 18)
+    SeeingEncoder(load_tokenizer("tiny", None), 34, "alpaca", seen)
+    with pytest.raises(ConfigError, match=r"a picture alone takes 18 tokens; use at least 34"):
+        SeeingEncoder(load_tokenizer("tiny", None), 33, "alpaca", seen)
+
+
+def test_a_picture_stands_between_the_texts_around_it() -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    encoder = SeeingEncoder(tokenizer, 64, "{instruction}", Picture(PICTURE, (PICTURE,) * 2, "left", "right"))
+    left, right, word = (tokenizer(one, add_special_tokens=False).input_ids for one in ("left", "right", "word"))
+    found, cut = encoder.prompt(Text("t:1", "word", "", ("x",)), 64)
+    assert (found[-len(left) - 2 - len(right) - len(word) :], cut) == ([*left, PICTURE, PICTURE, *right, *word], False)
 
 
 @pytest.mark.parametrize("prompt", ["alpaca", "chat"])

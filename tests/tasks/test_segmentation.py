@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
-from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig
+from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, task as task_module
 from consilium.tasks.segmentation.prompts import boxes, points
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.units import counts, overlaps
@@ -126,6 +126,11 @@ def test_boxes_around_masks_and_their_jitter() -> None:
     assert ((moved[0] - exact[0]).abs() <= 0.1 * side + 1e-5).all()
     assert not torch.equal(moved[0], exact[0])
     assert torch.equal(moved[0], boxes(label, seed=1)[0])
+    parts = torch.stack([(boxes(label, seed)[0] - exact[0]) / side for seed in range(100)])
+    assert -0.1 <= parts.min() < -0.09  # to both sides alike
+    assert 0.09 < parts.max() <= 0.1
+    edges = torch.stack([boxes(torch.ones(1, 20, 20), seed)[0] for seed in range(20)])
+    assert (edges.min(), edges.max()) == (0, 19)  # within the picture
 
 
 @pytest.mark.parametrize(("prompt", "numbers"), [("box", 4), ("point", 2)])
@@ -167,6 +172,52 @@ def test_examples_are_the_first_three_with_what_the_model_says_and_its_dice(tmp_
     assert found.dice.tolist() == pytest.approx([0.4] * 3)
     assert found.classes == ("disc", "cup")
     assert task.examples(model, "validation") is None
+    unsure = Fixed(torch.zeros(2, 8, 8))  # a logit of 0 is no
+    assert not task.examples(unsure, "test").predictions.any()
+    assert task.evaluate(unsure, "test", 2)["dice"] == 0
+
+
+@pytest.mark.parametrize("strip", [1, 40, 2**22])
+def test_logits_are_enlarged_in_strips_as_all_at_once(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_module, "STRIP", strip)
+    logits = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    whole = nn.functional.interpolate(logits[None], (11, 9), mode="bilinear", align_corners=False)[0]
+    assert torch.equal(task_module._enlarge_to_mask(logits, (11, 9)), whole > 0)
+    assert not task_module._enlarge_to_mask(torch.zeros(1, 2, 2), (3, 3)).any()
+
+
+def test_masks_stay_in_memory_as_long_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of 2 classes of 16 x 16 takes 64 bytes: of three pictures one or two are read again the second time."""
+    read, asked = task_module.read_masks, []
+    monkeypatch.setattr(task_module, "read_masks", lambda item, *how: asked.append(item) or read(item, *how))
+    for index in range(3):
+        for name in (f"{index}.png", f"m{index}.png"):
+            Image.fromarray(np.full((16, 16), 1 + index % 2, np.uint8)).save(tmp_path / name)
+    entries = [{"image": f"{index}.png", "label": f"m{index}.png"} for index in range(3)]
+    (tmp_path / "d.json").write_text(json.dumps({"training": [], "test": entries}))
+    found = []
+    for room, times in ((63, 6), (64, 5), (128, 4), (192, 3)):
+        monkeypatch.setattr(task_module, "MASK_BYTES", room)
+        task = SegmentationTask(read_datalist(tmp_path / "d.json"), {"disc": [1, 2], "cup": [2]}, 8)
+        asked.clear()
+        found += [task.evaluate(Fixed(torch.full((2, 8, 8), 5.0)), "test", 2) for _ in range(2)]
+        assert len(asked) == times
+    assert all(one == found[0] for one in found)
+    assert found[0]["dice/cup"] == 1
+
+
+def test_structures_too_small_for_the_model_are_told_by_split(tmp_path: Path) -> None:
+    mask = np.zeros((64, 64), np.uint8)
+    mask[3, 3] = 1
+    for index in range(2):
+        Image.fromarray(mask * (index == 0)).save(tmp_path / f"m{index}.png")
+        Image.fromarray(mask).save(tmp_path / f"{index}.png")
+    entries = [{"image": f"{index}.png", "label": f"m{index}.png"} for index in range(2)]
+    (tmp_path / "d.json").write_text(json.dumps({"training": [], "test": entries}))
+    task = SegmentationTask(read_datalist(tmp_path / "d.json"), {"disc": [1]}, 8)
+    task.evaluate(Fixed(torch.zeros(1, 8, 8)), "test", 1)
+    (note,) = task.notes
+    assert note.startswith("nothing of disc is left in 1 of 2 test pictures at the model's 8 pixels; ")
 
 
 def test_examples_of_a_grey_picture_of_odd_size_without_a_class(tmp_path: Path) -> None:

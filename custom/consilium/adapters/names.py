@@ -159,7 +159,7 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     if past:
         rest = "|".join(name for name in own if name not in past)
         remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
-        who = min(past.values())
+        who = " and ".join(sorted({*past.values()}))
         raise ConfigError(f"adapter.targets: {', '.join(past)}: {who}'s code reads such weights past an adapter; {remedy}")
     return linear
 

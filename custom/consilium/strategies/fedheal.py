@@ -100,7 +100,7 @@ def _shared_after(
     """
     weight = summed([share[site] * masks[site][name] for site in share])
     total = summed([share[site] * masked[site][name] for site in share])
-    return (value.double() + torch.where(weight > 0, total / weight.clamp(min=1e-300), 0.0)).to(value.dtype)
+    return (value.double() + total / weight.clamp(min=1e-300)).to(value.dtype)
 
 
 def _history(kept: Tensors, update: Tensors) -> Tensors:

@@ -156,7 +156,5 @@ def odds(scores: Sequence[float]) -> list[int]:
     Of equal scores the layer nearer the input counts as lower.
     """
     order = sorted(range(len(scores)), key=lambda i: (float("inf") if scores[i] == UNKNOWN else scores[i], i))
-    found = [3] * len(scores)
-    for place, index in enumerate(order):
-        found[index] = 3 if scores[index] == UNKNOWN else 1 + 3 * place // len(scores)
-    return found
+    place = {index: place for place, index in enumerate(order)}
+    return [3 if score == UNKNOWN else 1 + 3 * place[i] // len(scores) for i, score in enumerate(scores)]

@@ -32,17 +32,6 @@ from consilium.strategies.heterogeneous_ranks.layer_factors import changes, non_
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.traits import Traits
 
-BYTES = 4
-"""Size of one transmitted number."""
-Ranks = tuple[list[int], list[int]]
-"""(download ranks, train ranks), per layer."""
-Budgets = tuple[float, float, float]
-"""(download, time, memory), all in bytes of ranks.
-
-The time and memory per trained number are the same in all layers, so they drop out of Algorithm 2, which uses costs divided by
-budgets.
-"""
-
 
 @dataclass(frozen=True)
 class FedHera(ExactServer):
@@ -106,7 +95,9 @@ class FedHera(ExactServer):
     def ranks(self, state: ServerState, site: SiteInfo) -> tuple[dict[str, int], dict[str, int]]:
         """Return (download, train) ranks by layer. A frozen tail never holds ranks of energy 0."""
         found, capacity, dims = stored_spectra(state), self.affordable_ranks(site), shapes(state.initial)
-        costs = allocation.download_costs(list(dims.values()), BYTES)
+        # Numbers per rank: Eq. 6 without the bytes per number, which cancel. Time and memory per trained number are the same in
+        # all layers, so they drop out of Algorithm 2, which divides costs by budgets.
+        costs = [out + into for out, into in dims.values()]
         total = sum(costs)
         budgets = (capacity["download"] * total, capacity["time"] * total, capacity["memory"] * total)
         if self.allocation == "random":

@@ -114,7 +114,7 @@ class FedSCA(Strategy):
         reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
         weights = {name: float(result.weight) for name, result in results.items()}
         shared = _weighted_sum(shares(results).values(), list(fresh.values()))
-        known = {name: weights.get(name, state.weights.get(name, 1.0)) for name in sites}
+        known = {**state.weights, **weights}
         matrix = self._matrix(sites, known, set(fresh))
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         after = replace(state, round=round, phase=phase, shared=shared, sites=sites)

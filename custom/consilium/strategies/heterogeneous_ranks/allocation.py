@@ -36,11 +36,6 @@ def energies(values: Tensor, total: float, cost: float = 1.0) -> list[float]:
     return torch.where(found > NOTHING, found, blank).tolist()
 
 
-def download_costs(shapes: Sequence[tuple[int, int]], bytes_each: int) -> list[int]:
-    """Return the bytes per rank of layers with shapes (out, in) (Eq. 6)."""
-    return [(out + into) * bytes_each for out, into in shapes]
-
-
 def download_ranks(energies: Energies, costs: Sequence[float], budget: float, literal: bool = False) -> list[int]:
     """Return r_tot per layer (Algorithm 1): greedy on E_{l, r+1} / c_l until `budget` (same unit as `costs`) is spent.
 
@@ -152,7 +147,7 @@ def _take(heap: list, ranks: list[int], layer: int, row: Sequence[float], cap: i
 
 def _weights(left: list[float], first: list[float]) -> tuple[float, float]:
     """Return (alpha, beta) of Algorithm 2, lines 4 and 5. An infinite budget counts as untouched."""
-    shares = [1.0 if math.isinf(have) else have / had if had else 0.0 for have, had in zip(left, first, strict=True)]
+    shares = [1.0 if math.isinf(have) else have / had for have, had in zip(left, first, strict=True)]
     scarce = [1 / max(share, EPSILON) for share in shares]
     return scarce[0] / sum(scarce), scarce[1] / sum(scarce)
 
