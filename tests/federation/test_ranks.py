@@ -3,7 +3,9 @@
 import os
 import signal
 from collections.abc import Mapping
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,13 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.ddp import ranks_of
+from consilium.client.ddp import Ranks, ranks_of, training_only
 from consilium.client.ddp_worker import Share, loss_and_gradients, store_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
+from consilium.core.child_process import receive
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Payload, SiteInfo
 from consilium.data.datalist import DataList, Item
+from consilium.data.loading import Loading
 from consilium.federation.job import Job, assemble_job
 from consilium.training.sharding import kept_whole
 from tests.conftest import small_cells, small_config, small_text
@@ -179,6 +183,39 @@ def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) ->
     summed = sum(loss_and_gradients(site.context.task, site.context.model, one, live) for one in [*parts, Share({}, 0.0, 0)])
     assert whole.abs().sum() > 0
     assert torch.allclose(whole, summed, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("base", "size", "parts", "weights"),
+    [
+        ("replicated", 5, [[3, 4], [1, 2], [0]], [0.4, 0.4, 0.2]),
+        ("replicated", 2, [[1], [0], []], [0.5, 0.5, 0.0]),
+        ("sharded", 2, [[1], [0], [0]], [0.5, 0.5, 0.0]),  # each rank must run each block
+    ],
+)
+def test_a_batch_is_dealt_out_over_the_ranks_by_hand(
+    base: str, size: int, parts: list[list[int]], weights: list[float], job: Job, tmp_path: Path
+) -> None:
+    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3, base=base), DataList(tmp_path, {}), tmp_path)
+    pipes = [Pipe() for _ in range(2)]
+    children: Any = [SimpleNamespace(pipe=own) for own, _ in pipes]
+    made.children = children
+    seeds = list[int]()
+    for _ in range(2):
+        own = made.share({"x": torch.arange(size), "y": 10 * torch.arange(size)})
+        shares = [own, *(receive(other) for _, other in pipes)]
+        assert [share.batch["x"].tolist() if share.batch else [] for share in shares] == parts
+        assert all(torch.equal(share.batch["y"], 10 * share.batch["x"]) for share in shares if share.batch)
+        assert [share.weight for share in shares] == weights
+        seeds += [share.seed for share in shares]
+    assert len(set(seeds)) == 6, "dropout is drawn anew, for each rank on its own"
+
+
+def test_other_ranks_get_the_training_samples_alone(tmp_path: Path) -> None:
+    data = DataList(tmp_path, {"training": ("a",), "validation": ("b",), "test": ("c",)}, loading=Loading(ignore_unfit=True))
+    found = training_only(data)
+    assert found.splits == {"training": ("a",), "validation": (), "test": ()}
+    assert (found.loading.prechecked, found.loading.ignore_unfit, found.loading.skip) == (True, True, False)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from consilium.adapters.names import MEAN
 from consilium.config.job import JobConfig
 from consilium.config.run_sections import ServerConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.core.schema import validate
 from consilium.federation.job import assemble_job
@@ -131,11 +131,15 @@ def test_robust_means_by_hand_in_any_order(options: dict[str, Any], values: list
         assert robust_mean(ServerConfig(**options), updates)["w"].tolist() == [expected, -expected]
 
 
-def test_one_site_cannot_carry_a_median_away() -> None:
-    aggregate = RoundAggregate(FedIT(), ServerConfig(mean="median"))
-    for name, value in (("c", 1.0), ("a", 1e6), ("b", 1.1)):
+@pytest.mark.parametrize(("server", "mean"), [({"mean": "median"}, 1.1), ({}, (1 + 1e4 + 1.1) / 3)])
+def test_one_site_carries_a_mean_away_and_no_median_and_what_is_taken_is_forgotten(server: dict[str, Any], mean: float) -> None:
+    aggregate = RoundAggregate(FedIT(), ServerConfig(**server))
+    for name, value in (("c", 1.0), ("a", 1e4), ("b", 1.1)):
         aggregate.add(SiteInfo(name, 10**6), Payload(0, 0, {"w": torch.tensor([value])}), 1, Payload(0, 0, {}))
-    assert aggregate.take()["w"].item() == pytest.approx(1.1)
+    assert aggregate.take()["w"].item() == pytest.approx(mean)
+    for again in (aggregate.take, aggregate.sums):
+        with pytest.raises(RefusedError, match="no site's update was accepted"):
+            again()
 
 
 SITE_DP = {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}

@@ -1,6 +1,7 @@
 """A site that makes up statistics: they are such as the job could have, or the site counts as refusing."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
+from consilium.data.counts import grey_bin_names
 from consilium.privacy.statistics import SiteStatistics, disclose
 from consilium.server.statistics_round import FILE, StatisticsRound
 from tests.adversary.fuzzing import VALUES, attack, fuzzed
@@ -103,7 +105,15 @@ def test_classes_that_exclude_one_another_add_up(tmp_path: Path) -> None:
     for wrong in ((20, 20, 20, 0, 20), (20, 20, 9, 11, 0)):
         with pytest.raises(RefusedError):
             made.accept("a", told(*wrong))
-    made.accept("a", told(20, 20, 20, 0, 0))
+    made.accept("a", told(20, 30, 10, 0, 0))
+
+
+def test_shares_of_grey_levels_are_at_most_the_whole_up_to_their_rounding(tmp_path: Path) -> None:
+    made, names = survey(tmp_path), grey_bin_names(16)
+    for dark, taken in ((0.519, True), (0.521, False)):
+        greys = [{"names": names[:4], "share": dark}, {"names": names[4:], "share": 0.5}]
+        with nullcontext() if taken else pytest.raises(RefusedError, match="more than the whole"):
+            made.accept("a" if taken else "b", honest() | {"greys": greys})
 
 
 def test_nobody_answers_twice_or_unasked(tmp_path: Path) -> None:
