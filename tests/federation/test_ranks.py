@@ -3,8 +3,10 @@
 import os
 import signal
 from collections.abc import Mapping
-from multiprocessing import Pipe
+from contextlib import suppress
+from multiprocessing import Pipe, get_context
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from consilium.adapters import layers
 from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.client.ddp import Ranks, ranks_of, training_only
-from consilium.client.ddp_worker import Share, loss_and_gradients, store_of
+from consilium.client.ddp_worker import Failed, RankWorker, Share, loss_and_gradients, meet, named, store_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
-from consilium.core.child_process import receive
+from consilium.core.child_process import ChildProcess, receive, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Payload, SiteInfo
 from consilium.data.datalist import DataList, Item
@@ -209,6 +212,87 @@ def test_a_batch_is_dealt_out_over_the_ranks_by_hand(
         assert [share.weight for share in shares] == weights
         seeds += [share.seed for share in shares]
     assert len(set(seeds)) == 6, "dropout is drawn anew, for each rank on its own"
+
+
+def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path) -> None:
+    """The other rank is a thread with a model of its own, whose values come by the pipe and by rank 0's broadcast."""
+    main, other = (build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    values = {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in layers.values(main.model).items()}
+    main.load(values)
+    trained = {name for name in values if name.endswith("lora_B")}
+    for name, one in layers.tensors(main.model).items():
+        one.requires_grad_(name in trained)
+    batch, live = main.task.batch([0, 1, 2], 0), named(main.model, trained)
+    expected = main.task.loss(main.model, batch)
+    gradients = torch.autograd.grad(expected, live)
+    (own, theirs), groups = Pipe(), dict[int, Any]()
+    made = Ranks(job.config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
+
+    def work() -> None:
+        groups[1] = meet(store_of(tmp_path, 2), 1, 2)
+        with suppress(EOFError):
+            RankWorker(other.model, other.task, job.config, groups[1], []).answer(theirs)
+
+    rank = Thread(target=work)
+    rank.start()
+    child: Any = SimpleNamespace(pipe=own)
+    made.children, made._group = [child], meet(store_of(tmp_path, 2), 0, 2)
+    joint = made.joined(main.task, values, trained, 1.0)
+    for factor in (1.0, 3.0):  # the other rank has the values of rank 0 at each step
+        with torch.no_grad():
+            for one in live:
+                one.mul_(factor)
+        found = joint.loss(main.model, batch)
+        assert not made.together
+        if factor == 1.0:
+            assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+            for one, whole in zip(torch.autograd.grad(2 * found, live), gradients, strict=True):
+                assert torch.allclose(one, 2 * whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
+    there = layers.tensors(other.model)
+    assert all(torch.equal(there[name], layers.tensors(main.model)[name]) for name in values)
+    assert joint.num_samples == 5
+    own.close()
+    rank.join(10)
+    assert not rank.is_alive()
+
+
+def waits(pipe: Any) -> None:
+    with suppress(EOFError):
+        receive(pipe)
+
+
+def reports(pipe: Any) -> None:
+    send_by_value(pipe, Failed("no room", "MemoryError", "Traceback"))
+    waits(pipe)
+
+
+def dies(pipe: Any) -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("others", "said", "told", "notes"),
+    [
+        ([waits, reports], "rank 2 on cpu: no room", "rank 2 on cpu: MemoryError", ["Traceback"]),
+        ([dies, waits], "rank 1 on cpu: its process ended (exit code 3)", "", []),
+        ([waits], "the file is gone", "OSError", None),
+    ],
+)
+def test_a_failure_names_its_rank_and_ends_all(
+    others: list[Any], said: str, told: str, notes: list[str] | None, job: Job, tmp_path: Path
+) -> None:
+    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3), DataList(tmp_path, {}), tmp_path)
+    made.place = tmp_path / "ranks-1"
+    made.place.mkdir()
+    made.children = children = [ChildProcess(one, 1, get_context("fork")) for one in others]
+    found = made.failed(OSError("the file is gone"))
+    assert (str(found), found.reason) == (f"site.yaml: devices: {said}", Reason.TRAINING)
+    assert found.told == (told and f"site.yaml: devices: {told}")
+    assert notes is None or getattr(found, "__notes__", []) == notes
+    assert made.children == []
+    assert not any(child.process.is_alive() for child in children)
+    assert not made.place.exists()
 
 
 def test_other_ranks_get_the_training_samples_alone(tmp_path: Path) -> None:

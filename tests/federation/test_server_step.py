@@ -22,6 +22,7 @@ from consilium.server.coordinator import Coordinator
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.fedit import FedIT
+from consilium.strategies.lora_fair import LoraFair
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
 
@@ -140,6 +141,19 @@ def test_one_site_carries_a_mean_away_and_no_median_and_what_is_taken_is_forgott
     for again in (aggregate.take, aggregate.sums):
         with pytest.raises(RefusedError, match="no site's update was accepted"):
             again()
+
+
+def test_sums_and_single_results_are_forgotten_too() -> None:
+    """Sums are whole steps of 2^-36; results come in the order of the sites' names."""
+    update, sums, single = Payload(0, 0, {"w": torch.tensor([0.5])}), RoundAggregate(FedIT()), RoundAggregate(LoraFair())
+    for name, weight in (("b", 3), ("a", 1)):
+        sums.add(SiteInfo(name, 1), update, weight, update)
+        single.add(SiteInfo(name, 1), update, weight, update)
+    assert sums.sums()["w"].item() == 2**37
+    with pytest.raises(RefusedError, match="no site's update was accepted"):
+        sums.sums()
+    assert [(name, result.weight) for name, result in single.take().items()] == [("a", 1), ("b", 3)]
+    assert single.take() == {}
 
 
 SITE_DP = {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}

@@ -75,6 +75,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("splits/training/classes/0/samples", 9),
         ("sizes/1/samples", 25),
         ("sizes", [{"names": ["64 to 128"], "samples": 24}]),
+        ("areas/0/names/0", "cup"),
         ("areas/0/share", 1.5),
         ("areas/0/share", float("nan")),
         ("greys", [{"names": ["0 to 15"], "share": 0.5}]),
@@ -119,6 +120,7 @@ def test_shares_of_grey_levels_are_at_most_the_whole_up_to_their_rounding(tmp_pa
 def test_nobody_answers_twice_or_unasked(tmp_path: Path) -> None:
     made, events = survey(tmp_path), list[Any]()
     made.observer = events.append
+    made.decline("a", "not yet")
     made.accept("a", honest())
     for name in ("a", "c"):
         with pytest.raises(RefusedError, match="nobody asked"):
