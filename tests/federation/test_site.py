@@ -22,6 +22,7 @@ from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, 
 from consilium.core.messages import HELD_OUT, Payload, SiteInfo
 from consilium.core.storage import load_state
 from consilium.federation.job import Job, assemble_job
+from consilium.federation.saved_model import read_best
 from consilium.report import predictions
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config, training_only
@@ -175,6 +176,23 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
     assert {f"test/{s}/{m}" for s in ("pretrained", "global", "personalized") for m in ("dice", "iou")} <= found.keys()
     assert (tmp_path / "adapters/global/adapter_model.safetensors").is_file()
+
+
+def test_the_best_model_is_that_of_the_round_whose_score_no_later_one_reaches(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job("fedit", local_steps=1)
+    site, sent = make_site(job, tmp_path), payload(job)
+    scores = iter([0.9, 0.7, *[0.2] * 9])  # of the model as it came in round 0, of the trained one, of all later ones
+    site.context.task.evaluate = lambda *given: dict.fromkeys(("dice", "iou"), next(scores))
+    site.train("run", sent)
+    trained, _ = load_state(tmp_path / "run" / "state.safetensors")
+    site.evaluate("run", Payload(1, 0, {name: tensor + 1 for name, tensor in sent.tensors.items()}))
+    for stage, expected in (("global", (0.9, 0)), ("personalized", (0.7, 1))):
+        best = read_best(tmp_path / "run" / f"best-{stage}.safetensors")
+        assert best is not None
+        assert (best[1], best[0].rounds) == expected
+        values = sent.tensors if stage == "global" else {name: trained[f"params/{name}"] for name in sent.tensors}
+        assert all(torch.equal(best[0].values[name], tensor) for name, tensor in values.items())
+        assert (tmp_path / "adapters" / f"{stage}-best").is_dir()
 
 
 def on_two_pictures(**training: Any) -> Job:

@@ -90,6 +90,7 @@ def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
     assert {"unit", "adjacency", "trust", "accountant"} <= report.keys()
     assert report["epsilon"]["0.0833333"] == pytest.approx(3)
     assert report["epsilon"]["1e-05"] > 8
+    assert list(report["epsilon"]) == ["0.0833333", "1e-05", "1e-06"]
 
 
 def test_record_level_counts_poisson_steps_of_this_site() -> None:

@@ -47,6 +47,7 @@ def test_under_the_least_nothing_is_asked_any_further(net: Net) -> None:
     attempt = net.begin()
     with pytest.raises(ConsiliumError, match=r"2 of 4 sites.*threshold 3 of 4"):
         net.prepare(attempt, ["a", "b"])
+    assert attempt.silent("prepare", ["d", "b", "c"]) == ["d", "c"]
     parties = net.prepare(attempt)
     assert net.train(attempt, parties, ["a", "b"]) == []
 
