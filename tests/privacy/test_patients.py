@@ -185,15 +185,19 @@ def test_a_site_tells_how_many_patients_it_has_never_how_many_samples(site: Site
     assert guard.plan.event.sample_rate == 0.5
 
 
-def test_a_private_site_warns_of_nameless_samples_and_decodes_all_before_a_round_is_charged(site: Site, tmp_path: Path) -> None:
+def test_a_private_site_warns_of_nameless_samples_and_looks_at_all_before_a_round_is_charged(
+    site: Site, tmp_path: Path
+) -> None:
     job, given, events = assembled(config()), site("a", "", "b", "c"), list[Mapping[str, object]]()
-    build_site(job, "s", given, tmp_path, events.append)
+    made = build_site(job, "s", given, tmp_path, events.append)
     (said,) = (str(event["text"]) for event in events if event["event"] == "warning")
     assert said.startswith("s: privacy.unit patient: 1 of 4 training samples name no patient")
     break_pixels(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"a\.png"):
+        made.begin()
+    with pytest.raises(DataError, match=r"a\.png"):
         build_site(job, "s", given, tmp_path, events.append)
-    build_site(assembled(config(None)), "s", given, tmp_path, events.append)  # it fails when it is read
+    build_site(assembled(config(None)), "s", given, tmp_path, events.append).begin()  # it fails when the file is read
 
 
 def test_a_list_without_patients_is_refused_before_any_training(site: Site, tmp_path: Path) -> None:
