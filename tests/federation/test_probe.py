@@ -114,6 +114,18 @@ def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pyte
     assert [call.args[0] for call in batch.call_args_list] == [[*range(32), *range(8)]]
 
 
+def test_only_where_ranks_differ_has_a_site_a_capacity(tmp_path: Path) -> None:
+    adapter = {"adapter": {"kind": "dual_rank", "rank": 4}}
+    for strategy, limits, expected in (
+        ("hetlora", CapacityConfig(train=2), {"time": 2, "memory": 2}),
+        ("hetlora", CapacityConfig(), {}),
+        ("fedit", CapacityConfig(train=2), {}),
+    ):
+        job = assemble_job(JobConfig.model_validate(small_text(strategy).model_dump() | adapter))
+        site = build_site(job, "a", SiteConfig(capacity=limits), tmp_path / f"{strategy}-{len(expected)}", lambda event: None)
+        assert site.hello("run").capacity == expected
+
+
 def test_of_a_private_job_it_measures_no_records(tmp_path: Path) -> None:
     """One word more in one record changed the memory that a site says it has, without noise."""
     privacy = {"unit": "site", "trust": "local", "epsilon": 8, "clip": 0.5}

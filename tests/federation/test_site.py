@@ -220,6 +220,7 @@ def test_a_card_says_which_model_no_noise_covers_and_tells_no_count_of_a_private
     for card in cards.values():
         assert card.training == (None if unit else 4)
         assert bool(card.privacy) is bool(unit)
+        assert "NOT PRIVATE" not in card.privacy  # the site has no noise_seed
         assert bool(card.scores) is not bool(unit)
 
 

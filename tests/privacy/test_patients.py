@@ -179,10 +179,12 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_a_site_tells_how_many_patients_it_has_never_how_many_samples(site: Site, tmp_path: Path) -> None:
-    guard = build_guard(assembled(config()), "s", site(*"aaabbbcccdd"), tmp_path, tmp_path, lambda event: None)
+    job, given = assembled(config()), site(*"aaabbbcccdd")
+    guard = build_guard(job, "s", given, tmp_path, tmp_path, lambda event: None)
     assert guard.shown_samples == 4
     assert guard.plan is not None
     assert guard.plan.event.sample_rate == 0.5
+    assert build_site(job, "s", given, tmp_path, lambda event: None).context.plan == guard.plan
 
 
 def test_a_private_site_warns_of_nameless_samples_and_looks_at_all_before_a_round_is_charged(
