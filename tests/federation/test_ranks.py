@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from consilium.adapters import layers
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.ddp import Ranks, ranks_of, training_only
-from consilium.client.ddp_worker import Failed, RankWorker, Share, loss_and_gradients, meet, named, store_of
+from consilium.client.ddp import JointTask, Ranks, ranks_of, training_only
+from consilium.client.ddp_worker import BlockRequest, Failed, RankWorker, Share, loss_and_gradients, meet, named, store_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.child_process import ChildProcess, receive, send_by_value
@@ -223,6 +224,7 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     trained = {name for name in values if name.endswith("lora_B")}
     for name, one in layers.tensors(main.model).items():
         one.requires_grad_(name in trained)
+        layers.tensors(other.model)[name].requires_grad_(name not in trained)
     batch, live = main.task.batch([0, 1, 2], 0), named(main.model, trained)
     expected = main.task.loss(main.model, batch)
     gradients = torch.autograd.grad(expected, live)
@@ -251,6 +253,7 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
                 assert torch.allclose(one, 2 * whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
     there = layers.tensors(other.model)
     assert all(torch.equal(there[name], layers.tensors(main.model)[name]) for name in values)
+    assert {name for name, one in there.items() if one.requires_grad} == trained
     assert joint.num_samples == 5
     own.close()
     rank.join(10)
@@ -259,7 +262,8 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
 
 def waits(pipe: Any) -> None:
     with suppress(EOFError):
-        receive(pipe)
+        while True:
+            receive(pipe)
 
 
 def reports(pipe: Any) -> None:
@@ -293,6 +297,43 @@ def test_a_failure_names_its_rank_and_ends_all(
     assert made.children == []
     assert not any(child.process.is_alive() for child in children)
     assert not made.place.exists()
+
+
+def test_a_step_that_fails_ends_all_ranks(job: Job, tmp_path: Path) -> None:
+    """In this process alone: the other rank only waits."""
+    model = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context.model
+    for number, (error, kind, said) in enumerate(
+        [
+            (RuntimeError("no room"), RuntimeError, "no room"),
+            (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+            (OSError("gone"), ConsiliumError, r"site\.yaml: devices: gone"),
+        ]
+    ):
+        (place := tmp_path / str(number)).mkdir()
+        made = Ranks(job.config, SiteConfig(devices=("cpu",) * 2), DataList(tmp_path, {}), place)
+        child = ChildProcess(waits, 1, get_context("fork"))
+        made.children, made._group = [child], meet(store_of(place, 1), 0, 1)
+        task: Any = SimpleNamespace(loss=Mock(side_effect=error))
+        with pytest.raises(kind, match=said):
+            JointTask(task, made, set()).loss(model, {"x": torch.zeros(2)})
+        assert (made.children, made.together) == ([], False)
+        assert not child.process.is_alive()
+
+
+def test_a_block_is_asked_of_all_ranks_but_not_within_a_step_nor_for_gradients(job: Job, tmp_path: Path) -> None:
+    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3, base="sharded"), DataList(tmp_path, {}), tmp_path)
+    pipes = [Pipe() for _ in range(2)]
+    children: Any = [SimpleNamespace(pipe=own) for own, _ in pipes]
+    made.children, made.together = children, True
+    made._request_block(3)
+    made.together = False
+    with pytest.raises(ConsiliumError, match="wants gradients outside of its steps") as refused:
+        made._request_block(3)
+    assert refused.value.reason is Reason.POLICY
+    assert not any(other.poll() for _, other in pipes)
+    with torch.no_grad():
+        made._request_block(3)
+    assert [receive(other) for _, other in pipes] == [BlockRequest(3)] * 2
 
 
 def test_other_ranks_get_the_training_samples_alone(tmp_path: Path) -> None:
