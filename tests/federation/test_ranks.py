@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 from threading import Thread
@@ -33,6 +34,8 @@ from consilium.training.sharding import kept_whole
 from tests.conftest import small_cells, small_config, small_text
 from tests.data.storing import make_site
 
+SOON = timedelta(seconds=20)
+"""How long a rank that is a thread waits for another one, so that a test of broken code ends."""
 SENTENCES = {"kind": "sentences", "training": 5, "validation": 2, "test": 3}
 
 
@@ -232,14 +235,14 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     made = Ranks(job.config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
 
     def work() -> None:
-        groups[1] = meet(store_of(tmp_path, 2), 1, 2)
+        groups[1] = meet(store_of(tmp_path, 2), 1, 2, SOON)
         with suppress(EOFError):
             RankWorker(other.model, other.task, job.config, groups[1], []).answer(theirs)
 
-    rank = Thread(target=work)
+    rank = Thread(target=work, daemon=True)
     rank.start()
     child: Any = SimpleNamespace(pipe=own)
-    made.children, made._group = [child], meet(store_of(tmp_path, 2), 0, 2)
+    made.children, made._group = [child], meet(store_of(tmp_path, 2), 0, 2, SOON)
     joint = made.joined(main.task, values, trained, 1.0)
     for factor in (1.0, 3.0):  # the other rank has the values of rank 0 at each step
         with torch.no_grad():
