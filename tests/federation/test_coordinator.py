@@ -34,9 +34,9 @@ def coordinator(job: Job, folder: Path, sites: int = 3, **options: object) -> Co
     return made
 
 
-def update(job: Job, value: float, round: int = 0) -> Payload:
-    names = job.strategy.names(job.initial, Role.SHARED, round, 0)
-    return Payload(round, 0, {n: torch.full_like(job.initial[n], value) for n in names})
+def update(job: Job, value: float, round: int = 0, phase: int = 0) -> Payload:
+    names = job.strategy.names(job.initial, Role.SHARED, round, phase)
+    return Payload(round, phase, {n: torch.full_like(job.initial[n], value) for n in names})
 
 
 def test_sample_weighted_mean_whatever_the_order(small_job: MakeJob, tmp_path: Path) -> None:
@@ -85,14 +85,35 @@ def test_bad_results_are_refused_with_a_reason_and_the_round_goes_on(small_job: 
     assert log.count('"event": "refused"') == len(bad) + 2
 
 
-def test_what_noise_adds_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    """Local noise is as large as the plan says, whatever the adapter; a million times as much is refused all the same."""
+@pytest.mark.parametrize("private", [False, True])
+def test_an_update_may_be_so_many_times_the_adapter_and_its_noise(private: bool, tmp_path: Path) -> None:
+    """By hand: three times the initial adapter's norm; with noise, the clip 8 and a deviation of 0.1 * 8 a number are added."""
     raw = small_config("fedit").model_dump()
-    raw["privacy"] = {"unit": "site", "noise_multiplier": 1e4, "clip": 1.0, "trust": "local"}
+    raw["federation"]["max_norm_ratio"] = 3.0
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 0.1, "clip": 8.0, "trust": "local"} if private else None
     server = coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path)
     server.start()
+    start = torch.cat([tensor.flatten() for tensor in server.job.initial.values()])
+    root = len(start) ** 0.5
+    most = 3 * (float(start.norm()) + (8 + 0.8 * root if private else 0))
+    assert server.accept("site-0", update(server.job, 0.999 * most / root)) is None
+    refusal = server.accept("site-1", update(server.job, 1.001 * most / root))
+    assert "over 3 times the adapter's" in refusal
+    assert ("noise of" in refusal) is private
+
+
+def test_a_phase_that_begins_anew_counts_only_what_comes_then_and_has_room_for_it(tmp_path: Path) -> None:
+    """By hand: (10 - 2 * 20) 1e4 / 30. Between a thousand sites these numbers would be too large to add up."""
+    raw = small_config("fedit").model_dump()
+    raw["federation"]["max_norm_ratio"] = 1e6
+    server = coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path, sites=2)
+    server.start()
+    assert server.accept("site-0", update(server.job, 9e3)) is None
+    server.start()
     assert server.accept("site-0", update(server.job, 1e4)) is None
-    assert "noise of" in server.accept("site-1", update(server.job, 1e10))
+    assert server.accept("site-1", update(server.job, -2e4)) is None
+    server.conclude()
+    assert all(torch.allclose(tensor, torch.full_like(tensor, -1e4), atol=1) for tensor in server.state.shared.values())
 
 
 def test_a_folder_holds_one_run_and_one_process_works_on_it(small_job: MakeJob, tmp_path: Path) -> None:
@@ -225,7 +246,7 @@ def test_who_only_tests_is_never_asked_to_train_and_makes_no_quorum(small_job: M
 
 def test_sampling_is_fixed_by_seed_and_round_not_by_registration_order(tmp_path: Path) -> None:
     config = small_config("fedit")
-    federation = config.federation.model_copy(update={"fraction_train": 0.4})
+    federation = config.federation.model_copy(update={"fraction_train": 0.35})  # rounded up
     job = assemble_job(config.model_copy(update={"federation": federation}))
     cohorts = []
     for number, order in enumerate((range(10), reversed(range(10)))):
@@ -298,10 +319,9 @@ def test_local_only_concludes_without_tensors(small_job: MakeJob, tmp_path: Path
     assert server.state.round == 1
 
 
-def central(tmp_path: Path, sample: float = 1.0, sites: int = 4, **privacy: object) -> Coordinator:
-    raw = small_config("fedit", rounds=40).model_dump()
+def central(tmp_path: Path, sites: int = 4, strategy: str = "fedit", **privacy: object) -> Coordinator:
+    raw = small_config(strategy, rounds=40).model_dump()
     raw["privacy"] = {"unit": "site", "noise_multiplier": 2.0, "clip": 0.5, "trust": "central"} | privacy
-    raw["federation"] |= {"fraction_train": sample}
     return coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path, sites)
 
 
@@ -343,17 +363,20 @@ def test_weights_are_uniform_under_site_level_privacy(tmp_path: Path) -> None:
 
 
 def test_the_log_tells_the_epsilon_of_the_plan_so_far(tmp_path: Path) -> None:
-    server = central(tmp_path)
-    server.start()
-    for index in range(4):
-        server.accept(f"site-{index}", update(server.job, 0.1))
-    server.conclude()
+    """After each of DEeR's two phases a round: one release more."""
+    server = central(tmp_path, strategy="deer")
+    for place in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        server.start()
+        assert (server.state.round, server.state.phase) == place
+        for index in range(4):
+            assert server.accept(f"site-{index}", update(server.job, 0.1, *place)) is None
+        server.conclude()
     server.finish()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (concluded,) = [line for line in lines if line["event"] == "concluded"]
-    assert concluded["privacy/epsilon"] == pytest.approx(server.plan.epsilon(1))
+    told = [line["privacy/epsilon"] for line in lines if line["event"] == "concluded"]
+    assert told == pytest.approx([server.plan.epsilon(count) for count in (1, 2, 3, 4)])
     report = json.loads((tmp_path / "privacy.json").read_text())
-    assert report["releases"] == 40
+    assert report["releases"] == 80
     assert "trust central" in report["claim"]
 
 

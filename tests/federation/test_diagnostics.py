@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,13 +104,16 @@ def test_a_private_job_measures_all_three_and_nothing_of_the_site_s_reaches_the_
         "privacy": {"unit": "site", "epsilon": 8, "clip": 0.5},
         "diagnostics": {"deviation": True, "noise": True, "drift": True},
     }
-    simulate(assemble_job(JobConfig.model_validate(raw)), {f"s{i}": SiteConfig() for i in (1, 2)}, tmp_path, lambda event: None)
+    events = list[Any]()
+    simulate(assemble_job(JobConfig.model_validate(raw)), {f"s{i}": SiteConfig() for i in (1, 2)}, tmp_path, events.append)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = [line["values"] for line in lines if line["event"] == "diagnostics"]
     assert [set(one) for one in told] == [{"deviation/absolute", "deviation/relative"}] * 2
     assert all(one["deviation/relative"] < 1e-6 for one in told)
     noise = json.loads(next((tmp_path / "sites" / "s1").glob("*/noise.json")).read_text())
     assert [list(values) for values in noise.values()] == [["noise/xi_B A"], ["noise/B xi_A"]]
+    drawn = [event["noise"] for event in events if event["event"] == "release" and event["site"] == "s1"]
+    assert [sum(values.values()) for values in noise.values()] == pytest.approx(drawn, rel=1e-2)  # of a factor or of a product
     assert "xi_" not in (tmp_path / "metrics.jsonl").read_text()
     assert all((tmp_path / "sites" / "s1" / name).is_file() for name in ("noise.png", "drift.png"))
 

@@ -80,11 +80,12 @@ def after(scores: Sequence[float], metric: str = "dice") -> Validations:
         ([0.5, 0.4, 0.3, 0.51, 0.2], "dice", 0.51, 3, 1),  # a better one begins the count anew
         ([0.9, 0.8, 0.8, 0.85], "loss", 0.8, 1, 2),  # of a loss less is better
         ([0.5, nan, nan], "dice", 0.5, 0, 2),
+        ([nan, nan], "dice", None, 0, 2),
         ([nan, nan, 0.1, nan], "dice", 0.1, 2, 1),
         ([-0.2, -0.1], "dice", -0.1, 1, 0),
     ],
 )
-def test_the_rule_by_hand(scores: list[float], metric: str, best: float, round: int, worse: int) -> None:
+def test_the_rule_by_hand(scores: list[float], metric: str, best: float | None, round: int, worse: int) -> None:
     assert after(scores, metric) == Validations(metric, best, round, worse)
 
 

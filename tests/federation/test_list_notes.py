@@ -8,24 +8,33 @@ import numpy as np
 import pytest
 
 from consilium.client.site_data import site_data
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from tests.conftest import small_config
 from tests.data.storing import make_site
 
 
-def test_a_job_validates_on_the_lowest_fold_and_the_log_says_so_without_paths(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("unit", [None, "site", "record", "patient"])
+def test_a_job_validates_on_the_lowest_fold_unless_records_are_private_and_the_log_says_so_without_paths(
+    unit: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_site(tmp_path, 4, test=1)
     made = json.loads(path.read_text())
     made["training"] = [entry | {"fold": number % 2} for number, entry in enumerate(made["training"])]
     made |= {"validation": [], "test": [{"image": made["test"][0]["image"]}]}
     path.write_text(json.dumps(made))
-    found = site_data(small_config("fedit"), "site-1", SiteConfig(datalist=path), tmp_path)
-    assert {split: len(items) for split, items in found.splits.items()} == {"training": 2, "validation": 2, "test": 0}
-    assert "site-1: data list: fold 0 of 0, 1 is the validation split" in caplog.text
-    assert "its 1 samples are left out" in caplog.text
+    privacy = unit and {"unit": unit, "epsilon": 8, "clip": 1.0}
+    config = JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy})
+    found = site_data(config, "site-1", SiteConfig(datalist=path), tmp_path)
+    counts = {split: len(items) for split, items in found.splits.items()}
+    if unit in ("record", "patient"):  # no record may decide the split of others
+        assert counts == {"training": 4, "validation": 0, "test": 1}
+        assert "`fold` is not used under record or patient level" in caplog.text
+    else:
+        assert counts == {"training": 2, "validation": 2, "test": 0}
+        assert "site-1: data list: fold 0 of 0, 1 is the validation split" in caplog.text
+        assert "its 1 samples are left out" in caplog.text
     assert str(tmp_path) not in caplog.text
 
 

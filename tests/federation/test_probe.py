@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,6 +50,9 @@ def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:
 def test_download_bytes_are_four_for_each_number_of_a_rank(model: torch.nn.Module) -> None:
     each = 4 * sum(map(sum, shapes(layers.tensors(model)).values()))
     assert measured(model, download_bytes=5.5 * each) == {"download": pytest.approx(5.5)}
+    assert measured(model, download_bytes=each) == {"download": 1}
+    with pytest.raises(ConfigError, match=rf"capacity\.download_bytes: .*: one rank takes {each:g}; raise it"):
+        measured(model, download_bytes=each - 1)
 
 
 def test_memory_is_counted_so_it_is_the_same_every_time_and_grows_by_the_rank(model: torch.nn.Module) -> None:
@@ -88,23 +92,38 @@ def test_two_ways_to_say_the_same_are_refused() -> None:
 
 def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = small_text("fedhera").model_dump() | {"adapter": {"kind": "dual_rank", "rank": 4}}
-    raw["training"]["precision"] = "bf16"
+    raw["training"] |= {"precision": "bf16", "batch_size": 40}  # of 32 samples
     job, limits, seen = assemble_job(JobConfig.model_validate(raw)), CapacityConfig(memory_bytes=1e9), set[bool]()
     site = build_site(job, "a", SiteConfig(capacity=limits), tmp_path, lambda event: None)
-    plain = site.context.task.loss
+    plain, batch = site.context.task.loss, Mock(wraps=site.context.task.batch)
 
     def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         seen.add(torch.is_autocast_enabled("cpu"))
         return plain(model, batch)
 
     monkeypatch.setattr(site.context.task, "loss", loss)
+    monkeypatch.setattr(site.context.task, "batch", batch)
     monkeypatch.setattr(
         capacity_probe,
         "measured_ranks",
         lambda limits, model, most, measured: {"memory": float(measured().detach()) * 0 + most},
     )
-    assert site.hello("run").capacity["memory"] == 4
+    for _ in range(2):  # measured once a run
+        assert site.hello("run").capacity["memory"] == 4
     assert seen == {True}
+    assert [call.args[0] for call in batch.call_args_list] == [[*range(32), *range(8)]]
+
+
+def test_only_where_ranks_differ_has_a_site_a_capacity(tmp_path: Path) -> None:
+    adapter = {"adapter": {"kind": "dual_rank", "rank": 4}}
+    for strategy, limits, expected in (
+        ("hetlora", CapacityConfig(train=2), {"time": 2, "memory": 2}),
+        ("hetlora", CapacityConfig(), {}),
+        ("fedit", CapacityConfig(train=2), {}),
+    ):
+        job = assemble_job(JobConfig.model_validate(small_text(strategy).model_dump() | adapter))
+        site = build_site(job, "a", SiteConfig(capacity=limits), tmp_path / f"{strategy}-{len(expected)}", lambda event: None)
+        assert site.hello("run").capacity == expected
 
 
 def test_of_a_private_job_it_measures_no_records(tmp_path: Path) -> None:

@@ -3,28 +3,48 @@
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import Pipe, get_context
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from consilium.adapters import layers
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.ddp import build_ranks
-from consilium.client.ddp_worker import Share, loss_and_gradients, rendezvous_store
+from consilium.client.ddp import JointTask, Ranks, build_ranks, training_only
+from consilium.client.ddp_worker import (
+    BlockRequest,
+    Failed,
+    RankWorker,
+    Share,
+    join_process_group,
+    loss_and_gradients,
+    rendezvous_store,
+    select_tensors,
+)
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
+from consilium.core.child_process import ChildProcess, receive, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Payload, SiteInfo
 from consilium.data.datalist import DataList, Item
+from consilium.data.loading import Loading
 from consilium.federation.job import Job, assemble_job
 from consilium.training.sharding import unsharded_parameters
 from tests.conftest import small_cells, small_config, small_text
 from tests.data.storing import make_site
 
+SOON = timedelta(seconds=20)
+"""How long a rank that is a thread waits for another one, so that a test of broken code ends."""
 SENTENCES = {"kind": "sentences", "training": 5, "validation": 2, "test": 3}
 
 
@@ -179,6 +199,160 @@ def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) ->
     summed = sum(loss_and_gradients(site.context.task, site.context.model, one, live) for one in [*parts, Share({}, 0.0, 0)])
     assert whole.abs().sum() > 0
     assert torch.allclose(whole, summed, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("base", "size", "parts", "weights"),
+    [
+        ("replicated", 5, [[3, 4], [1, 2], [0]], [0.4, 0.4, 0.2]),
+        ("replicated", 2, [[1], [0], []], [0.5, 0.5, 0.0]),
+        ("sharded", 2, [[1], [0], [0]], [0.5, 0.5, 0.0]),  # each rank must run each block
+    ],
+)
+def test_a_batch_is_dealt_out_over_the_ranks_by_hand(
+    base: str, size: int, parts: list[list[int]], weights: list[float], job: Job, tmp_path: Path
+) -> None:
+    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3, base=base), DataList(tmp_path, {}), tmp_path)
+    pipes = [Pipe() for _ in range(2)]
+    children: Any = [SimpleNamespace(pipe=own) for own, _ in pipes]
+    made.children = children
+    seeds = list[int]()
+    for _ in range(2):
+        own = made.share_out_batch({"x": torch.arange(size), "y": 10 * torch.arange(size)})
+        shares = [own, *(receive(other) for _, other in pipes)]
+        assert [share.batch["x"].tolist() if share.batch else [] for share in shares] == parts
+        assert all(torch.equal(share.batch["y"], 10 * share.batch["x"]) for share in shares if share.batch)
+        assert [share.weight for share in shares] == weights
+        seeds += [share.seed for share in shares]
+    assert len(set(seeds)) == 6, "dropout is drawn anew, for each rank on its own"
+
+
+def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path) -> None:
+    """The other rank is a thread with a model of its own, whose values come by the pipe and by rank 0's broadcast."""
+    main, other = (build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    values = {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in layers.values(main.model).items()}
+    main.load(values)
+    trained = {name for name in values if name.endswith("lora_B")}
+    for name, one in layers.tensors(main.model).items():
+        one.requires_grad_(name in trained)
+        layers.tensors(other.model)[name].requires_grad_(name not in trained)
+    batch, live = main.task.batch([0, 1, 2], 0), select_tensors(main.model, trained)
+    expected = main.task.loss(main.model, batch)
+    gradients = torch.autograd.grad(expected, live)
+    (own, theirs), groups = Pipe(), dict[int, Any]()
+    made = Ranks(job.config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
+
+    def work() -> None:
+        groups[1] = join_process_group(rendezvous_store(tmp_path, 2), 1, 2, SOON)
+        with suppress(EOFError):
+            RankWorker(other.model, other.task, job.config, groups[1], []).process_messages(theirs)
+
+    rank = Thread(target=work, daemon=True)
+    rank.start()
+    child: Any = SimpleNamespace(pipe=own)
+    made.children, made._group = [child], join_process_group(rendezvous_store(tmp_path, 2), 0, 2, SOON)
+    joint = made.joint_task(main.task, values, trained, 1.0)
+    for factor in (1.0, 3.0):  # the other rank has the values of rank 0 at each step
+        with torch.no_grad():
+            for one in live:
+                one.mul_(factor)
+        found = joint.loss(main.model, batch)
+        assert not made.together
+        if factor == 1.0:
+            assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+            for one, whole in zip(torch.autograd.grad(2 * found, live), gradients, strict=True):
+                assert torch.allclose(one, 2 * whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
+    there = layers.tensors(other.model)
+    assert all(torch.equal(there[name], layers.tensors(main.model)[name]) for name in values)
+    assert {name for name, one in there.items() if one.requires_grad} == trained
+    assert joint.num_samples == 5
+    own.close()
+    rank.join(10)
+    assert not rank.is_alive()
+
+
+def waits(pipe: Any) -> None:
+    with suppress(EOFError):
+        while True:
+            receive(pipe)
+
+
+def reports(pipe: Any) -> None:
+    send_by_value(pipe, Failed("no room", "MemoryError", "Traceback"))
+    waits(pipe)
+
+
+def dies(pipe: Any) -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("others", "said", "told", "notes"),
+    [
+        ([waits, reports], "rank 2 on cpu: no room", "rank 2 on cpu: MemoryError", ["Traceback"]),
+        ([dies, waits], "rank 1 on cpu: its process ended (exit code 3)", "", []),
+        ([waits], "the file is gone", "OSError", None),
+    ],
+)
+def test_a_failure_names_its_rank_and_ends_all(
+    others: list[Any], said: str, told: str, notes: list[str] | None, job: Job, tmp_path: Path
+) -> None:
+    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3), DataList(tmp_path, {}), tmp_path)
+    made.place = tmp_path / "ranks-1"
+    made.place.mkdir()
+    made.children = children = [ChildProcess(one, 1, get_context("fork")) for one in others]
+    found = made.end_after_failure(OSError("the file is gone"))
+    assert (str(found), found.reason) == (f"site.yaml: devices: {said}", Reason.TRAINING)
+    assert found.told == (told and f"site.yaml: devices: {told}")
+    assert notes is None or getattr(found, "__notes__", []) == notes
+    assert made.children == []
+    assert not any(child.process.is_alive() for child in children)
+    assert not made.place.exists()
+
+
+def test_a_step_that_fails_ends_all_ranks(job: Job, tmp_path: Path) -> None:
+    """In this process alone: the other rank only waits."""
+    model = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context.model
+    for number, (error, kind, said) in enumerate(
+        [
+            (RuntimeError("no room"), RuntimeError, "no room"),
+            (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+            (OSError("gone"), ConsiliumError, r"site\.yaml: devices: gone"),
+        ]
+    ):
+        (place := tmp_path / str(number)).mkdir()
+        made = Ranks(job.config, SiteConfig(devices=("cpu",) * 2), DataList(tmp_path, {}), place)
+        child = ChildProcess(waits, 1, get_context("fork"))
+        made.children, made._group = [child], join_process_group(rendezvous_store(place, 1), 0, 1)
+        task: Any = SimpleNamespace(loss=Mock(side_effect=error))
+        with pytest.raises(kind, match=said):
+            JointTask(task, made, set()).loss(model, {"x": torch.zeros(2)})
+        assert (made.children, made.together) == ([], False)
+        assert not child.process.is_alive()
+
+
+def test_a_block_is_asked_of_all_ranks_but_not_within_a_step_nor_for_gradients(job: Job, tmp_path: Path) -> None:
+    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3, base="sharded"), DataList(tmp_path, {}), tmp_path)
+    pipes = [Pipe() for _ in range(2)]
+    children: Any = [SimpleNamespace(pipe=own) for own, _ in pipes]
+    made.children, made.together = children, True
+    made._request_block(3)
+    made.together = False
+    with pytest.raises(ConsiliumError, match="wants gradients outside of its steps") as refused:
+        made._request_block(3)
+    assert refused.value.reason is Reason.POLICY
+    assert not any(other.poll() for _, other in pipes)
+    with torch.no_grad():
+        made._request_block(3)
+    assert [receive(other) for _, other in pipes] == [BlockRequest(3)] * 2
+
+
+def test_other_ranks_get_the_training_samples_alone(tmp_path: Path) -> None:
+    data = DataList(tmp_path, {"training": ("a",), "validation": ("b",), "test": ("c",)}, loading=Loading(ignore_unfit=True))
+    found = training_only(data)
+    assert found.splits == {"training": ("a",), "validation": (), "test": ()}
+    assert (found.loading.prechecked, found.loading.ignore_unfit, found.loading.skip) == (True, True, False)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from consilium.client.site_data import limit_training, site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, Item
+from consilium.data.loading import MOST_WORKERS
 from tests.conftest import small_cells
 
 
@@ -74,3 +76,13 @@ def test_statistics_of_a_part_are_refused() -> None:
     raw = small_cells("fedit").model_dump()
     with pytest.raises(ValueError, match=r"data\.most_training: 5 .* statistics"):
         JobConfig.model_validate(raw | {"data": raw["data"] | {"most_training": 5}, "statistics": {}})
+
+
+def test_site_yaml_says_how_samples_are_read(tmp_path: Path) -> None:
+    config, cache = small_cells("fedit"), tmp_path / "disk"
+    given = SiteConfig(workers=3, bad_samples="skip", cache={"folder": cache, "gigabytes": 0.5})
+    found = site_data(config, "a", given, tmp_path, tmp_path / "root").loading
+    assert (found.folder, found.most, found.workers, found.skip) == (cache, 500_000_000, 3, True)
+    for root, folder in ((tmp_path / "root", tmp_path / "root"), (None, tmp_path)):
+        found = site_data(config, "a", SiteConfig(), tmp_path, root).loading
+        assert (found.folder, found.workers, found.skip) == (folder, min(MOST_WORKERS, torch.get_num_threads()), False)

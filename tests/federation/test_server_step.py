@@ -13,7 +13,7 @@ import torch
 from consilium.adapters.names import MEAN
 from consilium.config.job import JobConfig
 from consilium.config.run_sections import ServerConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.core.schema import validate
 from consilium.federation.job import assemble_job
@@ -22,6 +22,7 @@ from consilium.server.coordinator import Coordinator
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.fedit import FedIT
+from consilium.strategies.lora_fair import LoraFair
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
 
@@ -131,11 +132,28 @@ def test_robust_means_by_hand_in_any_order(options: dict[str, Any], values: list
         assert robust_mean(ServerConfig(**options), updates)["w"].tolist() == [expected, -expected]
 
 
-def test_one_site_cannot_carry_a_median_away() -> None:
-    aggregate = RoundAggregate(FedIT(), ServerConfig(mean="median"))
-    for name, value in (("c", 1.0), ("a", 1e6), ("b", 1.1)):
+@pytest.mark.parametrize(("server", "mean"), [({"mean": "median"}, 1.1), ({}, (1 + 1e4 + 1.1) / 3)])
+def test_one_site_carries_a_mean_away_and_no_median_and_what_is_taken_is_forgotten(server: dict[str, Any], mean: float) -> None:
+    aggregate = RoundAggregate(FedIT(), ServerConfig(**server))
+    for name, value in (("c", 1.0), ("a", 1e4), ("b", 1.1)):
         aggregate.add(SiteInfo(name, 10**6), Payload(0, 0, {"w": torch.tensor([value])}), 1, Payload(0, 0, {}))
-    assert aggregate.take()["w"].item() == pytest.approx(1.1)
+    assert aggregate.take()["w"].item() == pytest.approx(mean)
+    for again in (aggregate.take, aggregate.sums):
+        with pytest.raises(RefusedError, match="no site's update was accepted"):
+            again()
+
+
+def test_sums_and_single_results_are_forgotten_too() -> None:
+    """Sums are whole steps of 2^-36; results come in the order of the sites' names."""
+    update, sums, single = Payload(0, 0, {"w": torch.tensor([0.5])}), RoundAggregate(FedIT()), RoundAggregate(LoraFair())
+    for name, weight in (("b", 3), ("a", 1)):
+        sums.add(SiteInfo(name, 1), update, weight, update)
+        single.add(SiteInfo(name, 1), update, weight, update)
+    assert sums.sums()["w"].item() == 2**37
+    with pytest.raises(RefusedError, match="no site's update was accepted"):
+        sums.sums()
+    assert [(name, result.weight) for name, result in single.take().items()] == [("a", 1), ("b", 3)]
+    assert single.take() == {}
 
 
 SITE_DP = {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}

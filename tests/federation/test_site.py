@@ -17,11 +17,14 @@ from PIL import Image
 from consilium.adapters import layers
 from consilium.client.build import build_site
 from consilium.client.client import Client
+from consilium.client.model_store import UNCOVERED
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Payload, SiteInfo
 from consilium.core.storage import load_state
 from consilium.federation.job import Job, assemble_job
+from consilium.federation.saved_model import read_best, read_kept
 from consilium.report import predictions
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config, training_only
@@ -175,6 +178,50 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
     assert {f"test/{s}/{m}" for s in ("pretrained", "global", "personalized") for m in ("dice", "iou")} <= found.keys()
     assert (tmp_path / "adapters/global/adapter_model.safetensors").is_file()
+
+
+def test_the_best_model_is_that_of_the_round_whose_score_no_later_one_reaches(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job("fedit", local_steps=1)
+    site, sent = make_site(job, tmp_path), payload(job)
+    scores = iter([0.9, 0.7, *[0.2] * 9])  # of the model as it came in round 0, of the trained one, of all later ones
+    site.context.task.evaluate = lambda *given: dict.fromkeys(("dice", "iou"), next(scores))
+    site.train("run", sent)
+    trained, _ = load_state(tmp_path / "run" / "state.safetensors")
+    site.evaluate("run", Payload(1, 0, {name: tensor + 1 for name, tensor in sent.tensors.items()}))
+    for stage, expected in (("global", (0.9, 0)), ("personalized", (0.7, 1))):
+        best = read_best(tmp_path / "run" / f"best-{stage}.safetensors")
+        assert best is not None
+        assert (best[1], best[0].rounds) == expected
+        values = sent.tensors if stage == "global" else {name: trained[f"params/{name}"] for name in sent.tensors}
+        assert all(torch.equal(best[0].values[name], tensor) for name, tensor in values.items())
+        assert (tmp_path / "adapters" / f"{stage}-best").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("unit", "strategy", "held_back"),
+    [
+        (None, "fedit", set()),
+        ("site", "fedit", {"personalized"}),
+        ("site", {"name": "dp_dylora", "tested_rank": "best"}, {"global", "personalized"}),  # validation data choose a rank
+        ("record", "fedit", set()),  # all training was noised
+    ],
+)
+def test_a_card_says_which_model_no_noise_covers_and_tells_no_count_of_a_private_job(
+    unit: str | None, strategy: Any, held_back: set[str], tmp_path: Path
+) -> None:
+    privacy = unit and {"unit": unit, "noise_multiplier": 1.0, "clip": 1.0}
+    config = small_config(strategy, local_steps=1, validate={"stages": []})
+    job = assemble_job(JobConfig.model_validate(config.model_dump() | {"privacy": privacy}))
+    site, sent = make_site(job, tmp_path), payload(job)
+    site.train("run", sent)
+    site.evaluate("run", replace(sent, round=2))
+    cards = {stage: read_kept(tmp_path / "adapters" / stage)[1] for stage in ("global", "personalized")}
+    assert {stage for stage, card in cards.items() if UNCOVERED in card.notes} == held_back
+    for card in cards.values():
+        assert card.training == (None if unit else 4)
+        assert bool(card.privacy) is bool(unit)
+        assert "NOT PRIVATE" not in card.privacy  # the site has no noise_seed
+        assert bool(card.scores) is not bool(unit)
 
 
 def on_two_pictures(**training: Any) -> Job:

@@ -136,10 +136,17 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
     assert matrix.owners == ["gives"]
     sent = matrix.shared_model_payloads()["gives"]
-    assert matrix.accept("gives", replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})) is None
+    assert matrix.answered == 0
+    told = replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})
+    assert "stale" in matrix.accept("gives", replace(told, phase=1))
+    assert matrix.accept("gives", told) is None
+    for name in ("gives", "stranger"):
+        assert "was not asked, or has answered already" in matrix.accept(name, told)
+    assert matrix.answered == 1
     matrix.take_model("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))
     sent = matrix.owner_model_payloads()["gives"]
     told = replace(sent, tensors={}, scalars={}, metrics=scores | {"test/personalized/dice": 0.25})
+    assert matrix.owner_model_payloads() == {}  # one model is scored once
     assert matrix.accept("gives", told) is None
     matrix.finish()
     server.close()
@@ -246,6 +253,8 @@ def test_server_forwards_adapters_only() -> None:
     ):
         with pytest.raises(RefusedError, match=said):
             check_shared_model(job, replace(good, tensors=good.tensors | bad))
+    with pytest.raises(RefusedError, match="other numbers than declared"):
+        check_shared_model(job, replace(good, metrics={"test/global/dice": 0.5}))
     for wrong in ({"scaling": 1.0}, numbers | {"age": 1.0}, numbers | {"share": math.nan}, numbers | {"share": "x"}):
         with pytest.raises(RefusedError):
             check_shared_model(job, replace(good, scalars=wrong))

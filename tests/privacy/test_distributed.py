@@ -223,6 +223,12 @@ def test_a_clip_that_the_grid_cannot_hold_is_refused_before_any_training() -> No
         plan(job(SITE | {"clip": 1e-12}))
 
 
+def test_a_threshold_over_the_fewest_sites_makes_more_shares_honest() -> None:
+    raw = job(SITE).model_dump()
+    raw["secure_aggregation"]["threshold"] = 5
+    assert plan(JobConfig.model_validate(raw)).shares == 4  # of five sites one may collude
+
+
 def test_too_many_colluders_are_refused_before_any_training() -> None:
     with pytest.raises(ConfigError, match=r"secure_aggregation\.colluders: 2: .*3 sites.*1 shares"):
         plan(job(SITE, colluders=2))
@@ -247,7 +253,8 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
     state = made.strategy.initialize(made.initial)
     names = [name for name in state.shared if name.endswith("lora_B")][:2]
     updates = [{n: k * torch.randn(state.shared[n].shape, generator=generator) for n in names} for k in (0.001, 1.0, 5.0)]
-    maps = geometries(config.strategy, config, updates[0], state.shared, 0, 0)
+    maps = geometries(config.strategy, config, {"without a peer": torch.ones(1), **updates[0]}, state.shared, 0, 0)
+    assert list(maps) == names
     sums = {n: torch.zeros(state.shared[n].shape, dtype=torch.int64) for n in names}
     expected = {
         n: torch.zeros(state.shared[n].shape[0], state.shared[n[:-1] + "A"].shape[1], dtype=torch.float64) for n in names

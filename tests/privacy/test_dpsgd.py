@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from torch import nn
 from consilium.adapters import layers
 from consilium.cli.audit import markdown
 from consilium.client.site_data import site_data
+from consilium.client.trainer import dpsgd_of
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.messages import Tensors
+from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
 from consilium.privacy.ledger.audit_log import FILE, read
@@ -110,6 +111,34 @@ def test_a_private_loss_that_is_no_number_is_left_out_and_another_ends_the_round
     found.add(torch.tensor(float("nan")))
     with pytest.raises(ConsiliumError, match="the loss became nan"):
         found.end_step(True)
+
+
+def test_noise_is_secret_or_by_the_sites_seed_anew_for_each_site_place_and_fit() -> None:
+    plan = make_plan(private_config(noise_multiplier=1.0), FedIT(), 8)
+
+    def seed(noise_seed: int | None, name: str = "a", place: tuple[int, int] = (0, 0), number: int = 0) -> int | None:
+        config: Any = SimpleNamespace(privacy=plan.config)
+        context: Any = SimpleNamespace(name=name, data=None, config=config, plan=plan, noise_seed=noise_seed)
+        found = dpsgd_of(context, Payload(*place, {}), number)
+        assert found is not None
+        return found.seed
+
+    assert seed(None) is None
+    used = [seed(0), seed(1), seed(1, "b"), seed(1, place=(1, 0)), seed(1, place=(0, 1)), seed(1, number=1), seed(1, number=2)]
+    assert None not in used
+    assert len(set(used)) == 7
+    assert seed(1) == used[1]
+
+
+def test_noise_covers_what_rounding_adds_to_a_clipped_gradient() -> None:
+    """By hand: rounding may lengthen a gradient of 10,000 numbers by 100 grid steps, here the clip itself: noise doubles."""
+    layer = nn.Linear(10_000, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    clip = 100 * UNIT
+    dp, optimizer = DpSgd(3.0, clip, 0.5, seed=0), torch.optim.SGD(layer.parameters(), 1.0)
+    with PrivateSteps(layer, optimizer, {"w": layer.weight}, 2, dp) as private:
+        private.step({})
+    assert float(layer.weight.detach().double().std()) == pytest.approx(3.0 * 2 * clip, rel=0.05)
 
 
 def test_an_empty_batch_still_takes_a_step_of_noise() -> None:

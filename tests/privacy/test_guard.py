@@ -161,15 +161,24 @@ def test_a_refusal_after_another_message_is_no_answer_to_the_task_before(make: M
 def test_what_was_trained_beside_a_word_of_another_process_is_not_sent_and_bars_nobody(
     unit: str, make: Make, tmp_path: Path
 ) -> None:
-    """The word of one of two processes is paid with the row that the other one meant to pay with, and then removed."""
+    """The word of one of two processes is paid with the row that the other one meant to pay with, and then removed.
+
+    The refusal that follows is on record, though an equal one was there before.
+    """
     job = private_job("fedit", {"unit": unit, "noise_multiplier": 2.0, "clip": 1.0})
     one, other = make(job), make(job)
+    ask(one, job)
+    one.end_task()
+    assert one.refuse(Reason.LEDGER) is Reason.LEDGER
     task, _ = ask(one, job), ask(other, job)
     other.refuse(Reason.TRAINING)
     (word,) = tmp_path.rglob("refused/*.json")
     word.unlink()
     with pytest.raises(RefusedError, match="nothing was sent"):
         one.release(task, result(job))
+    assert one.refuse(Reason.TRAINING) is Reason.LEDGER
+    (record,) = tmp_path.rglob(audit_log.FILE)
+    assert [line["reason"] for line in audit_log.lines(record) if line["kind"] == "refusal"] == ["ledger", "training", "ledger"]
     train(make(job), "r", broadcast(job), result(job))
     assert sum(row.count > 0 for row in one.ledger.entries()) == 2
 

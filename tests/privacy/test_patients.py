@@ -3,7 +3,7 @@
 import json
 import math
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from consilium.client.build import build_guard
+from consilium.client.build import build_guard, build_site
 from consilium.client.machine_check import examine_datasets
 from consilium.client.site_data import count_units, patient_warning
 from consilium.config.job import JobConfig
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.errors import ConfigError, DataError, RefusedError
 from consilium.data.counts import tally
 from consilium.data.datalist import DataList, Item
 from consilium.data.patients import by_patient, patients_and_most_samples
@@ -31,6 +31,7 @@ from consilium.privacy.plan import make_plan
 from consilium.privacy.randomness import Randomness
 from consilium.runtime.engine import simulate
 from tests.conftest import assembled, small_cells, small_text, training_only
+from tests.data.storing import break_pixels
 from tests.data.writing import write
 
 PATIENT = {"unit": "patient", "epsilon": 8, "per_patient": 2}
@@ -41,7 +42,7 @@ def listed(*patients: str) -> DataList:
     return DataList(Path("list.json"), {"training": items, "validation": (), "test": ()})
 
 
-def config(privacy: dict = PATIENT, **training: object) -> JobConfig:
+def config(privacy: dict | None = PATIENT, **training: object) -> JobConfig:
     raw = training_only(small_cells("fedit", **training)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": privacy})
 
@@ -178,10 +179,27 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_a_site_tells_how_many_patients_it_has_never_how_many_samples(site: Site, tmp_path: Path) -> None:
-    guard = build_guard(assembled(config()), "s", site(*"aaabbbcccdd"), tmp_path, tmp_path, lambda event: None)
+    job, given = assembled(config()), site(*"aaabbbcccdd")
+    guard = build_guard(job, "s", given, tmp_path, tmp_path, lambda event: None)
     assert guard.shown_samples == 4
     assert guard.plan is not None
     assert guard.plan.event.sample_rate == 0.5
+    assert build_site(job, "s", given, tmp_path, lambda event: None).context.plan == guard.plan
+
+
+def test_a_private_site_warns_of_nameless_samples_and_looks_at_all_before_a_round_is_charged(
+    site: Site, tmp_path: Path
+) -> None:
+    job, given, events = assembled(config()), site("a", "", "b", "c"), list[Mapping[str, object]]()
+    made = build_site(job, "s", given, tmp_path, events.append)
+    (said,) = (str(event["text"]) for event in events if event["event"] == "warning")
+    assert said.startswith("s: privacy.unit patient: 1 of 4 training samples name no patient")
+    break_pixels(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"a\.png"):
+        made.prepare_round()
+    with pytest.raises(DataError, match=r"a\.png"):
+        build_site(job, "s", given, tmp_path, events.append)
+    build_site(assembled(config(None)), "s", given, tmp_path, events.append).prepare_round()  # it fails when the file is read
 
 
 def test_a_list_without_patients_is_refused_before_any_training(site: Site, tmp_path: Path) -> None:

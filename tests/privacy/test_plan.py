@@ -16,6 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Kind
 from consilium.federation.job import assemble_job
+from consilium.privacy.accounting import accountant
 from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, gaussian_delta
 from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.dpsgd import dpsgd
@@ -89,6 +90,7 @@ def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
     assert {"unit", "adjacency", "trust", "accountant"} <= report.keys()
     assert report["epsilon"]["0.0833333"] == pytest.approx(3)
     assert report["epsilon"]["1e-05"] > 8
+    assert list(report["epsilon"]) == ["0.0833333", "1e-05", "1e-06"]
 
 
 def test_record_level_counts_poisson_steps_of_this_site() -> None:
@@ -98,6 +100,8 @@ def test_record_level_counts_poisson_steps_of_this_site() -> None:
     assert found.epsilon() == pytest.approx(3, rel=0.01)
     assert found.epsilon(1) < found.epsilon()
     assert dpsgd(found, None).sample_rate == 0.02
+    odd = plan(privacy, "fedit", samples=101, rounds=5).event  # 51 steps an epoch
+    assert (odd.sample_rate, odd.count) == (1 / 51, 51)
     assert dpsgd(plan(SITE), None) is None
     assert plan(privacy, "fedit") is None  # the server cannot know it
     with pytest.raises(ConfigError, match=r"training\.batch_size: 2"):
@@ -111,12 +115,12 @@ def test_a_given_noise_multiplier_is_taken_and_its_epsilon_told() -> None:
     assert plan({"unit": "site", "noise_multiplier": 0, "clip": 0.3}).epsilon() == math.inf
 
 
-@pytest.mark.parametrize("accountant", ["prv", "rdp"])
-def test_a_plan_that_just_fits_a_budget_fits_when_it_is_charged(accountant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("counted", ["prv", "rdp"])
+def test_a_plan_that_just_fits_a_budget_fits_when_it_is_charged(counted: str, tmp_path: Path) -> None:
     """Ten thousand steps of little noise are too many for prv's grid, so rdp's answer is charged."""
     steps = {"unit": "record", "trust": "distributed", "sample_rate": 0.1, "divisor": 5.0, "clip": 1.0}
     raw = small_config("fedit", rounds=10_000, local_steps=1).model_dump()
-    raw |= {"privacy": steps | {"noise_multiplier": 0.6, "accountant": accountant}, "secure_aggregation": {"colluders": 1}}
+    raw |= {"privacy": steps | {"noise_multiplier": 0.6, "accountant": counted}, "secure_aggregation": {"colluders": 1}}
     raw["federation"]["min_sites"] = 3
     config = JobConfig.model_validate(raw)
     found = make_plan(config, config.strategy)
@@ -173,8 +177,10 @@ def test_the_paper_s_calibration_is_named_wherever_its_epsilon_is() -> None:
     assert found.summary()["calibration"] == "paper"
     assert any("calibration paper" in one for one in found.warnings(100, 12))
     assert plan(SITE).summary()["calibration"] == "honest"
+    found.check_count(range(36))
     with pytest.raises(RefusedError, match="37 tensors where the plan counts 36"):
         found.check_count(range(37))
+    plan(SITE).check_count(range(37))  # clipped jointly
 
 
 @pytest.mark.parametrize(
@@ -198,6 +204,24 @@ def test_a_site_s_budget_must_cover_what_the_paper_s_calibration_really_costs(tm
         with pytest.raises(RefusedError, match="privacy budget") if refused else nullcontext():
             guard.authorize(Kind.HELLO, "run")
     assert job.config.title == "small (calibration: paper)"  # what the ledger says of it
+
+
+def test_the_paper_s_calibration_counts_the_steps_of_an_average_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven samples at three sites: three samples at a site, rounded up, so 30 steps of one in ten rounds, at rate 3 / 7."""
+    asked = list[tuple[float, ...]]()
+    monkeypatch.setattr(accountant, "_opacus_sigma", lambda *what: asked.append(what) or 6.0)
+    raw = small_config("fedit", rounds=10, local_epochs=1, batch_size=1).model_dump()
+    config = JobConfig.model_validate(raw | {"privacy": PAPER | {"sites": 3, "samples": 7, "trust": "central"}})
+    assert make_plan(config, config.strategy, names=FACTORS[:4]).noise_multiplier == 3.0  # of four tensors, each clipped
+    assert asked == [(1.0, 1 / 3, 3 / 7, 30)]
+
+
+def test_a_release_of_so_many_numbers_that_the_grid_shows_is_refused() -> None:
+    """By hand: 2 d tau, tau = 4 exp(-8 pi^2) = 2.05e-34, passes the slack of 1e-12 at d = 2.4e21."""
+    found = plan(SITE)
+    assert found.share_deviation(23 * 10**20) == found.share_deviation(1)
+    with pytest.raises(ConfigError, match="are too many for the grid"):
+        found.share_deviation(26 * 10**20)
 
 
 def test_noise_to_signal_of_a_vit_b() -> None:

@@ -166,13 +166,15 @@ def test_who_may_have_them(share: bool | None, protects: bool, private: bool, le
 
 def test_one_answer_a_data_set(tmp_path: Path) -> None:
     first = answer_once(tmp_path, "ward-7", config(), masks({"disc": "+" * 20, "cup": "+" * 20}, 20), Terms())
+    assert first["minimum"] == 10  # the larger one of the job's and the site's
     more = masks({"disc": "+" * 21, "cup": "+" * 21}, 21)
     assert answer_once(tmp_path, "ward-7", config(), more, Terms()) == first  # the difference would be one patient
     for other in ({"bins": 8}, {"minimum": 11}):
         with pytest.raises(RefusedError, match="could be subtracted") as caught:
             answer_once(tmp_path, "ward-7", config(**other), more, Terms())
         assert caught.value.reason is Reason.STATISTICS
-    assert answer_once(tmp_path, "ward-8", config(bins=8), more, Terms()) != first
+    assert answer_once(tmp_path, "ward-8", config(bins=8, minimum=11), more, Terms(minimum=12))["minimum"] == 12
+    assert answer_once(tmp_path, "ward-9", config(bins=8, minimum=11), more, Terms())["minimum"] == 11
     (kept,) = (p for p in (tmp_path / "statistics").glob("*.json") if p.read_text().count('"samples": 20'))
     assert kept.stat().st_mode & 0o077 == 0
     kept.write_text("{")

@@ -8,15 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from consilium.adapters import layers
+from consilium.client.trainer import FitReport, Trainer
 from consilium.config.site import SiteConfig
-from consilium.core.errors import ConsiliumError
-from consilium.core.messages import Payload
+from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
+from consilium.core.messages import Payload, SiteInfo
 from consilium.federation.job import Job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.trainer import Trainer
+from consilium.strategies.trainer import Trainer as TrainerOfAnAlgorithm
 from consilium.strategies.traits import Traits
 from tests.conftest import assembled, small_text
+from tests.strategies.site_halves import A, B, site, toy
 
 SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}
 
@@ -29,7 +32,7 @@ class KeepsLocal(FedIT):
     def traits(self) -> Traits:
         return Traits(elementwise=True, fits_after_last_round=True)
 
-    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+    def local_update(self, trainer: TrainerOfAnAlgorithm, payload: Payload) -> Payload:
         if not trainer.closing:
             trainer.fit()
             for name, tensor in trainer.values().items():
@@ -41,7 +44,7 @@ class KeepsLocal(FedIT):
 
 @dataclass(frozen=True)
 class KeepsNumber(FedIT):
-    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+    def local_update(self, trainer: TrainerOfAnAlgorithm, payload: Payload) -> Payload:
         trainer.fit()
         trainer.memory["alpha"] = 0.5  # type: ignore[assignment]
         return trainer.update()
@@ -77,3 +80,28 @@ def test_a_number_in_the_memory_is_named(tmp_path: Path) -> None:
         simulate(job(KeepsNumber()), SITES, tmp_path, events.append)
     told = [str(event) for event in events if event["event"] == "refused"]
     assert any("trainer.memory['alpha'] is a float; keep a tensor, as torch.tensor(value)" in one for one in told)
+
+
+def test_training_begins_with_all_that_was_loaded_and_the_first_failure_is_kept() -> None:
+    strategy, report = FedIT(), FitReport()
+    model, initial = toy(strategy)
+    layers.load(model, initial)
+    payload = strategy.payload(strategy.initialize(initial), SiteInfo("a", 1))
+    trainer = Trainer(site("a", strategy, model), payload, {}, initial, {}, {}, report)
+    ones = {name: torch.ones_like(initial[name]) for name in (A, B)}
+    for name, tensor in ones.items():  # one after the other
+        trainer.load({name: tensor})
+    trainer.fit()
+    trainer.load({A: initial[A]})  # after training
+    assert report.begin is not None
+    assert report.begin.keys() == initial.keys()
+    assert all(torch.equal(tensor, ones.get(name, initial[name])) for name, tensor in report.begin.items())
+    for wrong in ({A: torch.ones(1)}, {"unknown": torch.ones(1)}):
+        with pytest.raises(CheckpointError, match=r"load\(\) gives a tensor that the model does not have so"):
+            trainer.load(wrong)
+    assert report.failure is None
+    with pytest.raises(ConfigError, match=r"calls fit\(\) more than 1 times") as first:
+        trainer.fit()
+    with pytest.raises(ConfigError, match="calls probe"):
+        trainer.probe()
+    assert report.failure is first.value

@@ -13,8 +13,10 @@ from torch import Tensor
 from consilium.adapters import layers, lora
 from consilium.adapters.kinds import LORA, LoraConfig
 from consilium.adapters.lora import PerSample
+from consilium.client.build import build_site
 from consilium.client.model_store import interpolation_of
 from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job
@@ -26,7 +28,7 @@ from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.strategy import Role
 from consilium.strategies.traits import Interpolation
 from consilium.training.interpolation import fixed_share, interpolate_adapter, sample_shares
-from tests.conftest import small_config, small_text
+from tests.conftest import small_cells, small_config, small_text
 from tests.strategies.scripted import Scripted, Unread
 from tests.strategies.site_halves import (
     KIND,
@@ -285,6 +287,21 @@ def test_the_personalized_model_weighs_each_sample_by_its_likeness_to_the_sites_
     assert torch.equal(model(x), before)  # the global adapter alone again
     torch.testing.assert_close(before, logits(values, features(values, x)), atol=1e-5, rtol=1e-4)
     assert not examples or share.std() > 0.01
+
+
+@pytest.mark.parametrize("weighting", ["similarity", "fixed"])
+def test_a_site_compares_samples_where_its_strategy_weighs_by_their_likeness(weighting: str, tmp_path: Path) -> None:
+    job = assemble_job(small_cells({"name": "feddpa", "weighting": weighting}))
+    made, generator = build_site(job, "b", SiteConfig(), tmp_path, lambda event: None), torch.Generator().manual_seed(0)
+    context = made.context
+    context.load({name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in job.initial.items()})
+    batch = context.task.batch([0, 1, 2], 0)
+    with torch.no_grad():
+        context.mix(0.5)
+        fixed = float(context.task.loss(context.model, batch))
+        with made.evaluator.use_personalized(job.config.strategy.traits.interpolation, Payload(0, 0, {})):
+            found = float(context.task.loss(context.model, batch))
+    assert (abs(found - fixed) < 1e-5) is (weighting == "fixed")
 
 
 def test_a_share_a_sample_reaches_all_rows_of_the_sample() -> None:

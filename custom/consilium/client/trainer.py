@@ -32,13 +32,12 @@ from consilium.training.loop import Progress, train
 class FitReport:
     """The results of a phase's fits, for the client. The algorithm does not see them, because no noise covers a loss.
 
-    `numbers`: the steps of all fits, and the loss and other numbers of the last fit. `fitted`: names of all tensors that
-    trained. `begin`: the values at the start of the first fit, None if they are the received ones. `failure`: the first error.
-    An algorithm that catches it must not continue, because the error may depend on single records.
+    `numbers`: the steps of all fits, and the loss and other numbers of the last fit. `begin`: the values at the start of the
+    first fit, None if they are the received ones. `failure`: the first error. An algorithm that catches it must not continue,
+    because the error may depend on single records.
     """
 
     numbers: dict[str, float] = field(default_factory=lambda: {"steps": 0.0})
-    fitted: set[str] = field(default_factory=set)
     begin: Tensors | None = None
     failure: BaseException | None = None
 
@@ -97,7 +96,6 @@ class Trainer:
             self._context.mix(share, cut_global=blend is not None and blend.as_in_code)
             found = self._train(task, params, trained, penalty or (lambda step: None), correction, private)
             self._context.mix(0.0)
-            self._report.fitted |= trained
             self._report.numbers = found | {"steps": self._report.numbers["steps"] + found["steps"]}
 
     def _check_charge(self, features: bool) -> DpSgd | None:

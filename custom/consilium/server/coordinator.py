@@ -182,7 +182,7 @@ class Coordinator:
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")
             self.asked = {name: self.sites[name] for name in names or self._sample_sites()}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
-            self.aggregate.reset(max(len(self.asked), 1))
+            self.aggregate.reset(len(self.asked))
         if (self.state.round, self.state.phase) == (0, 0):
             # Report, before any training, the strategy's warnings, the privacy claim, and the effect of its noise.
             for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
@@ -226,7 +226,7 @@ class Coordinator:
     def _sample_sites(self) -> list[str]:
         """Return the sites that train in this round. They follow from seed and round, so all phases have the same."""
         names, config = sorted(self.trainers), self.job.config
-        count = min(len(names), max(self.quorum, math.ceil(config.federation.fraction_train * len(names))))
+        count = max(self.quorum, math.ceil(config.federation.fraction_train * len(names)))
         return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
 
     def accept(self, name: str, result: Payload) -> str | None:

@@ -22,6 +22,8 @@ LIES: list[tuple[str, Any, str]] = [
     ("test_only", "yes", "test_only is not a boolean"),
     ("joined", "yes", "of another kind"),
     ("joined", 1, "of another kind"),
+    ("seeded", 1, "of another kind"),
+    ("ledger", "0" * 63, "of another kind"),
     ("version", "0.0.0", r"consilium 0\.0\.0, the server has"),
     ("version", "\x1b[31m" * 10**6, "of no known version"),
     ("version", None, "of no known version"),
@@ -39,7 +41,7 @@ LIES: list[tuple[str, Any, str]] = [
     ("checkpoint", None, "of another kind"),
     ("capacity", {"patients": 3.0}, "capacity has other keys"),
     ("capacity", [("time", 1.0)], "capacity has other keys"),
-    ("capacity", {"time": 0.0}, "not a number of at least"),
+    ("capacity", {"time": 0.0009}, "not a number of at least"),
     ("capacity", {"time": float("inf")}, "not a number of at least"),
     ("capacity", {"memory": "4"}, "not a number of at least"),
     ("name", "server", "cannot be a site's name"),
@@ -48,7 +50,8 @@ LIES: list[tuple[str, Any, str]] = [
     ("name", "a/b", "cannot be a site's name"),
     ("name", "a\x1b[2Jb", "cannot be a site's name"),
     ("name", "a\nb", "cannot be a site's name"),
-    ("name", "a" * 200, "cannot be a site's name"),
+    ("name", "a" * 129, "cannot be a site's name"),
+    ("name", "ü" * 65, "cannot be a site's name"),  # 130 bytes
     ("name", 7, "cannot be a site's name"),
 ]
 
@@ -66,8 +69,8 @@ def test_a_lie_is_refused_in_a_short_visible_line(field: str, value: Any, reason
     assert server.sites.keys() == {"site-1"}
 
 
-@pytest.mark.parametrize("name", ["site-1", "Klinikum Süd", "hospital.example.org", "_ward", "a@b"])
+@pytest.mark.parametrize("name", ["site-1", "Klinikum Süd", "hospital.example.org", "_ward", "a@b", "ü" * 64])
 def test_names_of_honest_sites_are_taken(name: str, tmp_path: Path) -> None:
     server = Coordinator(assembled(small_config("fedit")), tmp_path, lambda event: None)
-    server.welcome(Hello(name, 24, False, __version__, "", {"time": 2, "memory": 1.5}))
+    server.welcome(Hello(name, 10**9, False, __version__, "", {"time": 2, "memory": 0.001}))
     assert server.sites.keys() == {name}

@@ -1,6 +1,7 @@
 """A site that makes up statistics: they are such as the job could have, or the site counts as refusing."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
+from consilium.data.counts import grey_bin_names
 from consilium.privacy.disclosure_control import SiteStatistics, disclose
 from consilium.server.statistics_round import FILE, StatisticsRound
 from tests.adversary.fuzzing import VALUES, attack, fuzzed
@@ -73,6 +75,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("splits/training/classes/0/samples", 9),
         ("sizes/1/samples", 25),
         ("sizes", [{"names": ["64 to 128"], "samples": 24}]),
+        ("areas/0/names/0", "cup"),
         ("areas/0/share", 1.5),
         ("areas/0/share", float("nan")),
         ("greys", [{"names": ["0 to 15"], "share": 0.5}]),
@@ -103,12 +106,21 @@ def test_classes_that_exclude_one_another_add_up(tmp_path: Path) -> None:
     for wrong in ((20, 20, 20, 0, 20), (20, 20, 9, 11, 0)):
         with pytest.raises(RefusedError):
             made.accept("a", told(*wrong))
-    made.accept("a", told(20, 20, 20, 0, 0))
+    made.accept("a", told(20, 30, 10, 0, 0))
+
+
+def test_shares_of_grey_levels_are_at_most_the_whole_up_to_their_rounding(tmp_path: Path) -> None:
+    made, names = survey(tmp_path), grey_bin_names(16)
+    for dark, taken in ((0.519, True), (0.521, False)):
+        greys = [{"names": names[:4], "share": dark}, {"names": names[4:], "share": 0.5}]
+        with nullcontext() if taken else pytest.raises(RefusedError, match="more than the whole"):
+            made.accept("a" if taken else "b", honest() | {"greys": greys})
 
 
 def test_nobody_answers_twice_or_unasked(tmp_path: Path) -> None:
     made, events = survey(tmp_path), list[Any]()
     made.observer = events.append
+    made.decline("a", "not yet")
     made.accept("a", honest())
     for name in ("a", "c"):
         with pytest.raises(RefusedError, match="nobody asked"):
