@@ -92,7 +92,7 @@ def test_review_fits_80_columns_and_names_the_data_list(kit: Path, tmp_path: Pat
     listed = make_phantoms(tmp_path / "data", "fundus", "clinic", **how)
     found = reviewed(kit, tmp_path, job(), f"datalist: {listed}")
     assert found.refusal == ""
-    assert max(map(len, found.lines())) <= 80
+    assert all(len(one) <= 80 or str(tmp_path) in one for one in found.lines())  # a path stays whole, to be copied
     text = " ".join(" ".join(found.lines()).split())
     assert f"{listed}, 5 training samples" in text
     assert "none: the job asks for no noise" in text

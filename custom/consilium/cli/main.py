@@ -132,7 +132,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "approve": f"{CLI}.approve:approve",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
-        **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock")},
+        **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock", "stop")},
         "metrics": f"{CLI}.kits:metrics",
         "audit": f"{CLI}.audit:audit",
         "serve": f"{CLI}.serve:serve",

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
@@ -59,10 +60,12 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
 
 
 def examine_own(kit: Path) -> Iterator[Finding]:
-    """Yield one finding for the participant's certificate and one for the root's. Raises ConfigError."""
+    """Yield findings for the participant's certificate, the root's, and the root's fingerprint. Raises ConfigError."""
     own = load_certificate(certificate(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
-    yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
+    root = load_certificate(kit / "startup" / "rootCA.pem")
+    yield examine_expiry("root", "the project's root in this kit", root, RENEW)
+    yield Finding("root fingerprint", f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)")
 
 
 def examine_servers(kit: Path) -> Finding:

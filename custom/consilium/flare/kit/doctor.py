@@ -21,7 +21,7 @@ from consilium.client.machine_check import (
     examine_memory,
     examine_versions,
 )
-from consilium.config.site import SiteConfig, load_site
+from consilium.config.site import SiteConfig, load_kit_site, load_site
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
@@ -35,6 +35,7 @@ from consilium.flare.kit.kit_contents import (
     LOCKED,
     certificate,
     is_key_of,
+    is_open,
     kit_name,
     kit_role,
     load_certificate,
@@ -76,7 +77,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield from _certificates(kit)
         if relay:
             yield checked("port", lambda: _port(kit, read_settings(kit / "local" / COMM)["internal"]["resources"]["port"]))
-        yield checked("server", lambda: examine_servers(kit))
+        yield _server(kit)
         return
     named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
     yield named
@@ -107,10 +108,17 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         own = certificate(kit).read_text(encoding="utf-8")
         yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
         yield from _site(kit)
-        server = checked("server", lambda: examine_servers(kit))
+        server = _server(kit)
         yield server
-        if server.ok:
+        if server.ok and is_open(kit):
             yield _admission(kit)
+
+
+def _server(kit: Path) -> Finding:
+    """Return the finding of `examine_servers`. A locked kit cannot connect, which the finding about its key reports."""
+    if (kit / LOCKED).is_file() and not is_open(kit):
+        return Finding("server", "not asked", advice="unlock the kit, then run this check again")
+    return checked("server", lambda: examine_servers(kit))
 
 
 def _state(folder: Path) -> Finding | str:
@@ -329,7 +337,7 @@ def _rights(authorization: dict[str, Any]) -> Finding | str:
 
 def _site(kit: Path) -> Iterator[Finding]:
     file, site = kit / "local" / "site.yaml", SiteConfig()
-    found = checked("site.yaml", lambda: _describe(load_site(file)))
+    found = checked("site.yaml", lambda: _describe(load_kit_site(file)))
     yield found
     if found.ok:
         site = load_site(file)

@@ -21,7 +21,7 @@ from consilium.client.build import build_guard, shares_scores
 from consilium.config.code_digest import plugins_of
 from consilium.config.job import JobConfig, load_job
 from consilium.config.privacy import BudgetConfig
-from consilium.config.site import SiteConfig, allowed_plugins, load_site
+from consilium.config.site import SiteConfig, allowed_plugins, load_kit_site, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Kind
 from consilium.core.sanitize import number_of, shown
@@ -96,11 +96,18 @@ class Review:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the review for a person: lines of at most WIDTH characters. Texts of others are shown as inert text."""
+        """Yield the review for a person. Texts of others are inert. A line has at most WIDTH characters, or one longer word."""
         before = ""
         for name, text in self._rows():
             first = f"{'' if name == before else name:<{MARGIN}}"
-            yield from textwrap.wrap(shown(text, 600), WIDTH, initial_indent=first, subsequent_indent=" " * MARGIN)
+            yield from textwrap.wrap(
+                shown(text, 600),
+                WIDTH,
+                initial_indent=first,
+                subsequent_indent=" " * MARGIN,
+                break_long_words=False,  # so that a path can be copied
+                break_on_hyphens=False,
+            )
             before = name
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -140,6 +147,8 @@ def review(app: Path, kit: Path) -> Review:
     identity, root, cost, refusal = _identity(config, site, kit, name), site.state or kit / STATE, None, ""
     with tempfile.TemporaryDirectory(prefix="consilium-approve-") as folder:  # for data that the job has generated
         try:
+            if kit_role(kit) == "site":
+                load_kit_site(local / "site.yaml")
             guard = build_guard(job, name, site, Path(folder), root, lambda event: None, identity=identity)
             run = uuid.uuid4().hex  # a new run, of which the ledger has no rows
             generated = site.dataset(config.data.dataset, name)[1] is None
