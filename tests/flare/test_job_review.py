@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from consilium.client import approval
-from consilium.config.job import JobConfig
+from consilium.config.job import JobConfig, load_job
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.flare.job.recipe import export_job
 from consilium.flare.kit.job_review import Review, review
-from tests.conftest import run, small_config
+from tests.conftest import JOBS, run, small_config
 
 WHO = {"submitter_name": "lead@hub.example", "submitter_org": "hub", "submitter_role": "lead"}
 
@@ -99,6 +99,17 @@ def test_review_fits_80_columns_and_names_the_data_list(kit: Path, tmp_path: Pat
     assert "the number of samples" in text
     assert "configuration only" in text
     assert found.digest in text
+
+
+def test_page_shows_what_is_printed(kit: Path, tmp_path: Path) -> None:
+    """All lines of the administrator's page up to the path of job.yaml and the digest, which have no fixed value."""
+    how = {"seed": 0, "training": 8, "validation": 2, "test": 4, "size": 128, "appearance": 0.7, "annotation": 0.7}
+    listed = make_phantoms(tmp_path / "data", "fundus", "clinic", **how)
+    site = f"datalist: {listed}, privacy: {{dataset: ward-7, budgets: {{site: {{epsilon: 10}}}}, trust: [local, central]}}"
+    config = load_job(JOBS / "quickstart_dp", {"training.rounds": 1})
+    found = list(reviewed(kit, tmp_path, config, site).lines())
+    page = (JOBS.parent / "provisioning/administrator.md").read_text()
+    assert "\n".join(found).partition("\nsettings")[0] in page
 
 
 @pytest.mark.parametrize(("answer", "code", "approved"), [("y", 0, 1), ("", 1, 0), ("n", 1, 0)])

@@ -38,7 +38,8 @@ CONNECTED = {
 STARTS = """  KIT="$(dirname "$DIR")"
   echo "Starting in the background. The log: $KIT/log.txt"
   echo "{connected}"
-  echo "To find a problem: consilium doctor $KIT    To stop: consilium stop $KIT"
+  echo "To find a problem: consilium doctor $KIT"
+  echo "To stop: consilium stop $KIT"
 """
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 

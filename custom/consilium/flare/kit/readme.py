@@ -15,7 +15,7 @@ If others may have read it, tell the hub, which revokes it.
 
 {steps}
 
-The folder is KIT in these commands. They need Consilium (`consilium --version`).
+KIT is this folder. The commands need Consilium (`consilium --version`).
 More: the page {page} of Consilium.
 """
 COMPARE = """Then compare the line "root fingerprint" with the hub, by telephone."""
