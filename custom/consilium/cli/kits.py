@@ -111,8 +111,8 @@ def renew(
     kits = renewal.renew(sites, output, only or (), root)
     fingerprint = root_fingerprint(kits.parent / "state")
     text = f"{kits}: renewed kits; each goes to its participant, who runs `consilium update-kit KIT --from NEW_KIT`"
-    if root != "keep":
-        text += f". The new root's fingerprint, to tell by telephone: {fingerprint}"
+    whose = "root certificate" if root == "keep" else "new root"
+    text += f". The {whose}'s fingerprint, to tell by telephone: {fingerprint}"
     renewed = sorted(only or [p.name for p in kits.iterdir()])
     emit({"kits": str(kits), "renewed": renewed, "root": fingerprint}, text, format)
 

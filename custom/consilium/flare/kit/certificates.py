@@ -60,12 +60,16 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
 
 
 def examine_own(kit: Path) -> Iterator[Finding]:
-    """Yield findings for the participant's certificate, the root's, and the root's fingerprint. Raises ConfigError."""
+    """Yield one finding for the participant's certificate and one for the root's. Raises ConfigError."""
     own = load_certificate(certificate(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
+    yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
+
+
+def show_root_fingerprint(kit: Path) -> Finding:
+    """Return the SHA-256 of the root's certificate, which `consilium provision` printed at the hub. Raises ConfigError."""
     root = load_certificate(kit / "startup" / "rootCA.pem")
-    yield examine_expiry("root", "the project's root in this kit", root, RENEW)
-    yield Finding("root fingerprint", f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)")
+    return Finding("root fingerprint", f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)")
 
 
 def examine_servers(kit: Path) -> Finding:

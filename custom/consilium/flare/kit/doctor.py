@@ -27,7 +27,7 @@ from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import admission
-from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
+from consilium.flare.kit.certificates import examine_own, examine_servers, server_address, show_root_fingerprint
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import in_clear
@@ -222,9 +222,10 @@ def _key(kit: Path) -> Finding | str:
 
 
 def _certificates(kit: Path) -> Iterator[Finding]:
-    """Yield the findings of `examine_own`, or a problem if a file is not a certificate."""
+    """Yield the findings on the kit's certificates, or a problem if a file is not a certificate."""
     try:
         yield from examine_own(kit)
+        yield show_root_fingerprint(kit)
     except ConfigError as error:
         wrong, _, remedy = str(error).partition("; ")
         yield Finding("certificate", wrong, remedy)
