@@ -9,6 +9,7 @@ import yaml
 from PIL import Image
 
 from consilium.cli.privacy_ledger import claim_of
+from consilium.config.site import load_site
 from tests.conftest import JOBS, run, small_cells, small_config
 
 
@@ -68,6 +69,32 @@ def test_cost_says_what_masks_hide_over_many_runs(
     assert promise in own["masks"]
     assert run(monkeypatch, "cost", JOBS / "quickstart_secagg", *private, *noise) == 0
     assert f"* {own['masks']}" in capsys.readouterr().out
+
+
+def test_line_of_site_yaml_is_printed_for_new_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed after `site.yaml:` makes a site.yaml that reads the list, whatever characters the path has."""
+    place = tmp_path / "ward: 7 #new"
+    made = ["--sites", 1, "--training", 4, "--validation", 1, "--test", 1, "--size", 32]
+    sources = [
+        ("phantoms", [place, *made], place / "site-1/datalist.json"),
+        ("split", [place / "site-1", place / "cut"], place / "cut/datalist.json"),
+        (
+            "partition",
+            [place / "cells/site-1/datalist.json", place / "parts", "--sites", 2],
+            place / "parts/site-1/datalist.json",
+        ),
+    ]
+    cells = ["--kind", "cells", "--sites", 1, "--training", 40, "--validation", 5, "--test", 5, "--size", 32]
+    assert run(monkeypatch, "data", "phantoms", place / "cells", *cells) == 0
+    for command, words, expected in sources:
+        capsys.readouterr()
+        assert run(monkeypatch, "data", command, *words) == 0
+        (told,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("site.yaml")]
+        (tmp_path / "site.yaml").write_text(told.partition(": ")[2].removesuffix("; the other sites likewise"))
+        assert load_site(tmp_path / "site.yaml").datalist == expected
+        assert expected.is_file()
 
 
 def test_data_check_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +185,7 @@ def test_data_check_of_a_folder_of_all_sites_and_its_report(
     assert "training would stop at these problems: unreadable; fix them first" in shown
     assert "it would leave out 1 of 2 training, 1 of 2 validation samples" in shown
     found = json.loads((tmp_path / "out/check.json").read_text())
-    assert found["sites"]["site-1"]["verdict"] == ["no problems"]
+    assert found["sites"]["site-1"]["verdict"] == ["no problems, 1 kind of warnings"]  # of small splits
     assert found["sites"]["site-2"]["problems"]["unreadable"]["count"] == 2
     assert len(found["between_sites"]["duplicate between sites"]) == 1
     page = (tmp_path / "out/check.html").read_text()

@@ -327,7 +327,7 @@ def test_approvals_wait_and_are_given(kit: Path, tmp_path: Path, monkeypatch: py
     assert row(page, f"{EVIL} 7", "did not begin")[-1] == "waits for approval"
     assert row(page, f"{EVIL} 7", "a@hub.example")[-1] == digest
     assert "No job is approved." in page
-    assert run(monkeypatch, "approve", app, "--kit", kit) == 0
+    assert run(monkeypatch, "approve", app, "--kit", kit, "--yes") == 0
     page = kit_pages.overview(kit)
     assert row(page, "small")[-1] == digest
     assert "No job waits for approval." in page

@@ -99,7 +99,7 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
             assert [one.labels for one in collect_metrics(federation.kit(name)) if one.name == "refused"] == [
                 {"site": "site-3", "cause": "revoked"}
             ]
-        with pytest.raises(ConfigError, match="stop it first: kill"):
+        with pytest.raises(ConfigError, match="stop it first: consilium stop"):
             update_kit(kit, kit)
         federation.kill("site-3")
         new = renew(federation.file, federation.kits.parents[1], ["site-3"])

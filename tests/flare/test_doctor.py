@@ -228,6 +228,17 @@ def test_approval_with_byoc_is_a_problem(kit: Path) -> None:
     assert "a job's code runs before it is checked" in problems(kit)["approval"]
 
 
+@pytest.mark.parametrize(("text", "problem"), [("", True), ("# datalist: /data\n", True), ("{}\n", False)])
+def test_empty_site_yaml_is_a_problem(text: str, problem: bool, kit: Path) -> None:
+    """The site refuses every job then, because the file may have lost the hospital's policies. `{}` says: none."""
+    (kit / "local/site.yaml").write_text(text)
+    assert ("site.yaml" in problems(kit)) is problem
+    if problem:
+        assert "write `{}`" in problems(kit)["site.yaml"]
+        (kit / "local/site.yaml").write_text("{}")
+        assert "site.yaml" not in problems(kit)
+
+
 def test_server_kit_is_checked(made: Path, tmp_path: Path) -> None:
     kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
     assert problems(kit) == {}

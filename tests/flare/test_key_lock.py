@@ -45,6 +45,7 @@ def test_a_locked_kit_holds_no_key_and_opens_in_memory_as_it_was(
 ) -> None:
     key = kit / "startup/client.key"
     before, signature = key.read_bytes(), (kit / "startup/signature.json").read_bytes()
+    well = {one.check for one in examine(kit) if one.ok} | {"server"}  # no server runs
     assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
     assert not key.exists()
     assert stat.S_IMODE((kit / LOCKED).stat().st_mode) == 0o600
@@ -53,10 +54,14 @@ def test_a_locked_kit_holds_no_key_and_opens_in_memory_as_it_was(
     found = {one.check: one for one in examine(kit)}
     assert found["signature"].ok
     assert f"run `consilium unlock {kit}`" in found["key"].line()
+    assert {one.check for one in found.values() if not one.ok and one.check in well} == {"key"}
     with pytest.raises(ConfigError, match="consilium unlock"):
         check_certificate_time(kit)
-    assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
-    assert "in memory" in capsys.readouterr().out
+    capsys.readouterr()
+    assert run(monkeypatch, "unlock", kit / "startup" / "..", "--passphrase-file", file) == 0  # as start.sh calls it
+    told = capsys.readouterr().out
+    assert "in memory" in told
+    assert told.startswith(f"{kit}: ")
     assert key.read_bytes() == before
     assert key.resolve().is_relative_to("/dev/shm")
     assert stat.S_IMODE(key.resolve().stat().st_mode) == 0o600

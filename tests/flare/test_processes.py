@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +23,7 @@ from consilium.flare.kit.kit_contents import LOCKED
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
 from consilium.flare.kit.renewal import renew, update_kit
+from tests.conftest import run
 
 ROOT = Path(__file__).parents[2]
 SITES = ROOT / "provisioning" / "sites.yml"
@@ -72,20 +74,40 @@ def content(kit: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_running_kit_is_refused_before_anything_is_written(
-    change: Callable[[Path], object], linked: bool, kit: Path, running: subprocess.Popen[bytes]
+    change: Callable[[Path], object],
+    linked: bool,
+    kit: Path,
+    running: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, path = content(kit), kit
     if linked:
         (path := kit.with_name("link")).symlink_to(kit)
-    with pytest.raises(ConfigError, match=f"runs from it; stop it first: kill {running.pid}$") as told:
+    with pytest.raises(ConfigError, match=rf"runs from it \(process {running.pid}\); stop it first: consilium stop") as told:
         change(path)
     assert content(kit) == before
-    remedy = str(told.value).rpartition("first: ")[2]
-    subprocess.run(remedy.split(), check=True)
+    remedy = str(told.value).rpartition("first: consilium ")[2]
+    assert run(monkeypatch, *remedy.split()) == 0
     running.wait(10)
     with suppress(ConfigError):  # another fault of these hand-made calls
         change(path)
     processes.check_stopped(path)
+
+
+def test_stop_command_stops_a_kit_and_clears_the_way_for_its_next_start(
+    kit: Path, tmp_path: Path, running: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A pid file would refuse the next start, and a request to stop would end it."""
+    for name in processes.MARKS:
+        (kit / name).write_text("1")
+    for job in sleeping("-m", f"{processes.MODULES}client.worker_process", "-m", kit):
+        assert run(monkeypatch, "stop", kit) == 0
+        assert None not in (running.poll(), job.poll())
+    assert not any((kit / name).exists() for name in processes.MARKS)
+    assert str(running.pid) in capsys.readouterr().out
+    assert run(monkeypatch, "stop", kit) == 0
+    assert "nothing runs" in capsys.readouterr().out
+    assert run(monkeypatch, "stop", tmp_path) == 2
 
 
 def test_a_running_kit_stays_locked_or_open(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +118,7 @@ def test_a_running_kit_stays_locked_or_open(kit: Path, monkeypatch: pytest.Monke
     before = content(kit)
     for process in sleeping("-m", CLIENT, "-m", kit, "-s", "fed_client.json"):
         for change in (lambda: key_lock.lock(kit), lambda: key_lock.unlock(kit, PASSPHRASE, for_good=True)):
-            with pytest.raises(ConfigError, match=f"runs from it; stop it first: kill {process.pid}$"):
+            with pytest.raises(ConfigError, match=f"runs from it .process {process.pid}.; stop it first"):
                 change()
         assert content(kit) == before
         shutil.rmtree((kit / "startup/client.key").resolve().parent)
@@ -116,7 +138,7 @@ def test_a_server_is_never_renewed_while_it_runs(started: bool, tmp_path: Path) 
     with ExitStack() as stack:
         if started:
             process = stack.enter_context(contextmanager(sleeping)("-m", SERVER, "-m", kit, "-s", "fed_server.json"))
-            with pytest.raises(ConfigError, match=f"stop it first: kill {process.pid}$"):
+            with pytest.raises(ConfigError, match=f".process {process.pid}.; stop it first"):
                 update_kit(kit, new)
         with pytest.raises(ConfigError, match="a server reads its certificate at its start; stop it, and leave out --running"):
             update_kit(kit, new, running=True)

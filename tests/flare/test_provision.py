@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,16 +11,28 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from nvflare.lighter.utils import verify_folder_signature
 
+from consilium.cli.main import COMMANDS
 from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare.kit.certificates import show_root_fingerprint
 from consilium.flare.kit.class_allow_list import CLASSES
 from consilium.flare.kit.kit_contents import kit_name
-from consilium.flare.kit.kit_hardening import is_pinned, leave_callers_folder, unsafe_scripts
+from consilium.flare.kit.kit_hardening import (
+    CONNECTED,
+    STARTS,
+    complete_start_script,
+    is_pinned,
+    leave_callers_folder,
+    unsafe_scripts,
+)
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
+from tests.conftest import run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "provisioning" / "sites.yml"
@@ -91,6 +104,69 @@ def test_provision_local_closes_unsigned_kits(kits: Path, tmp_path: Path) -> Non
         apply_local(EXAMPLE, kit)
         assert is_pinned(kit)
         assert bool(unsafe_scripts(kit / "startup")) is signed
+
+
+def test_kits_are_private_and_the_fingerprint_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fingerprint is that of every kit's root certificate; the doctor of a kit shows it too."""
+    os.umask(0o022)
+    assert run(monkeypatch, "provision", EXAMPLE, "-o", tmp_path) == 0
+    printed = capsys.readouterr().out
+    for kit in (tmp_path / "consilium/prod_00").iterdir():
+        assert kit.stat().st_mode & 0o777 == 0o700
+        root = x509.load_pem_x509_certificate((kit / "startup/rootCA.pem").read_bytes())
+        number = root.fingerprint(hashes.SHA256()).hex()
+        assert number in printed.splitlines()
+        assert number in show_root_fingerprint(kit).found
+
+
+@pytest.mark.parametrize(
+    ("name", "commands"),
+    [
+        ("hospital-a", ["doctor", "stop", "approve"]),
+        ("fl.hub.example", ["doctor", "stop", "sites"]),
+        ("lead@hub.example", ["doctor", "submit", "status"]),
+    ],
+)
+def test_readme_of_a_kit_is_for_its_participant(name: str, commands: list[str], kits: Path) -> None:
+    """Every command in it exists, every file it names is there, and nothing of FLARE's text is left."""
+    (path,) = [one for one in (kits / name).rglob("*") if one.name == "readme.txt"]
+    text = path.read_text()
+    assert path.parent == kits / name
+    assert name in text.splitlines()[0]
+    used = re.findall(r"consilium ([a-z]+) ", text.replace("federation consilium", ""))
+    assert set(used) == set(commands)
+    assert {word for panel in COMMANDS.values() for word in panel} >= set(used)
+    for file in re.findall(r"(?:startup|local)/[\w.]*\w", text):
+        assert (kits / name / file).is_file()
+    (page,) = re.findall(r"provisioning/\w+\.md", text)
+    assert (ROOT / page).is_file()
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("hospital-a", "Successfully registered client"), ("fl.hub.example", "consilium sites --kit")]
+)
+def test_start_script_says_where_the_log_is(name: str, says: str, kits: Path, tmp_path: Path) -> None:
+    """The process itself is replaced by one that ends at once. Both names of a problem's remedy are absolute paths."""
+    kit = Path(shutil.copytree(kits / name, tmp_path / name, symlinks=True))
+    (kit / "startup/sub_start.sh").write_text("#!/bin/bash\n")
+    done = subprocess.run(["startup/start.sh"], cwd=kit, capture_output=True, text=True, check=True)
+    assert f"{kit}/log.txt" in done.stdout
+    assert says in done.stdout
+    assert f"consilium stop {kit}" in done.stdout
+
+
+def test_start_script_of_an_earlier_kit_is_completed_once(kits: Path, tmp_path: Path) -> None:
+    (tmp_path / "startup").mkdir()
+    script = Path(shutil.copy(kits / "hospital-a/startup/start.sh", tmp_path / "startup"))
+    now = script.read_text()
+    script.write_text(now.replace(STARTS.format(connected=CONNECTED["site"]), ""))
+    assert script.read_text() != now
+    for _ in range(2):
+        complete_start_script(tmp_path / "startup")
+        assert script.read_text() == now
 
 
 def test_unknown_start_script_is_refused(tmp_path: Path) -> None:

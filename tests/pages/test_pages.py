@@ -64,6 +64,8 @@ NOT_RUN = {
     "provisioning/administrator.md": [
         "consilium doctor KIT",
         "consilium unlock",
+        "consilium stop KIT",
+        "consilium approve JOB",
         "consilium approve --revoke DIGEST",
         "consilium audit KIT",
     ],

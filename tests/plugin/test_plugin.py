@@ -159,7 +159,7 @@ from consilium.cli.main import main
 job, *kits = sys.argv[1:]
 found = []
 for kit in kits:
-    said, sys.argv = io.StringIO(), ["consilium", "approve", job, "--kit", kit]
+    said, sys.argv = io.StringIO(), ["consilium", "approve", job, "--kit", kit, "--yes"]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             main()
@@ -195,7 +195,7 @@ def test_a_hospital_takes_a_package_it_lists_and_reads_nothing_of_another(packag
     assert "under `plugins` of site.yaml" in why
     assert len(why.strip().splitlines()) == 1
     assert taken == {"code": 0, "imported": True}
-    assert f'packages: {{"{NAME}": "0.1.0"}}' in said
+    assert f"plug-in {NAME} 0.1.0" in said
 
 
 # what a package cannot do ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from consilium.cli.options import FormatOption, check_finite, emit
+from consilium.cli.options import FormatOption, check_finite, emit, site_yaml_lines
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.sanitize import few, shown
@@ -128,6 +128,12 @@ def _lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
             yield f"task.classes: {json.dumps(summary['classes'])}"
         files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"
         yield f"{dest}: a folder with {files} per site, and import.json"
+        yield from site_yaml_lines([_list_of(dest / site) for site in summary["sites"]])
+
+
+def _list_of(folder: Path) -> Path:
+    """Return the data list in a site's folder: its datalist.json, or the folder itself if it holds JSONL files."""
+    return folder / "datalist.json" if (folder / "datalist.json").is_file() else folder
 
 
 # partition -------------------------------------------------------------------------------------------------------------
@@ -189,7 +195,8 @@ def data_partition(
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
         lines.append(f"{site}: {sum(counts.values())} training samples: {parts}")
     lines += [f"note: {note}" for note in found.get("notes", [])]
-    emit(found, [*lines, f"{folder}: a data list or JSONL files per site, partition.json and partition.png"], format)
+    lines.append(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
+    emit(found, [*lines, *site_yaml_lines([_list_of(folder / site) for site in found["training"]])], format)
 
 
 # phantoms --------------------------------------------------------------------------------------------------------------
@@ -227,5 +234,5 @@ def data_phantoms(
         check_generated(folder / name)
     shifts = (appearance, annotation)
     how = (seed, training, validation, test, size, *shifts, files or "nifti")
-    lists = [str(make_phantoms(folder / name, kind, name, *how)) for name in names]
-    emit(lists, lists, format)
+    lists = [make_phantoms(folder / name, kind, name, *how) for name in names]
+    emit([str(one) for one in lists], [*map(str, lists), *site_yaml_lines(lists)], format)

@@ -19,6 +19,7 @@ from consilium.cli.options import (
     check_finite,
     emit,
     load_for_data,
+    site_yaml_lines,
 )
 from consilium.config.data import DatasetConfig
 from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
@@ -259,6 +260,8 @@ def data_split(
             yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
             yield from (f"note: {note}" for note in summary["notes"])
             yield f"{place}: {', '.join(summary['lists'])} and split.json"
+            if not folds:
+                yield from site_yaml_lines([place / next(iter(summary["lists"]))])
         yield from (f"note: {shown(note)}" for note in describe_renames(names))
         for name, one in lists.items():
             if one.site != SiteConfig(datalist=one.own.datalist):

@@ -1,9 +1,9 @@
-"""The commands on startup kits: provision, renew, update-kit, lock, allow, revoke, metrics, prepare."""
+"""The commands on startup kits: provision, renew, update-kit, lock, allow, revoke, stop, metrics, prepare."""
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -11,8 +11,8 @@ from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect_metrics
-from consilium.flare.kit import deploy_prepare, key_lock, renewal, revocation
-from consilium.flare.kit.kit_contents import LOCKED, is_open
+from consilium.flare.kit import deploy_prepare, key_lock, processes, renewal, revocation
+from consilium.flare.kit.kit_contents import LOCKED, certificate_path, is_open, kit_role
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import root_certificate_sha256 as root_fingerprint
@@ -75,14 +75,15 @@ def provision(
     if local and only:
         raise ConfigError("--only: is of kits that -o makes; leave it out")
     written = make_kits(sites, output, only or ()) if output else apply_local(sites, local or Path())
-    found = (
-        {"kits": str(written), "participants": sorted(p.name for p in written.iterdir())} if output else {"local": str(written)}
-    )
+    found: dict[str, Any] = {"local": str(written)}
     text = f"{written}: policies written; restart the site to use them"
     if output:
+        found = {"kits": str(written), "participants": sorted(p.name for p in written.iterdir())}
+        found["root"] = root_fingerprint(written.parent / "state")
         others = ["all other kits stay as they are; a running server takes the new ones without a restart"] if only else []
         root = f"{written.parent}/state holds the root key: keep it where no one else can read it"
-        text = "\n".join([f"{written}: kits of {', '.join(found['participants'])}", *others, root])
+        told = f"SHA-256 of the root certificate, which each participant compares by telephone:\n{found['root']}"
+        text = "\n".join([f"{written}: kits of {', '.join(found['participants'])}", *others, root, told])
     emit(found, text, format)
 
 
@@ -110,8 +111,8 @@ def renew(
     kits = renewal.renew(sites, output, only or (), root)
     fingerprint = root_fingerprint(kits.parent / "state")
     text = f"{kits}: renewed kits; each goes to its participant, who runs `consilium update-kit KIT --from NEW_KIT`"
-    if root != "keep":
-        text += f". The new root's fingerprint, to tell by telephone: {fingerprint}"
+    whose = "root certificate" if root == "keep" else "new root"
+    text += f". The {whose}'s fingerprint, to tell by telephone: {fingerprint}"
     renewed = sorted(only or [p.name for p in kits.iterdir()])
     emit({"kits": str(kits), "renewed": renewed, "root": fingerprint}, text, format)
 
@@ -158,6 +159,7 @@ def unlock(
     for_good: Annotated[bool, typer.Option("--for-good", help="put the keys back into the kit, unencrypted")] = False,
 ) -> None:
     """Open a locked kit. Its keys are then in memory until `consilium lock` or a restart of the machine."""
+    kit = kit.resolve() if ".." in kit.parts else kit  # start.sh gives startup/.. of the kit
     if not (kit / LOCKED).is_file():
         raise ConfigError(f"{kit}: is not locked; nothing to do")
     if is_open(kit) and not for_good:
@@ -183,6 +185,27 @@ def _passphrase(file: Path | None, anew: bool = False) -> str:
         raise ConfigError(f"passphrase: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
     found: str = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=anew, err=True)
     return found
+
+
+# stop ------------------------------------------------------------------------------------------------------------------
+# The command `consilium stop`.
+
+
+def stop(
+    kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")], format: FormatOption = "txt"
+) -> None:
+    """Stop the site or server that runs from a kit on this machine, with its jobs' processes, until it is started again.
+
+    A site continues its jobs after its next start. A server's jobs are lost until `consilium resume`. A service or container
+    is stopped by its own command instead, because it may start the processes again.
+    """
+    certificate_path(kit)
+    found, jobs = processes.processes(kit), processes.processes(kit, jobs_only=True)
+    processes.stop([kit])
+    text = f"{kit}: stopped (processes {', '.join(str(one.pid) for one in found)})" if found else f"{kit}: nothing runs from it"
+    if jobs and kit_role(kit) == "server":
+        text += "; jobs ran: `consilium status` shows them as LOST, and `consilium resume` continues them"
+    emit({"kit": str(kit), "stopped": sorted(one.pid for one in found)}, text, format)
 
 
 # prepare ---------------------------------------------------------------------------------------------------------------

@@ -129,10 +129,10 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "prepare")},
     },
     SITE: {
-        "approve": f"{CLI}.site_evidence:approve",
+        "approve": f"{CLI}.approve:approve",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
-        **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock")},
+        **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock", "stop")},
         "metrics": f"{CLI}.kits:metrics",
         "audit": f"{CLI}.audit:audit",
         "serve": f"{CLI}.serve:serve",

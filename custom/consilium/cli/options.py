@@ -4,12 +4,13 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+import yaml
 from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn
 from rich.text import Text
@@ -19,6 +20,7 @@ from consilium.config.overrides import parse_override
 from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, Plugins
+from consilium.core.sanitize import LONGEST_LINE, shown
 from consilium.report.tables import Table, terminal
 
 FILE_WIDTH = 140
@@ -99,6 +101,14 @@ def pipeline_note(size: str) -> str:
     """Return a note that scores of a study's --smoke or --small say nothing about methods."""
     what = f"--{size} tests the pipeline, with little training: its scores say nothing about the methods"
     return f"{what}; leave --{size} out for scores that do"
+
+
+def site_yaml_lines(lists: Sequence[Path]) -> Iterator[str]:
+    """Yield the line of site.yaml that makes a site use its new data list. `lists`: each site's list, a file or folder."""
+    if lists:
+        of = "" if len(lists) == 1 else f" of site {shown(lists[0].name if lists[0].is_dir() else lists[0].parent.name)}"
+        more = "" if len(lists) == 1 else "; the other sites likewise"
+        yield f"site.yaml{of}: {yaml.safe_dump({'datalist': str(lists[0].resolve())}, width=LONGEST_LINE).strip()}{more}"
 
 
 def page() -> Console:

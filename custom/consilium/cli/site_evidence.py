@@ -1,10 +1,7 @@
-"""Commands of a site's administrator on jobs and records: approve, evidence, forget."""
+"""Commands of a site's administrator on records of runs: evidence, forget."""
 
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +11,7 @@ import typer
 from consilium.cli.audit import markdown
 from consilium.cli.find_site_records import find_site_records
 from consilium.cli.options import FormatOption, emit
-from consilium.client import approval
-from consilium.client.approval import JOB, other_files
-from consilium.config.code_digest import plugins_of
-from consilium.config.job import load_job
-from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
-from consilium.core.lazy import call
-from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name
@@ -34,83 +24,6 @@ from consilium.privacy.ledger.audit_log import FILE, is_void, read as read_recor
 from consilium.privacy.ledger.ledger import Ledger, read_accepted_seals
 from consilium.report.run_files import versions
 from consilium.report.tables import only_true
-from consilium.strategies.strategy import Role
-
-# approve ---------------------------------------------------------------------------------------------------------------
-# The command `consilium approve`: a site's administrator reviews a job and records the approval.
-
-
-def approve(
-    job: Annotated[
-        Path | None, typer.Argument(help="the job from the researcher, or the path that a refusal in the log names")
-    ] = None,
-    *,
-    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
-    listed: Annotated[bool, typer.Option("--list", help="list the approved jobs")] = False,
-    revoke: Annotated[str, typer.Option(help="withdraw the approval of the digest that begins with this text")] = "",
-    format: FormatOption = "txt",
-) -> None:
-    """Approve a job at a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
-    if sum((job is not None, listed, bool(revoke))) != 1:
-        raise ConfigError("JOB, --list, --revoke: give exactly one")
-    local = kit / "local"
-    if job is not None:
-        plugins = kit_plugins(local)
-        with app_of(job, plugins) as app:
-            found = summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
-    else:
-        found = {"revoked": approval.revoke(revoke, local)} if revoke else approval.read_approvals(local)
-    lines = [f"{key}: {json.dumps(value)}" for key, value in found.items()]  # as ASCII JSON, because the values are not trusted
-    emit(found, lines or "nothing is approved", format)
-
-
-@contextmanager
-def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
-    """Yield the folder of a job's app. `job`: a job folder, an app folder, or a job.yaml, which is exported first.
-
-    Raises ConfigError if there is no app, or several.
-    """
-    apps = [path for path in (job, *(job.iterdir() if job.is_dir() else ())) if (path / "config" / "job.yaml").is_file()]
-    if len(apps) > 1:
-        raise ConfigError(f"{job}: holds {len(apps)} apps; give the folder of the one that this site gets")
-    if apps:
-        yield apps[0]
-        return
-    with tempfile.TemporaryDirectory() as place:
-        yield call("consilium.flare.job.recipe:export", job, Path(place), plugins=plugins) / "app"
-
-
-REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
-"""Sections of a job that are shown for its approval."""
-
-
-def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
-    """Return the settings of a job for the review before its approval. Raises ConfigError if the job cannot run."""
-    config = load_job(app / JOB, plugins=plugins)
-    job = call("consilium.federation.job:assemble_job", config, app / JOB)
-    found = config.model_dump(mode="json", exclude_none=True)
-    shown = {
-        **{key: found.get(key) for key in REVIEWED},
-        **({"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}),
-    }
-    return shown | {"leaves": _count_upload(job), "other files": other_files(app)}
-
-
-def _count_upload(job: Any) -> dict[str, Any]:
-    """Return how many tensors a site sends in all phases, the most numbers in a phase, and what else the job asks for."""
-    strategy, initial = job.strategy, job.initial
-    rounds = job.config.training.rounds if job.config.trains else 0
-    places = [place for place in strategy.traits.role_schedule() if place[0] < rounds]
-    sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
-    numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
-    found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
-    section = job.config.statistics
-    if (asked := job.config.cross_site) and asked.personalized:
-        found |= {
-            "this site's own model, where site.yaml says share_personalized": sum(one.numel() for one in initial.values())
-        }
-    return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
-
 
 # evidence --------------------------------------------------------------------------------------------------------------
 # The commands `consilium evidence`, for signed archives of runs, and `forget`, which deletes runs.

@@ -100,13 +100,16 @@ def read_approvals(local: Path) -> dict[str, dict[str, str]]:
     raise ConfigError(f"{path}: is not a list of approved jobs; remove it and approve the jobs again", Reason.APPROVAL)
 
 
-def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
+def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS, reviewed: str = "") -> str:
     """Record a job's digest as approved, with the time and this machine's user, and return it.
 
-    `plugins`: the packages whose kinds the job may name at this site. Raises ConfigError if the job cannot run or be read.
+    `plugins`: the packages whose kinds the job may name at this site. `reviewed`: the digest of the job that a person was
+    shown, "" for none. Raises ConfigError if the job cannot run or be read, or is no longer the one that was shown.
     """
     config = load_job(app / JOB, plugins=plugins)
     found, configuration, used = _digests(app, config)
+    if reviewed and found != reviewed:
+        raise ConfigError(f"{app}: the job or a plug-in has changed since it was shown; nothing was approved; review it again")
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
     one |= {CONFIGURATION: configuration, PLUGINS: _describe_plugins(used)} if used else {}
     _write_approvals(local, read_approvals(local) | {found: one})

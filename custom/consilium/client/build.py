@@ -11,6 +11,7 @@ from consilium.client.context import ClientContext
 from consilium.client.ddp import build_ranks
 from consilium.client.evaluator import speed_up
 from consilium.client.site_data import count_units, ledger_name_of, patient_warning, site_data, watch_files
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, allowed_metrics, loading
@@ -85,14 +86,13 @@ def build_guard(
     """
     data = data or site_data(job.config, name, site, folder, root)
     patients, own = ledger_name_of(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
-    shares = site.share_metrics if site.share_metrics is not None else simulated or job.config.privacy is None
     return Guard(
         name,
         job.config,
         job.strategy,
         allowed_metrics(metric_names(job.config)),
         site.privacy,
-        shares,
+        shares_scores(job.config, site, simulated),
         patients,
         count_units(job.config, data),
         folder,
@@ -113,6 +113,11 @@ def build_guard(
         site.share_personalized,
         identity=identity,
     )
+
+
+def shares_scores(config: JobConfig, site: SiteConfig, simulated: bool = False) -> bool:
+    """Return whether scores leave the site: as its site.yaml says, else in simulations and in jobs without privacy."""
+    return site.share_metrics if site.share_metrics is not None else simulated or config.privacy is None
 
 
 def build_pooled_site(
@@ -144,7 +149,7 @@ def _build_client(
     context = ClientContext(
         name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data,
         ranks=build_ranks(job.config, site, data, folder),
-        shares_scores=site.share_metrics if site.share_metrics is not None else job.config.privacy is None,
+        shares_scores=shares_scores(job.config, site),
     )  # fmt: skip
     if site.base != "sharded":  # its ranks must run the encoder together, so none may skip it
         speed_up(job.config, model, task)

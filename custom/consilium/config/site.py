@@ -333,6 +333,18 @@ def load_site(path: Path) -> SiteConfig:
     return site.model_copy(update=paths)
 
 
+def load_kit_site(path: Path) -> SiteConfig:
+    """Return the settings from the site.yaml of a kit. Raises ConfigError if it is missing or says nothing.
+
+    The file holds the site's policies, so its loss must not leave the site without any. A server could make FLARE delete it:
+    FLARE deletes any folder that a server names as a job's. A full disk may leave it empty.
+    """
+    if not path.is_file() or read_yaml(path) is None:
+        what = "empty" if path.is_file() else "missing"
+        raise ConfigError(f"{path}: {what}; restore it, write your settings, or write `{{}}` to have none", Reason.POLICY)
+    return load_site(path)
+
+
 SIMULATION = "simulation.json"
 """The file in a simulated run's folder that records its sites. Startup kits never have it."""
 

@@ -28,5 +28,12 @@ def test_a_kit_whose_policy_is_gone_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"site\.yaml: missing") as caught:
         job_context.site_config(fl_ctx, "site-1")
     assert caught.value.reason is Reason.POLICY
+    for lost in ("", "\n", "# nothing is left\n"):  # a full disk may leave an empty file
+        (tmp_path / "local" / "site.yaml").write_text(lost)
+        with pytest.raises(ConfigError, match=r"site\.yaml: empty") as caught:
+            job_context.site_config(fl_ctx, "site-1")
+        assert caught.value.reason is Reason.POLICY
+    (tmp_path / "local" / "site.yaml").write_text("{}\n")
+    assert not job_context.site_config(fl_ctx, "site-1").privacy.requires_privacy
     (tmp_path / "local" / "site.yaml").write_text("threads: 1\n")
     assert job_context.site_config(fl_ctx, "site-1").threads == 1

@@ -105,9 +105,9 @@ def test_a_plug_in_changed_after_approval_is_refused(
         check(job, local)
     assert told.value.reason is Reason.APPROVAL
     assert "\n" not in str(told.value)
-    again = CliRunner().invoke(command_line, ["approve", str(job), "--kit", str(local.parent)])
+    again = CliRunner().invoke(command_line, ["approve", str(job), "--kit", str(local.parent), "--yes"])
     assert again.exit_code == 0
-    assert "code of packages" in again.stdout
+    assert NAME in again.stdout
     check(job, local)
 
 

@@ -126,7 +126,7 @@ def test_a_site_that_asks_for_approval_runs_what_was_approved_and_nothing_else(f
     number, sites = _run(federation, job)
     assert sites == ["site-1"]
     command = re.findall(rf"approve \S*{number}\S* --kit {re.escape(str(kit))}", federation.log("site-2"))[0]
-    assert CliRunner().invoke(app, command.split()).exit_code == 0
+    assert CliRunner().invoke(app, [*command.split(), "--yes"]).exit_code == 0
     assert _run(federation, job)[1] == ["site-1", "site-2"]
     (job / "app/config/notes.txt").write_text("another")
     assert _run(federation, job)[1] == ["site-1"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
@@ -63,6 +64,12 @@ def examine_own(kit: Path) -> Iterator[Finding]:
     own = load_certificate(certificate_path(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
     yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
+
+
+def show_root_fingerprint(kit: Path) -> Finding:
+    """Return the SHA-256 of the root's certificate, which `consilium provision` printed at the hub. Raises ConfigError."""
+    root = load_certificate(kit / "startup" / "rootCA.pem")
+    return Finding("root fingerprint", f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)")
 
 
 def examine_servers(kit: Path) -> Finding:

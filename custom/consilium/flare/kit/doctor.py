@@ -21,13 +21,13 @@ from consilium.client.machine_check import (
     examine_versions,
     run_check,
 )
-from consilium.config.site import SiteConfig, load_site
+from consilium.config.site import SiteConfig, load_kit_site, load_site
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import connection_refusals
-from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
+from consilium.flare.kit.certificates import examine_own, examine_servers, server_address, show_root_fingerprint
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import unlocked_keys
@@ -35,6 +35,7 @@ from consilium.flare.kit.kit_contents import (
     LOCKED,
     certificate_path,
     is_key_of,
+    is_open,
     kit_name,
     kit_role,
     load_certificate,
@@ -78,7 +79,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
             yield run_check(
                 "port", lambda: _examine_port(kit, read_settings(kit / "local" / COMM)["internal"]["resources"]["port"])
             )
-        yield run_check("server", lambda: examine_servers(kit))
+        yield _examine_server(kit)
         return
     named = run_check("startup kit", lambda: f"{kit}: {kit_name(kit)}")
     yield named
@@ -109,10 +110,17 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         own = certificate_path(kit).read_text(encoding="utf-8")
         yield run_check("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
         yield from _examine_site(kit)
-        server = run_check("server", lambda: examine_servers(kit))
+        server = _examine_server(kit)
         yield server
-        if server.ok:
+        if server.ok and is_open(kit):
             yield _examine_admission(kit)
+
+
+def _examine_server(kit: Path) -> Finding:
+    """Return the finding of `examine_servers`. A locked kit cannot connect, which the finding about its key reports."""
+    if (kit / LOCKED).is_file() and not is_open(kit):
+        return Finding("server", "not asked", advice="unlock the kit, then run this check again")
+    return run_check("server", lambda: examine_servers(kit))
 
 
 def _examine_state(folder: Path) -> Finding | str:
@@ -218,9 +226,10 @@ def _examine_key(kit: Path) -> Finding | str:
 
 
 def _examine_certificates(kit: Path) -> Iterator[Finding]:
-    """Yield the findings of `examine_own`, or a problem if a file is not a certificate."""
+    """Yield the findings on the kit's certificates, or a problem if a file is not a certificate."""
     try:
         yield from examine_own(kit)
+        yield show_root_fingerprint(kit)
     except ConfigError as error:
         wrong, _, remedy = str(error).partition("; ")
         yield Finding("certificate", wrong, remedy)
@@ -333,7 +342,7 @@ def _examine_rights(authorization: dict[str, Any]) -> Finding | str:
 
 def _examine_site(kit: Path) -> Iterator[Finding]:
     file, site = kit / "local" / "site.yaml", SiteConfig()
-    found = run_check("site.yaml", lambda: _describe_site(load_site(file)))
+    found = run_check("site.yaml", lambda: _describe_site(load_kit_site(file)))
     yield found
     if found.ok:
         site = load_site(file)

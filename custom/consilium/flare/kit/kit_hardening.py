@@ -13,7 +13,7 @@ from nvflare.lighter.utils import load_crt, verify_content
 
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import read_json, write_atomic
-from consilium.flare.kit.kit_contents import LOCKED
+from consilium.flare.kit.kit_contents import LOCKED, kit_role
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"
@@ -30,6 +30,17 @@ UNLOCK = f"""  if [ -f "$DIR/../{LOCKED}" ]; then
   fi
 """
 """Lines for start.sh that ask for the passphrase before the script goes to the background and loses the terminal."""
+CONNECTED = {
+    "site": "It is connected once the log says: Successfully registered client",
+    "server": "To see which sites are connected: consilium sites --kit $KIT",
+}
+"""The line of start.sh that says how a person sees whether a start succeeded, by role. The script itself cannot know it."""
+STARTS = """  KIT="$(dirname "$DIR")"
+  echo "Starting in the background. The log: $KIT/log.txt"
+  echo "{connected}"
+  echo "To find a problem: consilium doctor $KIT"
+  echo "To stop: consilium stop $KIT"
+"""
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 
 
@@ -71,11 +82,20 @@ def leave_callers_folder(startup: Path) -> None:
         path.write_text(safe, encoding="utf-8")  # written in place, so the file keeps its mode
 
 
-def unlock_at_start(startup: Path) -> None:
-    """Change start.sh so that it asks for the passphrase of a locked kit. Call this before startup/ is signed."""
+def complete_start_script(startup: Path) -> None:
+    """Change start.sh so that it asks for the passphrase of a locked kit, and says where the log is.
+
+    Call this before startup/ is signed.
+    """
     path = startup / "start.sh"
-    if path.is_file() and UNLOCK not in (script := path.read_text(encoding="utf-8")):
-        path.write_text(script.replace(BACKGROUND, UNLOCK + BACKGROUND), encoding="utf-8")
+    if not path.is_file():
+        return
+    says = STARTS.format(connected=CONNECTED[kit_role(startup.parent) or "site"])
+    script = path.read_text(encoding="utf-8")
+    for part in (UNLOCK, says):  # kits of earlier versions have the first part only
+        if part not in script:
+            script = script.replace(BACKGROUND, part + BACKGROUND)
+    path.write_text(script, encoding="utf-8")
 
 
 def is_signed(startup: Path) -> bool:

@@ -16,8 +16,9 @@ from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
 from consilium.flare.kit.kit_contents import ROLES, component_paths, kit_name, kit_role, read_settings
-from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings, unlock_at_start
+from consilium.flare.kit.kit_hardening import complete_start_script, is_signed, leave_callers_folder, pin_settings
 from consilium.flare.kit.processes import check_stopped
+from consilium.flare.kit.readme import write_readme
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/site-settings.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
@@ -73,8 +74,11 @@ def apply_local(sites: Path, kit: Path) -> Path:
     """
     check_stopped(kit)
     folder = kit / "local"
-    write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
+    deployment = load_deployment(sites)
+    write_local(folder, find_entry(deployment, kit_name(kit), sites))
     close_to_jobs(kit)
+    write_readme(kit, deployment.name)
+    make_private(kit)
     return folder
 
 
@@ -115,6 +119,11 @@ def missing_components(kit: Path, role: str) -> list[str]:
     return [one["id"] for one in COMPONENTS[role] if one["path"] not in there]
 
 
+def make_private(kit: Path) -> None:
+    """Let only the owner enter a kit. Its keys are private in any case, but FLARE's logs and site.yaml are not."""
+    kit.chmod(0o700)
+
+
 def close_to_jobs(kit: Path) -> None:
     """Protect a kit's processes from settings that a job brings and from Python modules in the caller's folder.
 
@@ -123,7 +132,7 @@ def close_to_jobs(kit: Path) -> None:
     pin_settings(kit)
     if not is_signed(kit / "startup"):
         leave_callers_folder(kit / "startup")
-        unlock_at_start(kit / "startup")
+        complete_start_script(kit / "startup")
 
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:

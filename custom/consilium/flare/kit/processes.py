@@ -16,8 +16,14 @@ from consilium.core.errors import ConfigError, ConsiliumError
 START, MODULES = "sub_start.sh", "nvflare.private.fed.app."
 SHELLS = ("bash", "sh", "dash")
 """Shells that start.sh uses to run the script START. Every other process of a kit runs a module under MODULES."""
-JOBS, MARKS = (".worker_process", ".runner_process"), ("pid.fl", "daemon_pid.fl")
-"""JOBS: endings of the modules that run jobs. MARKS: FLARE's pid files; start.sh refuses to start while their process lives."""
+JOBS, MARKS = (
+    (".worker_process", ".runner_process"),
+    ("pid.fl", "daemon_pid.fl", "shutdown.fl", "restart.fl"),
+)
+"""JOBS: endings of the modules that run jobs. MARKS: FLARE's files in a running kit: pid files and requests.
+
+start.sh refuses to start while the process of a pid file lives. A request that stayed would stop the next start.
+"""
 PATIENCE, ATTEMPTS = 10.0, 5
 """Seconds that processes have to end after a signal, and how often signals are sent, since a process may start another one."""
 
@@ -48,7 +54,8 @@ def _is_kit_path(pid: int, folder: str, kit: Path) -> bool:
 def check_stopped(kit: Path) -> None:
     """Raise ConfigError if a process of the kit runs on this machine."""
     if found := sorted(one.pid for one in processes(kit)):
-        raise ConfigError(f"{kit}: a participant runs from it; stop it first: kill {' '.join(map(str, found))}")
+        pids = ", ".join(map(str, found))
+        raise ConfigError(f"{kit}: a participant runs from it (process {pids}); stop it first: consilium stop {kit}")
 
 
 def start(kit: Path, log: Path, environment: Mapping[str, str], before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
@@ -70,7 +77,7 @@ def start(kit: Path, log: Path, environment: Mapping[str, str], before: Sequence
 
 
 def stop(kits: Sequence[Path], number: int = signal.SIGTERM, jobs_only: bool = False) -> None:
-    """End all processes of `kits`, first by the signal `number`, then by SIGKILL, and delete FLARE's pid files.
+    """End all processes of `kits`, first by the signal `number`, then by SIGKILL, and delete FLARE's MARKS.
 
     `jobs_only`: end only the processes of jobs, and keep the pid files. Raises ConsiliumError if processes do not end.
     """

@@ -21,8 +21,9 @@ from nvflare.lighter.utils import sign_folders
 from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.storage import private_folder, write_atomic
-from consilium.flare.kit.kit_hardening import leave_callers_folder, pin_settings, unlock_at_start
-from consilium.flare.kit.local_folder import find_entry, write_local
+from consilium.flare.kit.kit_hardening import complete_start_script, leave_callers_folder, pin_settings
+from consilium.flare.kit.local_folder import find_entry, make_private, write_local
+from consilium.flare.kit.readme import write_readme
 from consilium.flare.kit.root_ca import add_bridge, former_root
 
 
@@ -50,7 +51,9 @@ class KitBuilder(Builder):
         for participant in project.get_all_participants():
             startup, key = Path(ctx.get_kit_dir(participant)), ctx[CtxKey.ROOT_PRI_KEY]
             leave_callers_folder(startup)
-            unlock_at_start(startup)
+            complete_start_script(startup)
+            write_readme(startup.parent, deployment.name)
+            make_private(startup.parent)
             if former:
                 key = add_bridge(startup, former, participant == project.get_server()) or key
             sign_folders(str(startup), key, signature_file=ProvFileName.SIGNATURE_JSON)

@@ -19,6 +19,7 @@ from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.core.storage import locked, note, refuse_if_unwritable
 from consilium.data.counts import Tally
 from consilium.privacy import disclosure_control, mechanism
+from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_entries import DATA_DEPENDENT_REASONS, AuditTrail, Charges
 from consilium.privacy.guard.masking import Masking
@@ -158,10 +159,17 @@ class Guard:
         ledger.check(self.records, self.ledger)
         if self.replay and self.config.trains:
             ledger.check_name(self.name, self.dataset, self.listed, self.ledger)
-            rounds = range(self.config.training.rounds)
-            places = [(round, phase) for round in rounds for phase in range(self.strategy.traits.phases_of(round))]
-            self.replay.charges.check(self.replay.rows(run, places))
+            self.replay.charges.check(self.planned_rows(run))
         self._admitted = run
+
+    def planned_rows(self, run: str) -> list[Entry]:
+        """Return the ledger rows of all answers of a run, by the site's own name for it; none if nothing is charged."""
+        if self.replay is None or not self.config.trains:
+            return []
+        rounds = range(self.config.training.rounds)
+        return self.replay.rows(
+            run, [(round, phase) for round in rounds for phase in range(self.strategy.traits.phases_of(round))]
+        )
 
     def _mark_answered(self, task: AuthorizedTask, kind: Kind) -> None:
         """Mark the authorized task as answered. Raises RefusedError for any other task, and for a second answer."""

@@ -1,0 +1,88 @@
+"""The command `consilium approve`: a site's administrator reviews a job and records the approval."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from consilium.cli.options import FormatOption, emit
+from consilium.client import approval
+from consilium.config.site import kit_plugins
+from consilium.core.errors import ConfigError, ExitCode
+from consilium.core.lazy import call
+from consilium.core.registry import Plugins
+from consilium.core.sanitize import shown
+
+REVIEW = "consilium.flare.kit.job_review:review"
+
+
+def approve(
+    job: Annotated[
+        Path | None, typer.Argument(help="the job from the researcher, or the path that a refusal in the log names")
+    ] = None,
+    *,
+    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
+    yes: Annotated[bool, typer.Option("--yes", help="approve without the question; needed where there is no terminal")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="list the approved jobs")] = False,
+    revoke: Annotated[str, typer.Option(help="withdraw the approval of the digest that begins with this text")] = "",
+    format: FormatOption = "txt",
+) -> None:
+    """Approve a job at a site with `approve: digest` in its site.yaml.
+
+    Shows what the job would do here, what it would spend of the site's budget, what leaves, and whether the site would refuse
+    it. Then it asks. Nothing is approved before the answer y.
+    """
+    if sum((job is not None, listed, bool(revoke))) != 1:
+        raise ConfigError("JOB, --list, --revoke: give exactly one")
+    local = kit / "local"
+    if job is not None:
+        _review_and_approve(job, kit, yes, format)
+    elif revoke:
+        digest = approval.revoke(revoke, local)
+        emit({"revoked": digest}, f"revoked: {digest}", format)
+    else:
+        found = approval.read_approvals(local)
+        lines = [
+            line
+            for digest, one in found.items()
+            for line in (f"{shown(one.get('job'))}: approved {shown(one.get('time'))} by {shown(one.get('by'))}", f"  {digest}")
+        ]
+        emit(found, lines or "nothing is approved", format)
+
+
+def _review_and_approve(job: Path, kit: Path, yes: bool, format: str) -> None:
+    """Show the review of a job, ask, and record the approval of exactly what was shown."""
+    local, plugins = kit / "local", kit_plugins(kit / "local")
+    with app_of(job, plugins) as app:
+        review = call(REVIEW, app, kit)
+        if format == "txt":
+            emit(None, review.lines(), "txt")
+        asks = format == "txt" and sys.stdin.isatty()
+        if not yes and not asks:
+            raise ConfigError("--yes: there is no terminal to ask at, so nothing is approved; repeat the command with --yes")
+        agreed = yes or typer.confirm("Approve?", default=False)
+        if agreed:
+            approval.approve(app, local, plugins, review.digest)
+        text = f"approved; recorded in {local / approval.FILE}" if agreed else "not approved"
+        emit(review.to_dict() | {"approved": review.digest}, text, "json" if format == "json" else "txt")
+    raise typer.Exit(ExitCode.DONE if agreed else ExitCode.FAILED)
+
+
+@contextmanager
+def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
+    """Yield the folder of a job's app. `job`: a job folder, an app folder, or a job.yaml, which is exported first.
+
+    Raises ConfigError if there is no app, or several.
+    """
+    apps = [path for path in (job, *(job.iterdir() if job.is_dir() else ())) if (path / "config" / "job.yaml").is_file()]
+    if len(apps) > 1:
+        raise ConfigError(f"{job}: holds {len(apps)} apps; give the folder of the one that this site gets")
+    if apps:
+        yield apps[0]
+        return
+    with tempfile.TemporaryDirectory() as place:
+        yield call("consilium.flare.job.recipe:export", job, Path(place), plugins=plugins) / "app"

@@ -1,0 +1,312 @@
+"""The review of a job before its approval at a site: what the job would do there, and whether the site would refuse it.
+
+`consilium approve` shows it. The review asks the site's own guard, with the site's data list and ledger, as a new run of the
+job would. It writes nothing to the ledger and the records.
+"""
+
+import json
+import tempfile
+import textwrap
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.job_def import JobMetaKey
+
+from consilium.client import approval
+from consilium.client.approval import JOB, other_files
+from consilium.client.build import build_guard, shares_scores
+from consilium.config.code_digest import plugins_of
+from consilium.config.job import JobConfig, load_job
+from consilium.config.privacy import BudgetConfig
+from consilium.config.site import SiteConfig, allowed_plugins, load_kit_site, load_site
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
+from consilium.core.messages import Kind
+from consilium.core.sanitize import count_with_noun, shown
+from consilium.core.storage import read_json
+from consilium.federation.job import Job, assemble_job, checkpoint_of
+from consilium.federation.run_folders import STATE
+from consilium.flare.job.job_context import check_federated
+from consilium.flare.kit.kit_contents import kit_name, kit_role, private_key_path, read_settings
+from consilium.privacy.accounting.composition import Entry, epsilon_for
+from consilium.privacy.guard.guard import Guard
+from consilium.privacy.guard.task_schedule import site_run_id
+from consilium.privacy.plan import Plan, make_plan
+from consilium.privacy.secagg.certificates import Identity, read_identity
+from consilium.strategies.strategy import Role
+
+WIDTH, MARGIN = 80, 11
+"""Characters of a line of the review, and of the names at its left."""
+UNSUBMITTED = "not known: this folder was not submitted. The site checks the person when the job comes"
+REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
+"""Sections of a job in the form of the review for programs."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the job would spend at the site. `plan`: None without privacy; `budgets`: per unit with a budget in site.yaml.
+
+    A budget has the keys spent, after, budget (all epsilon) and delta. `after` is infinite if the job bounds no cost for the
+    unit. `dataset`: the name of the data in the ledger, "" if it has none; `generated`: the job generates the data; `samples`:
+    the training samples or patients of the site; `shown_samples`: the number of them that the server is shown.
+    """
+
+    dataset: str
+    generated: bool
+    samples: int
+    shown_samples: int
+    plan: Plan | None
+    budgets: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Review:
+    """The review of a job. `cost`: None if the site's data or ledger cannot be read; `refusal`: "" if the site would run it.
+
+    `submitter`: the person as the server has named them; "" for a folder that did not come from a server.
+    """
+
+    job: Job
+    site: SiteConfig
+    app: Path
+    digest: str
+    submitter: str
+    cost: Cost | None
+    refusal: str
+    approved: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values: the sections of the job that matter, and the review."""
+        config, cost = self.job.config, self.cost
+        found = config.model_dump(mode="json", exclude_none=True)
+        budgets = {} if cost is None else {unit: _finite(values) for unit, values in cost.budgets.items()}
+        return {
+            **{key: found.get(key) for key in REVIEWED},
+            **({"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}),
+            "leaves": _leaves(self.job),
+            "other files": other_files(self.app),
+            "submitter": self.submitter or None,
+            "data set": cost and cost.dataset,
+            "plan": cost and cost.plan and cost.plan.summary(),
+            "budgets": budgets,
+            "refusal": self.refusal or None,
+            "digest": self.digest,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the review for a person. Texts of others are inert. A line has at most WIDTH characters, or one longer word."""
+        before = ""
+        for name, text in self._rows():
+            first = f"{'' if name == before else name:<{MARGIN}}"
+            yield from textwrap.wrap(
+                shown(text, 600),
+                WIDTH,
+                initial_indent=first,
+                subsequent_indent=" " * MARGIN,
+                break_long_words=False,  # so that a path can be copied
+                break_on_hyphens=False,
+            )
+            before = name
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        config = self.job.config
+        yield "job", f"{config.name}: {config.strategy.name}, " + _work(config)
+        yield (
+            "from",
+            self.submitter or "not known: this folder was not submitted. The site checks the person when the job comes",
+        )
+        model = f"{config.model.title.removeprefix('model ')}, {config.model.checkpoint or 'without a checkpoint'}"
+        yield "model", f"{model}; {config.task.name}; adapter {config.adapter.kind}"
+        yield "data", _data(config, self.cost)
+        yield "privacy", _privacy(self.job, self.cost)
+        yield from (("budget", text) for text in _budgets(self.site, self.cost))
+        yield from (("leaves", text) for text in _leaving(self.job, self.site, self.cost))
+        yield from (("code", text) for text in _code(config, self.app))
+        yield "settings", f"all of them: {self.app / JOB}"
+        yield "digest", self.digest
+        if self.approved:
+            yield "approved", f"already, {self.approved.get('time')}, by {self.approved.get('by')}"
+        if self.site.approve is None:
+            yield "note", "site.yaml has no `approve: digest`, so every job runs here without an approval"
+        if self.refusal:
+            yield "REFUSED", f"Even if you approve it, this site would refuse the job now: {self.refusal}"
+
+
+def review(app: Path, kit: Path) -> Review:
+    """Return the review of the job in the folder `app` at the site with this kit. Raises ConfigError if it is no job."""
+    local = kit / "local"
+    if not local.is_dir():
+        raise ConfigError(f"--kit: {kit}: is not a site's startup kit; give the folder that has startup/ and local/")
+    site = load_site(local / "site.yaml") if (local / "site.yaml").is_file() else SiteConfig()
+    config = load_job(app / JOB, plugins=allowed_plugins(site))
+    digest = approval.digest(app, config)
+    job = check_federated(assemble_job(config, app / JOB), app / JOB)
+    name = kit_name(kit) if kit_role(kit) == "site" else kit.resolve().name
+    identity, root, cost, refusal = _identity(config, site, kit, name), site.state or kit / STATE, None, ""
+    with tempfile.TemporaryDirectory(prefix="consilium-approve-") as folder:  # for data that the job has generated
+        try:
+            if kit_role(kit) == "site":
+                load_kit_site(local / "site.yaml")
+            guard = build_guard(job, name, site, Path(folder), root, lambda event: None, identity=identity)
+            run = uuid.uuid4().hex  # a new run, of which the ledger has no rows
+            generated = site.dataset(config.data.dataset, name)[1] is None
+            cost = _cost(guard, site_run_id(name, run, config.digest, ""), generated)
+            _ask_guard(guard, config, run)
+            _check_checkpoint(config, site)
+        except (ConsiliumError, OSError) as error:
+            refusal = " ".join(str(error).split()).removeprefix(f"{name}: ")
+            refusal = refusal.replace("; nothing was sent", "")
+    known = approval.read_approvals(local).get(digest, {})
+    return Review(job, site, app, digest, _submitter(app), cost, refusal, known)
+
+
+def _identity(config: JobConfig, site: SiteConfig, kit: Path, name: str) -> Identity | None:
+    """Return the kit's identity for a job with secure aggregation, else None. Raises ConfigError if the kit is locked."""
+    if config.secure_aggregation is None or kit_role(kit) is None:
+        return None
+    private_key_path(kit)
+    server = str(read_settings(kit / "startup" / "fed_client.json")["servers"][0]["identity"])
+    return read_identity(kit / "startup", name, server, site.secure_aggregation)
+
+
+def _ask_guard(guard: Guard, config: JobConfig, run: str) -> None:
+    """Raise ConsiliumError if the site's guard refuses the first tasks of a new run of the job."""
+    guard.authorize(Kind.HELLO, run)
+    if config.statistics is not None and config.cross_site is None:
+        guard.authorize(Kind.STATISTICS, run)
+    guard.end_task()
+
+
+def _check_checkpoint(config: JobConfig, site: SiteConfig) -> None:
+    """Raise ConfigError if the base model that the job names is not at this site."""
+    path = checkpoint_of(config.model, site)
+    if path is not None and not path.exists():
+        raise ConfigError(f"model.checkpoint: {path}: is not there; ask the researcher for the model", Reason.CHECKPOINT)
+
+
+def _cost(guard: Guard, run: str, generated: bool) -> Cost:
+    """Return what all rounds of a new run would spend at the site. `generated`: the job generates its data."""
+    rows = guard.ledger.entries(guard.dataset)
+    planned = [] if guard.test_only else guard.planned_rows(run)
+    budgets = {str(unit): _budget(str(unit), one, rows, planned) for unit, one in guard.policy.budgets.items()}
+    dataset = "" if generated and guard.policy.dataset is None else guard.dataset
+    return Cost(dataset, generated, guard.num_samples, guard.shown_samples, guard.plan if planned else None, budgets)
+
+
+def _budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[Entry]) -> dict[str, float]:
+    spent = epsilon_for(unit, rows, budget.delta)
+    after = epsilon_for(unit, [*rows, *planned], budget.delta)
+    return {"spent": spent, "after": after, "budget": budget.epsilon, "delta": budget.delta}
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Return numbers for JSON, which has no infinity: None in its place."""
+    return {key: None if value == float("inf") else value for key, value in values.items()}
+
+
+def _submitter(app: Path) -> str:
+    """Return the person who submitted a job that a server has sent; "" for any other folder."""
+    try:
+        meta = read_json(app.resolve().parent / "meta.json")
+        name, org, role = (
+            str(meta.get(key.value) or "")
+            for key in (JobMetaKey.SUBMITTER_NAME, JobMetaKey.SUBMITTER_ORG, JobMetaKey.SUBMITTER_ROLE)
+        )
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return f"{name} ({role} of {org}), as the server says" if name else ""
+
+
+def _work(config: JobConfig) -> str:
+    if config.cross_site is not None:
+        return f"scores the models of run {config.cross_site.run}, no training"
+    if not config.trains:
+        return "statistics only, no training"
+    return f"{count_with_noun(config.training.rounds, 'round')} of training" + (
+        ", statistics first" if config.statistics else ""
+    )
+
+
+def _data(config: JobConfig, cost: Cost | None) -> str:
+    if cost is None:
+        return "not read, see below"
+    samples = count_with_noun(
+        cost.samples, "patient" if config.privacy and config.privacy.unit == "patient" else "training sample"
+    )
+    counted = f"; counted as {cost.dataset}" if cost.dataset else ""
+    return f"generated by the job, {samples}; none of yours{counted}" if cost.generated else f"{cost.dataset}, {samples}"
+
+
+def _privacy(job: Job, cost: Cost | None) -> str:
+    config = job.config
+    if config.privacy is None:
+        return "none: the job asks for no noise"
+    plan = make_plan(config, job.strategy, names=job.initial) if cost is None else cost.plan
+    if plan is None:
+        return f"{config.privacy.unit} level; " + ("its cost depends on your data" if cost is None else "nothing is spent here")
+    spent = f"spends at most epsilon {plan.epsilon():.3g} at delta {plan.config.delta:g} for each {plan.config.unit}"
+    return f"{spent} ({plan.config.adjacency}, trust {plan.config.trust})"
+
+
+def _budgets(site: SiteConfig, cost: Cost | None) -> Iterator[str]:
+    if not site.privacy.budgets:
+        yield "none in site.yaml" + (": jobs may spend any epsilon" if site.privacy.trust is None else "")
+    elif cost is None:
+        yield "not read, see below"
+    for unit, one in cost.budgets.items() if cost else ():
+        spent, after, whole = one["spent"], one["after"], one["budget"]
+        left = f"{max(whole - after, 0):.3g} left" if after <= whole * (1 + 1e-6) else "over the budget"
+        then = "with this job it has no bound" if after == float("inf") else f"{after:.3g} with this job, {left}"
+        if cost is None or cost.plan is None:
+            then = "nothing with this job"
+        of = (cost and cost.dataset) or "the generated data"
+        yield f"each {unit} of {of}: epsilon {spent:.3g} of {whole:g} spent (delta {one['delta']:g}); {then}"
+
+
+def _leaving(job: Job, site: SiteConfig, cost: Cost | None) -> Iterator[str]:
+    config, found = job.config, _leaves(job)
+    if site.test_only:
+        yield "no update: site.yaml says test_only"
+    elif config.trains:
+        private, masked = config.privacy, config.secure_aggregation is not None
+        noise = "without noise" if private is None else f"clipped to {private.clip:g}, with noise"
+        if private is not None and private.trust == "central":
+            noise = f"clipped to {private.clip:g}; the server adds the noise"
+        how = f"{noise}; masked, so that the server learns sums only" if masked else noise
+        yield f"each round: up to {found['numbers a phase']:,} trained numbers in {found['tensors']} tensors, {how}"
+    if config.statistics:
+        least = max(config.statistics.minimum, site.statistics_minimum)
+        yield f"once: counts of your data, none of fewer than {least} patients"
+    if config.cross_site and config.cross_site.personalized and site.share_personalized:
+        yield "this site's own model, to be scored at the other sites (share_personalized)"
+    scores = "scores of the models" if shares_scores(config, site) else "no scores"
+    counted = cost is None or cost.shown_samples == cost.samples
+    yield f"{scores}; {'the' if counted else 'no'} number of samples; versions of packages; if it fails, one word"
+
+
+def _leaves(job: Job) -> dict[str, Any]:
+    """Return how many tensors a site sends in all phases, the most numbers in a phase, and what else the job asks for."""
+    strategy, initial = job.strategy, job.initial
+    rounds = job.config.training.rounds if job.config.trains else 0
+    places = [place for place in strategy.traits.role_schedule() if place[0] < rounds]
+    sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
+    numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
+    found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
+    section = job.config.statistics
+    if (asked := job.config.cross_site) and asked.personalized:
+        found |= {
+            "this site's own model, where site.yaml says share_personalized": sum(one.numel() for one in initial.values())
+        }
+    return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
+
+
+def _code(config: JobConfig, app: Path) -> Iterator[str]:
+    files = other_files(app)
+    if not files and not config.packages:
+        yield "none: the job is configuration only"
+    if files:
+        yield f"UNUSUAL: {count_with_noun(len(files), 'file')} besides the configuration: {json.dumps(files)}"
+    for package, version in config.packages.items():
+        yield f"plug-in {package} {version}, installed here; the digest covers its code"

@@ -1,0 +1,127 @@
+"""`consilium approve`: what a person is shown before the approval, whether the site would refuse the job, and the question."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium.client import approval
+from consilium.config.job import JobConfig, load_job
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.flare.job.recipe import export_job
+from consilium.flare.kit.job_review import Review, review
+from tests.conftest import JOBS, run, small_config
+
+WHO = {"submitter_name": "lead@hub.example", "submitter_org": "hub", "submitter_role": "lead"}
+
+
+def job(rounds: int = 2, **sections: Any) -> JobConfig:
+    return JobConfig.model_validate(small_config("fedit", rounds=rounds).model_dump() | sections)
+
+
+PRIVATE = job(privacy={"unit": "site", "epsilon": 8.0, "clip": 1.0})
+
+
+def received(kit: Path, tmp_path: Path, config: JobConfig) -> Path:
+    """Return the app of a job as FLARE puts it into a site's kit."""
+    app = kit / "0c5d0bd4" / "app_clinic"
+    shutil.rmtree(app.parent, ignore_errors=True)
+    shutil.rmtree(tmp_path / "job", ignore_errors=True)
+    shutil.copytree(export_job(config, tmp_path / "job", ["clinic"]) / "app", app)
+    (app.parent / "meta.json").write_text(json.dumps(WHO))
+    return app
+
+
+def reviewed(kit: Path, tmp_path: Path, config: JobConfig, site: str) -> Review:
+    (kit / "local/site.yaml").write_text(f"{{approve: digest, state: {tmp_path / 'state'}, {site}}}")
+    return review(received(kit, tmp_path, config), kit)
+
+
+@pytest.mark.parametrize(("budget", "refused"), [(8.1, False), (7.9, True)])
+def test_job_is_weighed_against_the_budget(budget: float, refused: bool, kit: Path, tmp_path: Path) -> None:
+    """The job asks for epsilon 8 at the budget's delta; the guard's own rule decides, and nothing is written."""
+    site = f"privacy: {{dataset: ward-7, budgets: {{site: {{epsilon: {budget}}}}}}}"
+    found = reviewed(kit, tmp_path, PRIVATE, site)
+    assert found.cost is not None
+    numbers = found.cost.budgets["site"]
+    assert numbers == {"spent": 0.0, "after": pytest.approx(8.0, rel=1e-3), "budget": budget, "delta": 1e-5}
+    assert bool(found.refusal) is refused
+    assert ("privacy budget" in found.refusal) is refused
+    assert not (tmp_path / "state").exists()
+    shown = "\n".join(found.lines())
+    assert "lead@hub.example" in shown
+    assert "epsilon 8 " in shown
+    assert ("REFUSED" in shown) is refused
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["budgets"]["site"]["after"] == numbers["after"]
+
+
+def test_finer_budget_than_the_job_bounds_is_refused(kit: Path, tmp_path: Path) -> None:
+    site = "privacy: {dataset: ward-7, budgets: {site: {epsilon: 5}}}"
+    record = job(
+        privacy={"unit": "record", "epsilon": 2.0, "clip": 1.0},
+        data={"phantoms": {"kind": "fundus", "training": 8, "validation": 1, "test": 1}},
+    )
+    found = reviewed(kit, tmp_path, record, site)
+    assert "privacy budget" in found.refusal
+    assert found.to_dict()["budgets"]["site"]["after"] is None
+    assert "no bound" in " ".join(found.lines())
+
+
+@pytest.mark.parametrize(
+    ("config", "site", "why"),
+    [
+        (job(), "privacy: {trust: [local]}", "privacy policy"),
+        (job(), "datalist: nowhere.json", "nowhere.json"),
+        (job(data={"dataset": "ward-9"}), "datasets: {}", "'ward-9'"),
+        (job(statistics={"only": True}), "share_statistics: false", "statistics"),
+    ],
+)
+def test_refusal_of_the_site_is_said_before_the_approval(
+    config: JobConfig, site: str, why: str, kit: Path, tmp_path: Path
+) -> None:
+    found = reviewed(kit, tmp_path, config, site)
+    assert why in found.refusal
+    assert "REFUSED" in "\n".join(found.lines())
+
+
+def test_review_fits_80_columns_and_names_the_data_list(kit: Path, tmp_path: Path) -> None:
+    how = {"seed": 0, "training": 5, "validation": 1, "test": 1, "size": 64, "appearance": 0.0, "annotation": 0.0}
+    listed = make_phantoms(tmp_path / "data", "fundus", "clinic", **how)
+    found = reviewed(kit, tmp_path, job(), f"datalist: {listed}")
+    assert found.refusal == ""
+    assert all(len(one) <= 80 or str(tmp_path) in one for one in found.lines())  # a path stays whole, to be copied
+    text = " ".join(" ".join(found.lines()).split())
+    assert f"{listed}, 5 training samples" in text
+    assert "none: the job asks for no noise" in text
+    assert "the number of samples" in text
+    assert "configuration only" in text
+    assert found.digest in text
+
+
+def test_page_shows_what_is_printed(kit: Path, tmp_path: Path) -> None:
+    """All lines of the administrator's page up to the path of job.yaml and the digest, which have no fixed value."""
+    how = {"seed": 0, "training": 8, "validation": 2, "test": 4, "size": 128, "appearance": 0.7, "annotation": 0.7}
+    listed = make_phantoms(tmp_path / "data", "fundus", "clinic", **how)
+    site = f"datalist: {listed}, privacy: {{dataset: ward-7, budgets: {{site: {{epsilon: 10}}}}, trust: [local, central]}}"
+    config = load_job(JOBS / "quickstart_dp", {"training.rounds": 1})
+    found = list(reviewed(kit, tmp_path, config, site).lines())
+    page = (JOBS.parent / "provisioning/administrator.md").read_text()
+    assert "\n".join(found).partition("\nsettings")[0] in page
+
+
+@pytest.mark.parametrize(("answer", "code", "approved"), [("y", 0, 1), ("", 1, 0), ("n", 1, 0)])
+def test_person_is_asked_at_a_terminal(
+    answer: str, code: int, approved: int, kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    app = received(kit, tmp_path, job())
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, f"{answer}\n".encode())
+    with os.fdopen(terminal, encoding="utf-8") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert run(monkeypatch, "approve", app, "--kit", kit) == code
+    os.close(keyboard)
+    assert "Approve? [y/N]" in capsys.readouterr().out
+    assert len(approval.read_approvals(kit / "local")) == approved
