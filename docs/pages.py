@@ -22,7 +22,7 @@ KINDS = {
     "strategies": ("Algorithms", "strategy", ("strategy", "trainer", "traits")),
     "tasks": ("Tasks", "task", ("base", "registry")),
     "models": ("Models", "model", ("registry",)),
-    "adapters": ("Adapters", "adapter", ("registry", "layers")),
+    "adapters": ("Adapters", "adapter", ("registry", "adapter_state")),
 }
 """Pages of the reference by room: title, heading in jobs/fields.md, and what an author of a new kind works with."""
 SHIM = "https://unpkg.com/iframe-worker/shim"

@@ -15,7 +15,7 @@ import torch
 from cryptography.hazmat.primitives import serialization
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import is_base
 from consilium.cli.main import main
 from consilium.client import site_data
@@ -101,8 +101,8 @@ def strategy_of(options: dict[str, Any]) -> Strategy:
 
 def initial(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Return the first values of a model's adapter."""
-    live = {n: t for n, t in layers.tensors(model).items() if not is_base(n)}
-    return {name: layers.start(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
+    live = {n: t for n, t in adapter_state.tensors(model).items() if not is_base(n)}
+    return {name: adapter_state.start(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

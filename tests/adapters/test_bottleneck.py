@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consilium.adapters import bottleneck, layers
+from consilium.adapters import adapter_state, bottleneck
 from consilium.adapters.names import bottleneck_count, bottleneck_position
 from consilium.adapters.registry import ADAPTERS, Decoder
 from consilium.core.errors import ConfigError
@@ -32,14 +32,14 @@ def tiny(decoder: Decoder = "freeze", width: int | None = 4) -> tuple[torch.nn.M
 
 def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
     model, images, before = tiny()
-    layers.load(model, initial(model, 0))
+    adapter_state.load(model, initial(model, 0))
     with torch.no_grad():
         assert torch.equal(model(images), before)
-        for name, parameter in layers.tensors(model).items():
+        for name, parameter in adapter_state.tensors(model).items():
             if name.endswith("up.weight"):
                 parameter.normal_(std=0.1)
         assert not torch.allclose(model(images), before, atol=1e-2)
-        with layers.disabled(model):
+        with adapter_state.disabled(model):
             assert torch.equal(model(images), before)
         assert not torch.allclose(model(images), before, atol=1e-2)
 
@@ -47,17 +47,17 @@ def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
 def test_a_model_without_an_adapter_is_refused_until_it_has_one() -> None:
     model = build_sam("tiny", None, 64, 2)
     with pytest.raises(ConfigError, match="has no adapter; inject one first"):
-        layers.tensors(model)
+        adapter_state.tensors(model)
     bottleneck.inject(model, 4, "freeze")
-    assert layers.tensors(model)
+    assert adapter_state.tensors(model)
 
 
 @pytest.mark.parametrize("place", bottleneck.PLACES)
 def test_every_adapter_acts(place: str) -> None:
     model, images, before = tiny()
-    layers.load(model, initial(model, 0))
+    adapter_state.load(model, initial(model, 0))
     with torch.no_grad():
-        layers.tensors(model)[f"image_encoder.blocks.3.{place}.up.bias"].fill_(0.5)
+        adapter_state.tensors(model)[f"image_encoder.blocks.3.{place}.up.bias"].fill_(0.5)
         assert not torch.allclose(model(images), before, atol=1e-3)
 
 
@@ -77,13 +77,13 @@ def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
     with torch.device("meta"):
         model = build_sam("vit_b", None, 1024, 1, weights=False)
         bottleneck.inject(model, None)
-    names = list(layers.tensors(model))
+    names = list(adapter_state.tensors(model))
     assert bottleneck_count(names) == 36
     assert bottleneck_position("image_encoder.blocks.0.adapter_attention.down.weight") == 0
     assert bottleneck_position("image_encoder.blocks.2.adapter_output.up.bias") == 8
     assert bottleneck_position("image_encoder.blocks.2.attn.qkv.weight") is None
     sizes: dict[int, int] = {}
-    for name, parameter in layers.tensors(model).items():
+    for name, parameter in adapter_state.tensors(model).items():
         where = bottleneck_position(name)
         sizes[where] = sizes.get(where, 0) + parameter.numel()
     assert set(sizes.values()) == {768 * 192 * 2 + 192 + 768}
@@ -93,19 +93,19 @@ def test_only_adapters_train_and_a_decoder_where_it_may() -> None:
     for decoder in DECODERS:
         model, _, _ = tiny(decoder)
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert trained == {n.removeprefix("base.") for n in layers.tensors(model)}
+        assert trained == {n.removeprefix("base.") for n in adapter_state.tensors(model)}
         assert {n for n in trained if "adapter_" not in n} == (decoder_parameters(model) if decoder != "freeze" else set())
 
 
 def test_the_base_is_evaluated_with_its_own_decoder() -> None:
     model, images, before = tiny(decoder="keep")
-    layers.load(model, initial(model, 0) | layers.zero_base_changes(model))
+    adapter_state.load(model, initial(model, 0) | adapter_state.zero_base_changes(model))
     with torch.no_grad():
         assert torch.equal(model(images), before)
-        for parameter in layers.tensors(model).values():
+        for parameter in adapter_state.tensors(model).values():
             parameter.add_(0.01)
         moved = model(images)
-        with layers.disabled(model):
+        with adapter_state.disabled(model):
             assert torch.equal(model(images), before)
         assert torch.equal(model(images), moved)
     assert not torch.equal(moved, before)
@@ -115,15 +115,17 @@ def test_a_change_of_the_base_is_what_was_added_to_its_parameter() -> None:
     model, _, _ = tiny(decoder="share")
     parameter = dict(model.named_parameters())["mask_decoder.iou_token.weight"]
     before, change = parameter.detach().clone(), {"base.mask_decoder.iou_token.weight": torch.full((1, 64), 0.25)}
-    layers.load(model, initial(model, 0) | layers.zero_base_changes(model) | change)
+    adapter_state.load(model, initial(model, 0) | adapter_state.zero_base_changes(model) | change)
     assert torch.equal(parameter, before + 0.25)
-    assert torch.allclose(layers.values(model)["base.mask_decoder.iou_token.weight"], torch.full((1, 64), 0.25), atol=1e-6)
-    assert torch.equal(layers.parameters_of(model, change)["mask_decoder.iou_token.weight"], before + 0.25)
+    assert torch.allclose(
+        adapter_state.values(model)["base.mask_decoder.iou_token.weight"], torch.full((1, 64), 0.25), atol=1e-6
+    )
+    assert torch.equal(adapter_state.parameters_of(model, change)["mask_decoder.iou_token.weight"], before + 0.25)
 
 
 def test_export_holds_every_tensor(tmp_path: Path) -> None:
     model, _, _ = tiny()
-    values = {n: p.detach() for n, p in layers.tensors(model).items()}
+    values = {n: p.detach() for n, p in adapter_state.tensors(model).items()}
     bottleneck.save(tmp_path, values, "sam-tiny")
     saved = load_file(tmp_path / "adapter.safetensors")
     assert all(torch.equal(saved[n], t) for n, t in values.items())

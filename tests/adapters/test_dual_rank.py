@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from consilium.adapters import dual_rank, layers
+from consilium.adapters import adapter_state, dual_rank
 from consilium.adapters.kinds import DUAL_RANK, LORA, DualRankConfig, LoraConfig
 from consilium.core.errors import CheckpointError
 from consilium.models.causal_lm import CAUSAL_LM
@@ -68,13 +68,13 @@ def rounding(model: Net, given: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {n: p for n, p in layers.tensors(model).items() if isinstance(p, nn.Parameter)}
+    return {n: p for n, p in adapter_state.tensors(model).items() if isinstance(p, nn.Parameter)}
 
 
 @pytest.mark.parametrize(("rank", "tail"), [(4, 0), (2, 3), (0, 4), (3, 0), (4, 9)])
 def test_forward_and_gradients_are_those_of_the_formula(rank: int, tail: int) -> None:
     model, given = net(), values(rank, tail)
-    layers.load(model, given)
+    adapter_state.load(model, given)
     x = torch.randn(3, 2, 7, requires_grad=True)
     y = model(x)
     leaves = {n: t.clone().requires_grad_(n.rpartition(".")[2].startswith("lora_")) for n, t in given.items()}
@@ -91,7 +91,7 @@ def test_forward_and_gradients_are_those_of_the_formula(rank: int, tail: int) ->
 @pytest.mark.parametrize("trains", ["lora_A", "lora_B"])
 def test_one_factor_trains_beside_the_other_as_in_the_formula(trains: str) -> None:
     model, given = net(), values(2, 3)
-    layers.load(model, given)
+    adapter_state.load(model, given)
     for name, parameter in trained(model).items():
         parameter.requires_grad_(name.endswith(trains))
     leaves = {n: t.clone().requires_grad_(n.endswith(trains)) for n, t in given.items()}
@@ -106,7 +106,7 @@ def test_one_factor_trains_beside_the_other_as_in_the_formula(trains: str) -> No
 
 def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> None:
     model, given = net(), values(2, 6)
-    layers.load(model, given)
+    adapter_state.load(model, given)
     parameters = trained(model)
     assert sorted(parameters) == [f"{LAYER}.lora_A", f"{LAYER}.lora_B"]
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.1)
@@ -116,7 +116,7 @@ def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> No
         optimizer.zero_grad()
     state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.dim())
     assert state == 2 * 4 * 2 * (7 + 5)  # two moments of 4 bytes for each of r_train (in + out) numbers
-    live = layers.tensors(model)
+    live = adapter_state.tensors(model)
     assert all(torch.equal(live[n], t) for n, t in given.items() if "tail" in n or "gate" in n)
     assert not torch.equal(live[f"{LAYER}.lora_A"], given[f"{LAYER}.lora_A"])
     torch.testing.assert_close(model(torch.ones(1, 7)), dense(model, dict(live), torch.ones(1, 7)))
@@ -125,7 +125,7 @@ def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> No
 def test_what_the_backward_pass_keeps_does_not_grow_with_the_tail() -> None:
     def kept(tail: int) -> int:
         model, sizes = net(into=64, out=64), {}
-        layers.load(model, values(2, tail, into=64, out=64))
+        adapter_state.load(model, values(2, tail, into=64, out=64))
         own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
         def note(tensor: Tensor) -> Tensor:
@@ -145,18 +145,18 @@ def test_ranks_change_with_what_is_loaded_and_one_site_leaves_nothing_to_the_nex
     model, x = net(), torch.randn(2, 7)
     for rank, tail in ((4, 0), (1, 3), (0, 2), (3, 0)):
         given = values(rank, tail)
-        layers.load(model, given)
+        adapter_state.load(model, given)
         fresh = net()
-        layers.load(fresh, given)
-        assert layers.tensors(model).keys() == given.keys()
+        adapter_state.load(fresh, given)
+        assert adapter_state.tensors(model).keys() == given.keys()
         assert torch.equal(model(x), fresh(x))
-    with layers.disabled(model):
+    with adapter_state.disabled(model):
         assert torch.equal(model(x), model.get_submodule(LAYER).base(x))
 
 
 def test_moving_the_model_keeps_prefix_and_tail_in_one_piece() -> None:
     model = net()
-    layers.load(model, values(2, 3))
+    adapter_state.load(model, values(2, 3))
     before = model(torch.ones(1, 7))
     model.double().float()
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_moving_the_model_keeps_prefix_and_tail_in_one_piece() -> None:
 )
 def test_tensors_that_do_not_fit_are_refused(wrong: dict[str, Tensor]) -> None:
     with pytest.raises(CheckpointError, match="do not fit a layer that takes lora_A \\(r, 7\\) and lora_B \\(5, r\\)"):
-        layers.load(net(), values(2, 0) | wrong)
+        adapter_state.load(net(), values(2, 0) | wrong)
 
 
 def test_dropout_is_of_the_prefix_alone_and_of_training_alone() -> None:
@@ -186,18 +186,18 @@ def test_dropout_is_of_the_prefix_alone_and_of_training_alone() -> None:
     dual_rank.inject(model, 4, SCALING, CAUSAL_LM.target("paper"), dropout=1.0)
     for rank, tail in ((2, 3), (2, 0)):
         given = values(rank, tail)
-        layers.load(model, given)
+        adapter_state.load(model, given)
         torch.testing.assert_close(model.eval()(x), dense(model, given, x))
         given[f"{LAYER}.lora_A"] = torch.zeros(rank, 7)
         torch.testing.assert_close(model.train()(x), dense(model, given, x))
     plain = net()
-    layers.load(plain, values(2, 3))
+    adapter_state.load(plain, values(2, 3))
     assert torch.equal(plain.train()(x), plain.eval()(x))
 
 
 def test_a_prefix_under_dropout_has_the_gradients_of_what_passes() -> None:
     model, given, x = net(), values(2, 3), torch.randn(3, 7)
-    layers.load(model, given)
+    adapter_state.load(model, given)
     model.get_submodule(LAYER).dropout.p = 0.5
     torch.manual_seed(1)
     model.train()(x).square().sum().backward()
@@ -219,7 +219,7 @@ def test_a_rank_over_a_layers_size_is_its_size_and_only_factors_are_in_a_state_d
 
 def test_bf16_autocast_computes_in_bf16_and_trains_in_float32() -> None:
     model, given = net(), values(2, 3)
-    layers.load(model, given)
+    adapter_state.load(model, given)
     with torch.autocast("cpu", torch.bfloat16):
         y = model(torch.ones(3, 7))
     assert y.dtype is torch.bfloat16
@@ -233,7 +233,7 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
     config = DualRankConfig(kind="dual_rank", rank=8, scaling=SCALING)
     DUAL_RANK.inject(model, config, CAUSAL_LM)
     generator, state = torch.Generator().manual_seed(0), {}
-    for index, (name, tensor) in enumerate(layers.tensors(model).items()):
+    for index, (name, tensor) in enumerate(adapter_state.tensors(model).items()):
         layer = name.rpartition(".")[0]
         rank, tail = divmod(hash_of(layer), 3)
         out, into = (len(tensor), None) if name.endswith("B") else (None, tensor.shape[1])
@@ -243,9 +243,9 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
                 state[f"{layer}.{part}_{name[-1]}"] = 0.1 * torch.randn(shape, generator=generator)
         if tail:
             state[f"{layer}.gate"] = torch.tensor([0.5 + index / 100])
-    layers.load(model, state)
+    adapter_state.load(model, state)
     assert any(len(t) == 0 for n, t in state.items() if n.endswith("lora_A"))
-    DUAL_RANK.export(tmp_path, {n: t.detach() for n, t in layers.tensors(model).items()}, config, CAUSAL_LM, "tiny")
+    DUAL_RANK.export(tmp_path, {n: t.detach() for n, t in adapter_state.tensors(model).items()}, config, CAUSAL_LM, "tiny")
     loaded = peft.PeftModel.from_pretrained(build_causal_lm("tiny", None), tmp_path)
     ours, theirs = model.double()(ids).logits, loaded.double()(ids).logits  # but for norms, and for tail times gate
     torch.testing.assert_close(theirs.float(), ours.float())

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import LORA
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
@@ -33,8 +33,8 @@ def tiny(targets: str, rank: int = 3, alpha: float = 6.0) -> nn.Module:
 
 def randomize(model: nn.Module) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    values = {n: 0.2 * torch.randn(p.shape, generator=generator) for n, p in layers.tensors(model).items()}
-    layers.load(model, values)
+    values = {n: 0.2 * torch.randn(p.shape, generator=generator) for n, p in adapter_state.tensors(model).items()}
+    adapter_state.load(model, values)
     return values
 
 
@@ -43,7 +43,7 @@ def test_vit_b_paper_targets_have_the_papers_count(rank: int, trainable: int) ->
     with torch.device("meta"):
         model = build_sam("vit_b", None, 1024, 2, weights=False)
         lora.inject(model, rank, rank, SAM.target("paper"))
-    assert sum(p.numel() for p in layers.tensors(model).values()) == trainable
+    assert sum(p.numel() for p in adapter_state.tensors(model).values()) == trainable
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if "lora_" in n
     }
@@ -58,7 +58,7 @@ def test_initial_values_are_seeded_per_tensor_and_change_nothing() -> None:
     a = start["image_encoder.blocks.0.attn.qkv.lora_A"]
     assert a.abs().max() <= bound
     assert a.std() == pytest.approx(bound / 3**0.5, rel=0.1)
-    layers.load(model, start)
+    adapter_state.load(model, start)
     assert torch.equal(model(images), build_sam("tiny", None, 64, 2)(images))
 
 
@@ -102,11 +102,11 @@ def test_target_sets_of_both_towers() -> None:
     for targets in ("paper", "qv", "all-linear"):
         model = small_clip()
         lora.inject(model, 2, 2, CLIP.target(targets))
-        counts[targets] = len({n.rpartition(".")[0] for n in layers.tensors(model) if "lora_A" in n})
+        counts[targets] = len({n.rpartition(".")[0] for n in adapter_state.tensors(model) if "lora_A" in n})
         with torch.device("meta"):
             theirs = build_clip("clip", None, 224, 5, weights=False)
             lora.inject(theirs, 2, 2, CLIP.target(targets))
-        assert len([n for n in layers.tensors(theirs) if "lora_A" in n]) == 3 * counts[targets]
+        assert len([n for n in adapter_state.tensors(theirs) if "lora_A" in n]) == 3 * counts[targets]
     assert counts == {"paper": 12, "qv": 8, "all-linear": 24}
 
 
@@ -119,14 +119,14 @@ def test_the_head_is_trained_starts_at_zero_and_is_chance_when_disabled() -> Non
     assert start["vision_model.layers.0.attention.q_proj.lora_A"].any()
     randomize(model)
     adapted = model(images)
-    with layers.disabled(model):
+    with adapter_state.disabled(model):
         assert not model(images).any()
     assert torch.equal(model(images), adapted)
 
 
 def test_qv_leaves_k_alone() -> None:
     model = tiny("qv")
-    adapted = {n.rpartition(".")[0] for n in layers.tensors(model)}
+    adapted = {n.rpartition(".")[0] for n in adapter_state.tensors(model)}
     assert {f"image_encoder.blocks.0.attn.qkv.{s}" for s in "qv"} <= adapted
     assert not [n for n in adapted if n.endswith((".k", "k_proj", "out_proj"))]
 
@@ -138,7 +138,7 @@ def test_a_layer_whose_name_ends_like_an_adapted_ones_is_left_alone() -> None:
         setattr(model, name, nn.Module() if name in ("deep", "a") else nn.Linear(4, 4))
     model.deep.proj, model.a.b = nn.Linear(4, 4), nn.Linear(4, 4)
     lora.inject(model, 2, 2, TargetSet(r"proj|a\.b"))
-    assert {name.rpartition(".")[0] for name in layers.tensors(model)} == {"proj", "a.b"}
+    assert {name.rpartition(".")[0] for name in adapter_state.tensors(model)} == {"proj", "a.b"}
     assert not any(isinstance(module, nn.Dropout) for module in model.modules())
 
 
@@ -152,9 +152,9 @@ def test_errors_name_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     values = initial(model, 0)
     name = next(iter(values))
     with pytest.raises(CheckpointError, match=r"shape \(1, 1\)"):
-        layers.load(model, values | {name: torch.zeros(1, 1)})
+        adapter_state.load(model, values | {name: torch.zeros(1, 1)})
     with pytest.raises(CheckpointError, match="not in both"):
-        layers.load(model, {n: t for n, t in values.items() if n != name})
+        adapter_state.load(model, {n: t for n, t in values.items() if n != name})
 
 
 def job(strategy: str = "fedit", **adapter: object) -> JobConfig:
@@ -174,7 +174,7 @@ def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank(tmp_path: Path) ->
     own = peft.LoraConfig(r=4, lora_alpha=6.0, use_rslora=True, target_modules=r"image_encoder\.blocks\.\d+\.attn\.qkv")
     layer = peft.inject_adapter_in_model(own, build_sam("tiny", None, 64, 1)).image_encoder.blocks[0].attn.qkv
     assert layer.scaling["default"] == model.image_encoder.blocks[0].attn.qkv.scaling["default"] == 3.0
-    LORA.export(tmp_path, layers.values(model), config, SAM, "sam")
+    LORA.export(tmp_path, adapter_state.values(model), config, SAM, "sam")
     assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json"}
     assert not (tmp_path / "decoder.safetensors").exists()
     tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path)
@@ -187,7 +187,7 @@ def test_a_decoder_beside_lora_trains_whole_is_exported_apart_and_is_not_adapted
     config = job(targets="encoder-qkv", decoder="share").adapter
     model = build_sam("tiny", None, 64, 1)
     LORA.inject(model, config, SAM)
-    values = layers.values(model)
+    values = adapter_state.values(model)
     LORA.export(tmp_path, values, config, SAM, "sam")
     assert load_file(tmp_path / "decoder.safetensors").keys() == {n for n in values if n.startswith("base.mask_decoder.")}
     assert not any("mask_decoder" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
@@ -217,18 +217,18 @@ def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_pa
     LORA.inject(model, config, SAM)
     with torch.device("meta"):
         shapes = LORA.shapes(build_sam("tiny", None, 64, 1, weights=False), config, SAM)
-    assert {name: tuple(tensor.shape) for name, tensor in layers.tensors(model).items()} == dict(shapes)
-    layers.load(model, initial(model, seed=1) | layers.zero_base_changes(model))
+    assert {name: tuple(tensor.shape) for name, tensor in adapter_state.tensors(model).items()} == dict(shapes)
+    adapter_state.load(model, initial(model, seed=1) | adapter_state.zero_base_changes(model))
     base = build_sam("tiny", None, 64, 1)
     torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
     randomize(model)
-    wanted, values = model(images), layers.values(model)
+    wanted, values = model(images), adapter_state.values(model)
     weight = base.image_encoder.blocks[0].attn.qkv.weight
     name = "image_encoder.blocks.0.attn.qkv"
     direction = weight + values[f"{name}.lora_B"] @ values[f"{name}.lora_A"]  # alpha is the rank
     length = weight.norm(dim=1) + values[f"base.{name}.lora_magnitude_vector.default.weight"]
     merged = length[:, None] * direction / direction.norm(dim=1, keepdim=True)  # DoRA, Eq. 5
-    with layers.disabled(model):
+    with adapter_state.disabled(model):
         torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
     LORA.export(tmp_path / "site", with_parameters(model, values), config, SAM, "sam")
     tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path / "site")

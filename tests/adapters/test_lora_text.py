@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
@@ -28,7 +28,7 @@ def test_target_sets_by_family(targets: str, family: str) -> None:
     with torch.device("meta"):
         model = build_causal_lm("folder", None, small_shape(family).to_dict(), weights=False)
         lora.inject(model, 2, 4, CAUSAL_LM.target(targets))
-    found = {name.rpartition(".")[0] for name in layers.tensors(model)}
+    found = {name.rpartition(".")[0] for name in adapter_state.tensors(model)}
     assert found == {f"model.layers.{i}.{part}" for i in range(2) for part in SETS[targets]}
 
 
@@ -45,13 +45,13 @@ def test_plain_peft_loads_the_export_onto_the_base(targets: str, family: str, tm
     model = build_causal_lm("folder", folder)
     lora.inject(model, 2, 4, CAUSAL_LM.target(targets))
     generator = torch.Generator().manual_seed(1)
-    values = {n: torch.randn(p.shape, generator=generator) for n, p in layers.tensors(model).items()}
-    layers.load(model, values)
+    values = {n: torch.randn(p.shape, generator=generator) for n, p in adapter_state.tensors(model).items()}
+    adapter_state.load(model, values)
     lora.save_peft(tmp_path / "adapter", values, 2, 4, "base", CAUSAL_LM.targets.get(targets))
     base = build_causal_lm("folder", folder)
     before = base(ids).logits
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(loaded.double()(ids).logits, model.double()(ids).logits)  # the order of sums does not show
     model.float()
-    with layers.disabled(model):
+    with adapter_state.disabled(model):
         torch.testing.assert_close(model(ids).logits, before)

@@ -17,7 +17,7 @@ import torch
 from nvflare.fuel.utils import fobs
 from torch import nn
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.core.linalg.simplex import mixture_weights
@@ -29,7 +29,7 @@ from consilium.flare.job.simulator import Simulator
 from consilium.models.sam import SAM
 from consilium.models.sam.attention import FusedImageAttention, use_fused
 from consilium.models.sam.network import build_sam
-from consilium.privacy.distributed_noise import discrete_gaussian
+from consilium.privacy.discrete_gaussian import discrete_gaussian
 from consilium.privacy.mechanism import geometry, privatize
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.run_files import payload_bytes
@@ -58,7 +58,7 @@ def median_ratio(first: Callable[[], object], second: Callable[[], object], pair
 
 
 def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], None]:
-    params = layers.tensors(model)
+    params = adapter_state.tensors(model)
     anchors, memory = {n: p.detach() + 0.01 for n, p in params.items()}, {}
     optimizer = torch.optim.Adam(params.values())
 
@@ -229,7 +229,7 @@ def simplex() -> None:
 def guard() -> None:
     """Print what the guard adds to a step: clip and noise of a whole vit_b update over one forward and backward pass."""
     model = _random_sam("vit_b", 512)
-    params = {n: p.detach().clone() for n, p in layers.tensors(model).items()}
+    params = {n: p.detach().clone() for n, p in adapter_state.tensors(model).items()}
     update = {n: torch.randn_like(p) for n, p in params.items() if n.endswith("lora_B")}
     step = _step(model, torch.rand(1, 3, 512, 512) * 255, FedIAT(sor_weight=0.0))
 

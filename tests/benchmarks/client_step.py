@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from consilium.adapters import dual_rank, layers
+from consilium.adapters import adapter_state, dual_rank
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.strategies.heterogeneous_ranks.layer_factors import prefix_and_tail
@@ -58,7 +58,7 @@ class Way:
 
     def held(self) -> dict[str, int]:
         """Return bytes between steps: weights, adapter, gradients (while there are any) and optimizer."""
-        tensors = layers.tensors(self.model)
+        tensors = adapter_state.tensors(self.model)
         trained = sum(_bytes(t) for t in tensors.values() if isinstance(t, nn.Parameter))
         own = {id(t) for t in tensors.values()}
         moments = sum(_bytes(v) for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
@@ -87,11 +87,11 @@ def way(rank: int, total: int) -> Way:
     model = build_causal_lm("folder", None, SHAPE, weights=False)
     dual_rank.inject(model, rank, 2.0, CAUSAL_LM.target("qkv"))
     values: dict[str, Tensor] = {}
-    for name in [n.removesuffix(".lora_A") for n in layers.tensors(model) if n.endswith(".lora_A")]:
+    for name in [n.removesuffix(".lora_A") for n in adapter_state.tensors(model) if n.endswith(".lora_A")]:
         product = (torch.randn(SHAPE["hidden_size"], total) / 1000, torch.randn(total, SHAPE["hidden_size"]) / 32)
         values |= prefix_and_tail(name, product, rank, 0.5)
-    layers.load(model, values)
-    trained = [t for t in layers.tensors(model).values() if isinstance(t, nn.Parameter)]
+    adapter_state.load(model, values)
+    trained = [t for t in adapter_state.tensors(model).values() if isinstance(t, nn.Parameter)]
     return Way(rank, total, model.train(), torch.optim.AdamW(trained, lr=1e-4))
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.evaluator import speed_up
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig, load_job
@@ -201,8 +201,8 @@ def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> li
 def _loaded(job: Job, site: SiteConfig) -> tuple[nn.Module, dict[str, Tensor]]:
     model = build_model(job.config, site)
     if not job.config.adapter_kind.unequal_ranks:
-        layers.load(model, job.initial)
-    return model, layers.tensors(model)
+        adapter_state.load(model, job.initial)
+    return model, adapter_state.tensors(model)
 
 
 def _batches(task: Task, config: JobConfig, steps: int) -> list[Batch]:

@@ -40,7 +40,7 @@ from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
 
 from consilium.config.job import TrainingConfig
-from consilium.data import images, sample_check
+from consilium.data import check_samples, images
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.disk_cache import open_store
 from consilium.data.loading import Loading
@@ -265,7 +265,7 @@ def look(data: DataList, name: str, loading: Loading) -> None:
     """Print how long the look before training takes."""
     store, listed = open_store(loading.folder, loading.most), replace(data, loading=loading)
     clock, spent = timed(
-        lambda: list(sample_check.find_errors(listed, lambda i: sample_check.check_sample(i, CLASSES), "", store))
+        lambda: list(check_samples.find_errors(listed, lambda i: check_samples.check_sample(i, CLASSES), "", store))
     )
     print(f"the look before training, {name}: {clock:.1f} s, {spent:.1f} s of processor time")
 

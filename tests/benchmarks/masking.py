@@ -26,7 +26,7 @@ from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.lora import inject
 from consilium.config.job import JobConfig
 from consilium.config.privacy import SitePartnersConfig
@@ -34,7 +34,7 @@ from consilium.core.messages import Payload
 from consilium.flare.job.recipe import export
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
-from consilium.privacy.distributed_noise import add_share, share_deviation
+from consilium.privacy.discrete_gaussian import add_share, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import Layout, quantize
 from consilium.privacy.secagg.client import Party
@@ -112,7 +112,7 @@ class ViTB:
         self.model = build_clip("biomedclip", None, None, 5, weights=False)
         inject(self.model, 8, 8.0, CLIP.target("all-linear"))
         self.model.train()
-        trained = [tensor for tensor in layers.tensors(self.model).values() if isinstance(tensor, nn.Parameter)]
+        trained = [tensor for tensor in adapter_state.tensors(self.model).values() if isinstance(tensor, nn.Parameter)]
         self.optimizer, self.times = torch.optim.AdamW(trained, lr=1e-4), list[float]()
         self.images, self.labels = torch.rand(8, 3, 224, 224) * 255, torch.arange(8) % 5
 
@@ -195,8 +195,8 @@ def private_steps(repeats: int, numbers: int) -> None:
     They are timed in turns on the same ViT-B, all threads of the process; with them the bare passes, one picture at a time.
     """
     vit, dp = ViTB(), DpSgd(1.0, 1.0, 0.5)
-    trained = leading({n: t for n, t in layers.tensors(vit.model).items() if isinstance(t, nn.Parameter)}, numbers)
-    for name, parameter in layers.tensors(vit.model).items():
+    trained = leading({n: t for n, t in adapter_state.tensors(vit.model).items() if isinstance(t, nn.Parameter)}, numbers)
+    for name, parameter in adapter_state.tensors(vit.model).items():
         parameter.requires_grad_(name in trained)
     numbers = sum(tensor.numel() for tensor in trained.values())
     times = dict[str, list[float]]()

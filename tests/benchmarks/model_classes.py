@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.adapters.names import linear_layers
 from consilium.models.registry import MODELS
 from consilium.tasks.registry import TASKS
@@ -97,9 +97,9 @@ def _promptable(made: Made, images: Tensor) -> Case:
 
 def _speaking(made: Made, images: Tensor) -> Case:
     model = _built("vision_language", made, {"name": "report"})
-    from consilium.models.vision_language.image_inputs import picture_of
+    from consilium.models.vision_language.image_inputs import picture_tokens
 
-    shown = picture_of(model.config, SIDE).ids
+    shown = picture_tokens(model.config, SIDE).ids
     ids = torch.tensor([[*shown, *range(10, 30)]]).expand(len(images), -1)
     given = model.see(ids, torch.ones_like(ids), images, torch.zeros_like(ids).bool())
 
@@ -130,7 +130,7 @@ def row(name: str, kind: str, sizes: dict[str, Any], case_of: Callable[[Made, Te
     case.model.eval()
     with torch.no_grad():
         ours = case.ours(case.model)
-        lora.save_peft(folder / "adapter", layers.values(case.model), RANK, ALPHA, name, base.target("all-linear"), True)
+        lora.save_peft(folder / "adapter", adapter_state.values(case.model), RANK, ALPHA, name, base.target("all-linear"), True)
         tuned = peft.PeftModel.from_pretrained(made.model, folder / "adapter").eval()
         through = case.plain(tuned)
         lora.merge(case.model)
@@ -145,8 +145,8 @@ def row(name: str, kind: str, sizes: dict[str, Any], case_of: Callable[[Made, Te
 def _train(case: Case, first: Tensor) -> list[float]:
     """Take ten steps towards logits that are other than the base's; return each step's mean squared error."""
     goal = first + torch.randn(first.shape, generator=torch.Generator().manual_seed(2)) * first.std()
-    trained = [tensor for tensor in layers.tensors(case.model).values() if isinstance(tensor, nn.Parameter)]
-    for name, tensor in layers.tensors(case.model).items():
+    trained = [tensor for tensor in adapter_state.tensors(case.model).values() if isinstance(tensor, nn.Parameter)]
+    for name, tensor in adapter_state.tensors(case.model).items():
         if name.endswith("lora_A"):
             nn.init.kaiming_uniform_(tensor, a=5**0.5)
     optimizer, losses = torch.optim.Adam(trained, lr=0.02), []

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.evaluator import remember_embeddings
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig, TrainingConfig
@@ -69,7 +69,7 @@ def embeddings(folder: Path) -> tuple[Step, Step]:
     known, plain = (build_task(config, site_data(config, "site-1", site, folder), site) for _ in range(2))
     remember_embeddings(config, model, known)
     batch = plain.batch([0, 1, 2, 3], 0)
-    assert all(tensor.requires_grad for tensor in layers.tensors(model).values())
+    assert all(tensor.requires_grad for tensor in adapter_state.tensors(model).values())
     return lambda: known.loss(model, batch).backward(), lambda: plain.loss(model, batch).backward()
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import volumes
+from consilium.data.check_samples import FileWatch
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.sample_check import FileWatch
 from tests.data import dicoms
 
 BOTH = ("training", "validation")

@@ -11,10 +11,10 @@ from nibabel.processing import resample_from_to
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
+from consilium.data.check_samples import check_samples
 from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.images import read_image, read_labels, read_sample
-from consilium.data.sample_check import check_samples
 from consilium.data.settings import Axis, PictureSettings
 from consilium.data.slices import expand
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.data.check_samples import check_sample
 from consilium.data.datalist import SCORED, Item, draw_crop
 from consilium.data.images import read_sample, resize_labels
-from consilium.data.sample_check import check_sample
 from consilium.data.settings import PictureSettings
 from consilium.federation.job import assemble_job
 from consilium.report.results_table import results_table

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.build import build_guard, build_site
 from consilium.client.site_data import site_data, watch_files
 from consilium.config.job import JobConfig
@@ -231,8 +231,8 @@ def _sgd(job: JobConfig) -> Any:
 
 
 def _params(made: Any) -> dict[str, torch.Tensor]:
-    layers.load(made.context.model, assemble_job(config()).initial)
-    return layers.tensors(made.context.model)
+    adapter_state.load(made.context.model, assemble_job(config()).initial)
+    return adapter_state.tensors(made.context.model)
 
 
 # the cache in a run ---------------------------------------------------------------------------------------------------

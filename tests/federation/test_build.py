@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import is_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -30,7 +30,7 @@ def job(model: str, adapter: dict[str, Any], strategy: str = "fedit") -> Job:
 def test_the_server_lays_out_what_a_site_injects(model: str, adapter: dict[str, Any], targets: str) -> None:
     """Names, shapes and order, which the server finds without PEFT, are those of the site's model."""
     made = job(model, adapter | {"targets": targets})
-    live = layers.tensors(build_model(made.config, SiteConfig()))
+    live = adapter_state.tensors(build_model(made.config, SiteConfig()))
     assert [(n, t.shape) for n, t in made.initial.items()] == [(n, t.shape) for n, t in live.items()]
 
 
@@ -59,7 +59,7 @@ ENCODER = LORA | {"targets": "encoder-qkv"}
 def test_what_trains_of_the_base_too(adapter: dict[str, Any], strategy: str) -> None:
     """Its changes start at 0, and travel where the strategy shares them."""
     made = job("sam", adapter, strategy)
-    live = layers.tensors(build_model(made.config, SiteConfig()))
+    live = adapter_state.tensors(build_model(made.config, SiteConfig()))
     assert [(n, t.shape) for n, t in made.initial.items()] == [(n, t.shape) for n, t in live.items()]
     base = [n for n in made.initial if is_base(n)]
     assert bool(base) == (adapter.get("decoder", "freeze") != "freeze" or adapter["kind"] == "full")

@@ -11,14 +11,14 @@ import torch
 from peft.utils.integrations import dequantize_module_weight
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client import machine_check
 from consilium.client.finding import Finding
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.estimates import memory
-from consilium.estimates.memory import StepMemory, memory_of, pack, remedies
+from consilium.estimates.memory import StepMemory, memory_of, remedies, replace_by_quantized_stand_ins
 from consilium.federation.job import assemble_job, build_model, kinds_of
 from consilium.models.low_precision import frozen_linear
 from consilium.report.private_logging import OF_DATA
@@ -53,7 +53,7 @@ def _profiled(config: JobConfig) -> int:
 def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
     config = _job(kind, 8)
     found = memory_of(assemble_job(config))
-    gradients = 4 * sum(t.numel() for t in layers.tensors(build_model(config, SiteConfig())).values())
+    gradients = 4 * sum(t.numel() for t in adapter_state.tensors(build_model(config, SiteConfig())).values())
     assert found.activations + gradients == pytest.approx(_profiled(config), rel=0.1)
 
 
@@ -72,7 +72,7 @@ def test_the_prediction_of_a_mixture_of_experts_is_within_a_tenth_of_a_real_step
     raw = _job("causal_lm", 4, variant="folder", checkpoint=str(tmp_path), config=found).model_dump()
     raw |= {"adapter": {"kind": kind}, "training": raw["training"] | {"gradient_checkpointing": checkpointed}}
     config = JobConfig.model_validate(raw)
-    gradients = 4 * sum(t.numel() for t in layers.tensors(build_model(config, SiteConfig())).values())
+    gradients = 4 * sum(t.numel() for t in adapter_state.tensors(build_model(config, SiteConfig())).values())
     assert memory_of(assemble_job(config)).activations + gradients == pytest.approx(_profiled(config), rel=0.1)
 
 
@@ -121,7 +121,7 @@ def test_the_parts_are_what_they_are_called() -> None:
     """Of the model's own numbers: 4 bytes each of the base, 4 times 4 of each that trains under Adam."""
     config = _job("clip", 1)
     model = build_model(config, SiteConfig())
-    own = sum(t.numel() for t in layers.tensors(model).values())
+    own = sum(t.numel() for t in adapter_state.tensors(model).values())
     whole = sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
     found = memory_of(assemble_job(config))
     assert found.trained == 16 * own
@@ -143,7 +143,7 @@ def test_a_quantized_base_takes_what_its_definition_says(dtype: str, bits: float
     """Layers of 128 x 128 and 128 x 512: 4 bits and 32 for every 64 numbers, or 8 and 32 a row of 128 (256 in the MLP)."""
     whole, packed = (memory_of(assemble_job(_job("causal_lm", 1, dtype=kind))) for kind in ("fp32", dtype))
     model = build_model(_job("causal_lm", 1), SiteConfig())
-    numbers = sum(p.numel() for p in (m.weight for m in frozen_linear(model, layers.tensors(model).values())))
+    numbers = sum(p.numel() for p in (m.weight for m in frozen_linear(model, adapter_state.tensors(model).values())))
     assert whole.base - packed.base == pytest.approx(numbers * (32 - bits) / 8, rel=0.01)
     assert packed.trained == whole.trained
 
@@ -151,7 +151,7 @@ def test_a_quantized_base_takes_what_its_definition_says(dtype: str, bits: float
 def test_dora_finds_the_whole_weight_of_a_packed_layer() -> None:
     """By PEFT's own function: the rows' lengths are those of W + B A, so W is made anew in float32."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 32))
-    pack(model, "nf4", [])
+    replace_by_quantized_stand_ins(model, "nf4", [])
     whole = dequantize_module_weight(model[0])
     assert (whole.shape, whole.dtype) == ((32, 64), torch.float32)
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from consilium.adapters import dual_rank, layers
+from consilium.adapters import adapter_state, dual_rank
 from consilium.adapters.kinds import DualRankConfig
 from consilium.client import capacity_probe
 from consilium.client.build import build_site
@@ -48,7 +48,7 @@ def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:
 
 
 def test_download_bytes_are_four_for_each_number_of_a_rank(model: torch.nn.Module) -> None:
-    each = 4 * sum(map(sum, shapes(layers.tensors(model)).values()))
+    each = 4 * sum(map(sum, shapes(adapter_state.tensors(model)).values()))
     assert measured(model, download_bytes=5.5 * each) == {"download": pytest.approx(5.5)}
     assert measured(model, download_bytes=each) == {"download": 1}
     with pytest.raises(ConfigError, match=rf"capacity\.download_bytes: .*: one rank takes {each:g}; raise it"):
@@ -60,7 +60,7 @@ def test_memory_is_counted_so_it_is_the_same_every_time_and_grows_by_the_rank(mo
     found = measured(model, memory_bytes=most)["memory"]
     assert 1 < found < 16
     assert measured(model, memory_bytes=most) == {"memory": found}
-    numbers = sum(map(sum, shapes(layers.tensors(model)).values()))
+    numbers = sum(map(sum, shapes(adapter_state.tensors(model)).values()))
     more = measured(model, memory_bytes=most + 2 * 4 * 3 * numbers)["memory"]
     assert 1.5 < more - found < 2  # two ranks' numbers and moments pay for less than two with what forward keeps
     assert not model.training
@@ -73,7 +73,7 @@ def test_what_takes_less_memory_is_measured_as_less(lower: bool, model: torch.nn
         with pytest.raises(ConfigError, match=r"capacity\.memory_bytes: .*; raise it"):
             measured(model, memory_bytes=2.1e6)
         if lower:
-            store(model, "bf16", layers.tensors(model).values())
+            store(model, "bf16", adapter_state.tensors(model).values())
         else:
             cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
         assert measured(model, memory_bytes=2.1e6)["memory"] > 2

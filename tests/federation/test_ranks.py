@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.client.ddp import JointTask, Ranks, build_ranks, training_only
@@ -231,12 +231,12 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     """The other rank is a thread with a model of its own, whose values come by the pipe and by rank 0's broadcast."""
     main, other = (build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context for _ in range(2))
     generator = torch.Generator().manual_seed(0)
-    values = {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in layers.values(main.model).items()}
+    values = {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in adapter_state.values(main.model).items()}
     main.load(values)
     trained = {name for name in values if name.endswith("lora_B")}
-    for name, one in layers.tensors(main.model).items():
+    for name, one in adapter_state.tensors(main.model).items():
         one.requires_grad_(name in trained)
-        layers.tensors(other.model)[name].requires_grad_(name not in trained)
+        adapter_state.tensors(other.model)[name].requires_grad_(name not in trained)
     batch, live = main.task.batch([0, 1, 2], 0), select_tensors(main.model, trained)
     expected = main.task.loss(main.model, batch)
     gradients = torch.autograd.grad(expected, live)
@@ -263,8 +263,8 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
             assert found.item() == pytest.approx(expected.item(), rel=1e-5)
             for one, whole in zip(torch.autograd.grad(2 * found, live), gradients, strict=True):
                 assert torch.allclose(one, 2 * whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
-    there = layers.tensors(other.model)
-    assert all(torch.equal(there[name], layers.tensors(main.model)[name]) for name in values)
+    there = adapter_state.tensors(other.model)
+    assert all(torch.equal(there[name], adapter_state.tensors(main.model)[name]) for name in values)
     assert {name for name, one in there.items() if one.requires_grad} == trained
     assert joint.num_samples == 5
     own.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.build import build_site
 from consilium.client.ddp import build_ranks
 from consilium.config.job import JobConfig
@@ -18,7 +18,7 @@ from consilium.data.datalist import DataList
 from consilium.estimates.memory import memory_of
 from consilium.federation.job import build_meta_model
 from consilium.training import sharding
-from consilium.training.sharding import backend, spared_bytes, stacks, unsharded_parameters
+from consilium.training.sharding import backend, named_blocks, spared_bytes, unsharded_parameters
 from tests.conftest import assembled, run, small_cells, small_config, small_text
 
 
@@ -33,12 +33,12 @@ class Model(nn.Module):
             block.scale = nn.Parameter(torch.ones(()))
             block.bias = self.blocks[0].bias
         self.head = nn.Linear(4, 2)
-        layers.freeze_base(self, ["blocks.0.weight"])
+        adapter_state.freeze_base(self, ["blocks.0.weight"])
 
 
 def test_blocks_are_split_but_for_what_trains_what_is_shared_and_single_numbers() -> None:
     model = Model()
-    assert [name for name, _ in stacks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [name for name, _ in named_blocks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
     split = {name for name, one in model.named_parameters() if one not in unsharded_parameters(model)}
     assert split == {"blocks.1.weight", "blocks.2.weight"}
 
@@ -54,7 +54,7 @@ def test_a_rank_is_spared_the_others_parts_but_two_of_the_largest_block() -> Non
 @pytest.mark.parametrize("maker", [small_config, small_cells])
 def test_most_of_a_models_frozen_numbers_are_in_its_blocks(maker: Any) -> None:
     model = build_meta_model(maker("fedit"))
-    frozen = sum(p.numel() for p in model.parameters()) - sum(t.numel() for t in layers.tensors(model).values())
+    frozen = sum(p.numel() for p in model.parameters()) - sum(t.numel() for t in adapter_state.tensors(model).values())
     whole = unsharded_parameters(model)
     assert sum(p.numel() for p in model.parameters() if p not in whole) > 0.5 * frozen
 
@@ -63,7 +63,7 @@ def test_fit_counts_a_ranks_part() -> None:
     """Of the tiny language model on four: 4 bytes a frozen number but those spared, 16 of each that trains under Adam."""
     job = assembled(small_text("fedit", batch_size=4))
     part, model = memory_of(job, 4, sharded=True), build_meta_model(job.config)
-    own = sum(tensor.numel() for tensor in layers.tensors(model).values())
+    own = sum(tensor.numel() for tensor in adapter_state.tensors(model).values())
     held = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
     assert part.base == held - 4 * own - spared_bytes(model, 4)
     assert part.trained == 16 * own
@@ -126,7 +126,7 @@ def test_sites_that_share_a_process_cannot_have_it_in_parts(tmp_path: Path) -> N
 
 def test_a_base_without_blocks_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    layers.freeze_base(model, ["0.weight"])
+    adapter_state.freeze_base(model, ["0.weight"])
     mesh: Any = None
     with pytest.raises(ConsiliumError, match="use replicated"):
         sharding.shard(model, mesh, torch.device("cpu"))

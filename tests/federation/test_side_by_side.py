@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
@@ -204,9 +204,9 @@ def test_a_model_whose_sites_cannot_share_a_pass_runs_one_by_one(
 
 def test_the_check_of_a_pass_leaves_the_sites_tensors_as_they_were(tmp_path: Path) -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(3, 2))
-    layers.freeze_base(layer, ["0.weight", "0.bias"])
+    adapter_state.freeze_base(layer, ["0.weight", "0.bias"])
     sites = [layer, copy.deepcopy(layer)]
-    held = [tensor for model in sites for tensor in layers.tensors(model).values()]
+    held = [tensor for model in sites for tensor in adapter_state.tensors(model).values()]
     before, versions = [tensor.clone() for tensor in held], [tensor._version for tensor in held]
     joint_forward.check_rows([joint_forward.Call(one, one, one.forward, (torch.ones(2, 3),), {}) for one in sites])
     assert len(held) == 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.client.model_store import UNCOVERED
@@ -104,7 +104,7 @@ def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Pat
     site = make_site(job, tmp_path)
     seen: dict[str, torch.Tensor] = {}
     site.context.task.evaluate = lambda model, *rest: (
-        seen.update({n: p.clone() for n, p in layers.tensors(model).items()} if not seen else {}) or {}
+        seen.update({n: p.clone() for n, p in adapter_state.tensors(model).items()} if not seen else {}) or {}
     )
     site.train("run", payload(job, joined=True, round=1))
     private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.evaluator import remember_embeddings
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
@@ -63,10 +63,10 @@ def encoded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def trained(config: JobConfig, model: nn.Module, task: SegmentationTask) -> tuple[float, dict[str, Tensor], float]:
     """Return loss, adapter and validation loss of a round from a fixed start."""
-    params = layers.tensors(model)
-    layers.load(model, {n: layers.start(n, tuple(t.shape), 0) for n, t in params.items()})
+    params = adapter_state.tensors(model)
+    adapter_state.load(model, {n: adapter_state.start(n, tuple(t.shape), 0) for n, t in params.items()})
     found = train(model, task, params, set(params), config.training, 0, lambda step: None, {}, lambda done: None)
-    return found["loss"], layers.values(model), task.evaluate(model, "validation", 2)["loss"]
+    return found["loss"], adapter_state.values(model), task.evaluate(model, "validation", 2)["loss"]
 
 
 def test_a_picture_is_encoded_once_for_all_steps_and_stages(model: nn.Module, place: Path, encoded: list[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.seeding import seed_for
@@ -70,7 +70,7 @@ def local(job: Job, model: torch.nn.Module, start: Values, name: str, site: Site
 def plain_loop(job: Job, at: dict[str, SiteConfig], mu: float) -> Values:
     """Return what federated averaging of whole parameters by samples comes to, with no word of changes."""
     model = build_model(job.config, SiteConfig())
-    layers.load(model, job.initial)
+    adapter_state.load(model, job.initial)
     shared = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     for round in range(job.config.training.rounds):
         ends = {name: local(job, model, shared, name, site, round, mu) for name, site in at.items()}
@@ -99,9 +99,9 @@ def test_averages_equal_a_plain_loop_over_whole_parameters(case: str, tmp_path: 
     simulate(job, at, tmp_path / "run", quiet)
     model = build_model(job.config, SiteConfig())
     found, wanted = dict(model.named_parameters()), plain_loop(job, at, mu)
-    layers.load(model, job.initial)
+    adapter_state.load(model, job.initial)
     start = {name: parameter.detach().clone() for name, parameter in found.items()}
-    layers.load(model, changes(tmp_path / "run"))
+    adapter_state.load(model, changes(tmp_path / "run"))
     assert max(float((wanted[name] - start[name]).abs().max()) for name in wanted) > 1e-3
     for name, tensor in wanted.items():
         assert torch.allclose(found[name].detach(), tensor, atol=2e-6, rtol=1e-4), name

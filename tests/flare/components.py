@@ -14,7 +14,7 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.fuel.utils import fobs
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import load_job
 from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job
@@ -87,7 +87,9 @@ class Thief(SiteExecutor):
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
         answer = wire.pop(result)
-        everything = {n: p.detach().clone() for n, p in layers.tensors(site_registry.ready(self, fl_ctx).context.model).items()}
+        everything = {
+            n: p.detach().clone() for n, p in adapter_state.tensors(site_registry.ready(self, fl_ctx).context.model).items()
+        }
         return wire.put(replace(answer, result=replace(answer.result, tensors=everything)))
 
 

@@ -171,7 +171,7 @@ def test_site_process_acts_as_popen(forked: Any) -> None:
 def test_sites_fork_without_a_gpu(gpu: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu").touch()
     monkeypatch.setattr(simulator_main, "GPUS", (tmp_path / ("gpu" if gpu else "none"),))
-    monkeypatch.setattr(simulator_main, "_fork_server", lambda pipe: None)
+    monkeypatch.setattr(simulator_main, "_start_fork_server", lambda pipe: None)
     monkeypatch.setattr(simulator_main.SiteProcess, "context", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(simulator_runner, "subprocess", subprocess)
     monkeypatch.setattr(simulator_runner, "time", time)

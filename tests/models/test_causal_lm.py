@@ -149,7 +149,7 @@ def test_a_model_whose_words_see_those_behind_them_is_refused(kind: str, sizes: 
     if not why:
         build_causal_lm("folder", None, config, weights=False)
         return
-    with pytest.raises(ConfigError, match=rf"{why}.* '{kind}' sees the words behind .*use a causal model"):
+    with pytest.raises(ConfigError, match=rf"{why}.* '{kind}' attends to later tokens.*use a causal model"):
         build_causal_lm("folder", None, config, weights=False)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForMaskGeneration
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.adapters.names import linear_layers
 from consilium.adapters.parts import cut_of
 from consilium.client.evaluator import Evaluator
@@ -49,7 +49,7 @@ def _build(name: str, made: Made, task: dict[str, Any], weights: bool = True, **
 
 def _train(model: nn.Module, given: tuple[Tensor, ...]) -> None:
     """Take three steps that lower the first logit, so that every factor moves."""
-    trained = [tensor for tensor in layers.tensors(model).values() if isinstance(tensor, nn.Parameter)]
+    trained = [tensor for tensor in adapter_state.tensors(model).values() if isinstance(tensor, nn.Parameter)]
     optimizer = torch.optim.SGD(trained, lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
@@ -72,7 +72,7 @@ def _page(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _through_peft(name: str, made: Made, model: nn.Module, folder: Path, base: nn.Module) -> nn.Module:
     """Return the plain `transformers` model with the adapter that we export, loaded by plain PEFT."""
-    kind, values = MODELS[name], layers.values(model)
+    kind, values = MODELS[name], adapter_state.values(model)
     lora.save_peft(folder, values, RANK, 4.0, name, kind.target("paper"), kind.head_apart)
     return peft.PeftModel.from_pretrained(base, folder).eval()
 
@@ -82,7 +82,7 @@ def test_a_classifier_by_folder_is_what_transformers_has(kind: str, tmp_path: Pa
     made = make(tmp_path / "base", kind, CLASSIFIERS[kind])
     model, images = _build("vision", made, TWO), _pictures()
     laid_out = _build("vision", made, TWO, weights=False)
-    assert layers.head_shapes(laid_out) == layers.head_shapes(model)
+    assert adapter_state.head_shapes(laid_out) == adapter_state.head_shapes(model)
     assert torch.equal(model(images), torch.zeros(2, 2))
     names = linear_layers(model, MODELS["vision"].target("paper"))
     assert len(names) == 6  # q, k, v of two blocks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -35,14 +35,14 @@ def _step(config: JobConfig, precision: str, tmp_path: Any) -> tuple[float, dict
     torch.manual_seed(0)  # PEFT draws the first factors
     model = build_model(config, SiteConfig())
     task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
-    for name, tensor in layers.tensors(model).items():
+    for name, tensor in adapter_state.tensors(model).items():
         if name.endswith(("lora_B", "up.weight")):
             torch.manual_seed(len(name))
             tensor.data.normal_(std=0.1)
     with autocast(torch.device("cpu"), precision):
         loss = task.loss(model, task.batch([0, 1], 0))
     loss.backward()
-    return loss.item(), {n: t.grad for n, t in layers.tensors(model).items() if t.grad is not None}
+    return loss.item(), {n: t.grad for n, t in adapter_state.tensors(model).items() if t.grad is not None}
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -64,7 +64,7 @@ def test_only_frozen_linear_layers_are_kept_so(kind: str) -> None:
     linear = {f"{n}.{own}" for n, m in model.named_modules() if isinstance(m, StoredLinear) for own, _ in m.named_parameters()}
     assert kept == linear
     assert len(kept) > 8
-    assert {t.dtype for t in layers.tensors(model).values()} == {torch.float32}
+    assert {t.dtype for t in adapter_state.tensors(model).values()} == {torch.float32}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's mapped files")
@@ -158,7 +158,7 @@ def test_an_output_layer_is_known_below_its_adapter(adapter: dict[str, Any]) -> 
     seen, model = list[str](), build_meta_model(JobConfig.model_validate(raw))
     replace(
         model,
-        layers.tensors(model).values(),
+        adapter_state.tensors(model).values(),
         "nf4",
         lambda layer, dtype: seen.append(f"{layer.in_features}x{layer.out_features}"),
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.adapters.names import linear_layers
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
@@ -133,7 +133,7 @@ def test_every_layer_of_a_decoder_that_stands_alone_gets_a_gradient() -> None:
     model = build_causal_lm("folder", None, {"model_type": "bart", **BART}, weights=False)
     lora.inject(model, 2, 4.0, CAUSAL_LM.target("all-linear"))
     model(torch.arange(5, 9)[None]).logits.sum().backward()
-    assert all(tensor.grad is not None for tensor in layers.tensors(model).values())
+    assert all(tensor.grad is not None for tensor in adapter_state.tensors(model).values())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "opt"])
@@ -145,8 +145,8 @@ def test_plain_peft_loads_what_was_trained_with_equal_logits(kind: str, tmp_path
     ours = build_causal_lm("folder", tmp_path / "base", shape.to_dict())
     target = CAUSAL_LM.target("all-linear")
     lora.inject(ours, 2, 4.0, target)
-    values = {n: torch.randn_like(t) for n, t in layers.values(ours).items()}
-    layers.load(ours, values)
+    values = {n: torch.randn_like(t) for n, t in adapter_state.values(ours).items()}
+    adapter_state.load(ours, values)
     lora.save_peft(tmp_path / "adapter", values, 2, 4.0, "base", target)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()

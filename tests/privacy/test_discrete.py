@@ -8,7 +8,7 @@ from opendp import prelude as opendp
 from scipy.stats import chi2, chi2_contingency, kstest
 
 from consilium.core.errors import ConfigError
-from consilium.privacy.distributed_noise import LARGEST, discrete_gaussian
+from consilium.privacy.discrete_gaussian import LARGEST, discrete_gaussian
 
 
 def probabilities(deviation: int, most: int) -> np.ndarray:

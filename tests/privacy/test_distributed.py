@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
@@ -324,8 +324,8 @@ def test_a_run_without_noise_is_dpsgd_on_all_sites_data_together(tmp_path: Path,
 
 def one_step(model: nn.Module, values: Tensors, tasks: list, picked: dict[int, list[int]]) -> Tensors:
     """Return the values after a step of SGD (0.5) on gradients clipped to 0.05, over the divisor 12."""
-    layers.load(model, values)
-    params = {n: p for n, p in layers.tensors(model).items() if n in values}
+    adapter_state.load(model, values)
+    params = {n: p for n, p in adapter_state.tensors(model).items() if n in values}
     total = {n: torch.zeros_like(p) for n, p in params.items()}
     for number, task in tasks:
         for index in picked[number]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.cli.audit import markdown
 from consilium.client.site_data import site_data
 from consilium.client.trainer import dpsgd_of
@@ -188,12 +188,14 @@ def private_config(**privacy: object) -> JobConfig:
 def test_training_moves_only_what_is_trained_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     config = private_config(epsilon=8)
     model = build_model(config, SiteConfig())
-    layers.load(model, assemble_job(config).initial)
+    adapter_state.load(model, assemble_job(config).initial)
     task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
     before, keys = {n: t.clone() for n, t in model.state_dict().items()}, list(model.state_dict())
-    trained = {n for n in layers.tensors(model) if n.endswith("lora_B")}
+    trained = {n for n in adapter_state.tensors(model) if n.endswith("lora_B")}
     dp = DpSgd(1.0, 1.0, 0.5, seed=3)
-    found = train(model, task, layers.tensors(model), trained, config.training, 0, lambda s: None, {}, lambda p: None, dp)
+    found = train(
+        model, task, adapter_state.tensors(model), trained, config.training, 0, lambda s: None, {}, lambda p: None, dp
+    )
     assert found["steps"] == 3
     after = model.state_dict()
     assert list(after) == keys
@@ -223,7 +225,7 @@ def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(pr
     assert all(torch.equal(ours[n], t) for n, t in shared.items())
     assert ours.keys() == shared.keys()
     model = build_model(config, SiteConfig())
-    layers.load(model, ours)
+    adapter_state.load(model, ours)
     assert any(not torch.equal(t, assemble_job(config).initial[n]) for n, t in ours.items())
     assert all(torch.isfinite(t).all() for t in ours.values())
 

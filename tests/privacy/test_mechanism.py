@@ -11,7 +11,7 @@ from consilium.core.errors import RefusedError
 from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
 from consilium.privacy.accounting.accountant import gaussian_delta
-from consilium.privacy.distributed_noise import Bits, share_deviation
+from consilium.privacy.discrete_gaussian import Bits, share_deviation
 from consilium.privacy.mechanism import Geometry, Outcome, geometry, in_reals, privatize, restore_update
 from consilium.privacy.randomness import Randomness, secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT

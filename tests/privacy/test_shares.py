@@ -10,7 +10,7 @@ from scipy.special import ndtr
 
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.privacy.accounting.accountant import SLACK, gaussian_delta
-from consilium.privacy.distributed_noise import add_share, clip_to_grid, honest_shares, share_deviation, slack
+from consilium.privacy.discrete_gaussian import add_share, clip_to_grid, honest_shares, share_deviation, slack
 from consilium.privacy.secagg.arithmetic import UNIT
 
 EPSILONS = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])

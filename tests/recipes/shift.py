@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import linear_layers
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
 from consilium.models.registry import ModelKind
@@ -20,7 +20,7 @@ class ShiftConfig(AdapterConfig):
     targets: str = "paper"
 
 
-class Shift(layers.AdapterModule):
+class Shift(adapter_state.AdapterModule):
     """Adds its vector; switched off, nothing."""
 
     def __init__(self, features: int) -> None:
@@ -45,7 +45,7 @@ def inject(model: nn.Module, config: ShiftConfig, base: ModelKind) -> None:
         layer = model.get_submodule(name.removesuffix(".shift.bias"))
         layer.add_module("shift", Shift(*shape))
         layer.register_forward_hook(lambda module, args, output: module.shift(output))
-    layers.freeze_base(model, names)
+    adapter_state.freeze_base(model, names)
 
 
 def export(folder: Path, values: Mapping[str, Tensor], config: Any, base: ModelKind, name: str) -> None:

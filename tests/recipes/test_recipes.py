@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.cli.main import main
 from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig, load_job
@@ -236,12 +236,12 @@ def test_an_adapter_of_ones_own_learns_and_switched_off_it_is_the_base(install: 
     assert isinstance(model, ClipClassifier)
     assert isinstance(base, ClipClassifier)
     images = 255 * torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    layers.load(model, values)
-    with torch.no_grad(), layers.disabled(base):
+    adapter_state.load(model, values)
+    with torch.no_grad(), adapter_state.disabled(base):
         features = base.features(images)
     with torch.no_grad():
         assert not torch.allclose(model.features(images), features)
-        with layers.disabled(model):
+        with adapter_state.disabled(model):
             assert torch.equal(model.features(images), features)
         assert not torch.allclose(model.features(images), features)
 

@@ -12,7 +12,7 @@ import pytest
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.costs import cost_table, trained_set
-from consilium.report.compare.diagnostics import correlations_over_runs, diagnostics_table
+from consilium.report.compare.diagnostics import correlate_diagnostics_with_score, diagnostics_table
 from consilium.report.compare.published import published_for, published_table, read_published
 from consilium.report.compare.score_statistics import scores_of
 from consilium.report.compare.tables import as_csv, comparison_tables, records, scores_table
@@ -286,10 +286,10 @@ def test_pooled_data_that_see_less_than_all_sites_are_told_of(tmp_path: Path) ->
 def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_four(tmp_path: Path) -> None:
     scores = (0.8, 0.6, 0.7, 0.5)
     runs = [noted(make(tmp_path / str(n), {"s": v}, "fedit", n), [n, n]) for n, v in enumerate(scores)]
-    assert correlations_over_runs(accuracy(*runs)) == [
+    assert correlate_diagnostics_with_score(accuracy(*runs)) == [
         "over runs, drift/cross and the closing score: Spearman's rho -0.80, n 4"
     ]
-    assert correlations_over_runs(accuracy(*runs[:3])) == []
+    assert correlate_diagnostics_with_score(accuracy(*runs[:3])) == []
 
 
 def test_without_diagnostics_there_is_no_such_table(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from consilium.core.messages import loading
+from consilium.core.messages import loading_event
 from consilium.report.live_view import LiveView
 from consilium.tasks.segmentation import SCORES as DICE
 
@@ -78,9 +78,9 @@ def test_who_works_is_shown_and_the_others_are_counted_where_there_is_no_room() 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_loads_is_said_until_the_first_round(width: int) -> None:
     view, _ = begun(width, LONG)
-    view(loading("model sam vit_b"))
+    view(loading_event("model sam vit_b"))
     assert lines(view, width)[0].startswith("loading model sam vit_b ...")
-    view(loading("data", LONG[0]))
+    view(loading_event("data", LONG[0]))
     assert any("loading data" in line for line in lines(view, width))
     train(view, LONG)
     assert not any("loading" in line for line in lines(view, width))
@@ -90,9 +90,9 @@ def test_what_loads_is_said_until_the_first_round(width: int) -> None:
 def test_a_pipe_has_a_line_for_all_that_loads_however_many_load_it() -> None:
     view, console = begun(80, MANY, terminal=False)
     with view:
-        view(loading("model sam [red]\x1b[31m"))
+        view(loading_event("model sam [red]\x1b[31m"))
         for name in MANY:
-            view(loading("data", name))
+            view(loading_event("data", name))
     assert console.file.getvalue().splitlines() == ["loading model sam [red]\\x1b[31m ...", "loading data ..."]
 
 

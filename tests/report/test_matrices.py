@@ -9,7 +9,7 @@ from PIL import Image
 
 from consilium.report.figures import plot_confusions
 from consilium.report.page.run_page import run_page, site_page
-from consilium.report.results_table import SHARED, confusion_tables, confusions, cross_site_matrix, read_matrix
+from consilium.report.results_table import SHARED, confusion_tables, confusions, cross_site_matrix, read_cross_site_matrix
 from consilium.report.run_record import read_run
 from tests.conftest import small_cells
 from tests.report.pages import Page, make_run
@@ -60,12 +60,12 @@ def test_a_matrix_is_read_again_and_damage_is_none(tmp_path: Path) -> None:
     assert [one.heading for one in shown.columns] == ["model of", "a", "b"]
     assert shown.rows == [["(shared)", "0.500", "-"], ["a", "0.750", "-"]]
     raw = json.loads((tmp_path / "cross_sites.json").read_text())
-    again = read_matrix(raw)
+    again = read_cross_site_matrix(raw)
     assert again is not None
     assert again.values[0][1] is None
     for damage in ({"values": [[1]]}, {"stages": ["x", "y"]}, {"values": "no"}, {"sites": 3}, {"values": [["1e999"] * 2] * 2}):
-        assert read_matrix(raw | damage) is None or read_matrix(raw | damage).values[0][0] == math.inf  # type: ignore[union-attr]
-    assert read_matrix([]) is None
+        assert read_cross_site_matrix(raw | damage) is None or read_cross_site_matrix(raw | damage).values[0][0] == math.inf  # type: ignore[union-attr]
+    assert read_cross_site_matrix([]) is None
 
 
 THREE = ["a", "b/c", "$x^2$"]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import LORA, LoraConfig
 from consilium.adapters.parts import add_parts, part_shapes
 from consilium.client.context import ClientContext
@@ -66,7 +66,7 @@ def toy(strategy: Strategy) -> tuple[nn.Module, Tensors]:
     """Return the model with adapter and parts, and an adapter of which nothing is zero but what starts so by itself."""
     model = Toy()
     shapes = lora.shapes(model, RANK, TargetSet("encoder"))
-    own = shapes | part_shapes(strategy.traits.parts, shapes, model, KIND) | layers.head_shapes(model)
+    own = shapes | part_shapes(strategy.traits.parts, shapes, model, KIND) | adapter_state.head_shapes(model)
     lora.inject(model, RANK, ALPHA, TargetSet("encoder"))
     add_parts(strategy.traits.parts, model, LORA, LoraConfig(rank=RANK, alpha=ALPHA), KIND)
     generator = torch.Generator().manual_seed(7)
@@ -97,7 +97,7 @@ def federate(
         for name in [name for name in SIZES if (round, name) not in absent]:
             payload = strategy.payload(state, SiteInfo(name, SIZES[name], joined=bool(own[name])))
             start = strategy.receive(own[name], payload)
-            layers.load(model, start)
+            adapter_state.load(model, start)
             trainer = Trainer(site(name, strategy, model), payload, own[name], start, kept[name], {}, FitReport())
             mean.add(strategy.local_update(trainer, payload).tensors, SIZES[name])
             own[name], kept[name] = trainer.values(), trainer.memory

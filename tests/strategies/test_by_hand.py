@@ -61,7 +61,7 @@ def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
     sent = {site.name: strategy.payload(state, site) for site in (low, high)}
     doubled = zeros(sent["low"].tensors) | {B: sent["low"].tensors[B]}
     results = {"low": result(sent["low"], low, doubled), "high": result(sent["high"], high, zeros(sent["high"].tensors))}
-    assert strategy.share(state, results) == pytest.approx({"low": 1 / 3, "high": 2 / 3})
+    assert strategy.site_weights(state, results) == pytest.approx({"low": 1 / 3, "high": 2 / 3})
     after = strategy.aggregate(state, results).shared
     found = after[f"{layer}.dense"] if f"{layer}.dense" in after else after[f"{layer}.left"] @ after[f"{layer}.right"]
     torch.testing.assert_close(found, matrix((4.0, 0.0), (0.0, 1.0)))

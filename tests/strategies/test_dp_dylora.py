@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.config.job import JobConfig
@@ -75,11 +75,11 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
     job, model = assemble_job(config), build_model(config, SiteConfig())
     images = torch.rand(1, 3, 64, 64) * 255
     values = {n: torch.randn_like(t) * 0.05 for n, t in job.initial.items()}
-    layers.load(model, values)
+    adapter_state.load(model, values)
     lora.scale(model, 2.0)
     with torch.no_grad():
         doubled = model(images)
-        layers.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
+        adapter_state.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
         lora.scale(model, 1.0)
         assert torch.allclose(model(images), doubled, atol=1e-4)
 
@@ -111,7 +111,7 @@ class Marked:
 
     def evaluate(self, model: object, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
         assert split == "validation"
-        values = layers.tensors(self.site.context.model)
+        values = adapter_state.tensors(self.site.context.model)
         a = next(t for n, t in values.items() if n.endswith("lora_A"))
         self.seen.append(int((a.abs().sum(1) > 0).sum()))
         return {self.metric: self.scores[self.seen[-1]]}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import skippable_block
 from consilium.client.build import build_site
 from consilium.config.job import JobConfig
@@ -88,7 +88,7 @@ def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp
     sent = job.strategy.payload(state, SiteInfo("a", 1))
     site.context.receive({}, sent)
     whole = build_model(config, SiteConfig())
-    layers.load(whole, state.shared)
+    adapter_state.load(whole, state.shared)
     encoder: Any = whole.image_encoder
     names = [f"image_encoder.blocks.{number}" for number in range(len(encoder.blocks))]
     held = job.strategy.held(state.shared, 0, "a")

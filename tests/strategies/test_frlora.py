@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
@@ -118,7 +118,7 @@ def test_the_export_is_the_model_in_plain_peft_and_the_server_resumes_it(tmp_pat
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert all(torch.equal(ours[n], t) for n, t in theirs.items())
     model = build_model(config, SiteConfig())
-    layers.load(model, job.strategy.receive({}, job.strategy.final(done.state, SiteInfo("x", 1))))
+    adapter_state.load(model, job.strategy.receive({}, job.strategy.final(done.state, SiteInfo("x", 1))))
     images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 255
     with torch.no_grad():
         expected, base = model(images), build_sam("tiny", None, 64, 2)(images)

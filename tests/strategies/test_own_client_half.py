@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.trainer import FitReport, Trainer
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
@@ -85,7 +85,7 @@ def test_a_number_in_the_memory_is_named(tmp_path: Path) -> None:
 def test_training_begins_with_all_that_was_loaded_and_the_first_failure_is_kept() -> None:
     strategy, report = FedIT(), FitReport()
     model, initial = toy(strategy)
-    layers.load(model, initial)
+    adapter_state.load(model, initial)
     payload = strategy.payload(strategy.initialize(initial), SiteInfo("a", 1))
     trainer = Trainer(site("a", strategy, model), payload, {}, initial, {}, {}, report)
     ones = {name: torch.ones_like(initial[name]) for name in (A, B)}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import LORA, LoraConfig
 from consilium.adapters.lora import PerSample
 from consilium.client.build import build_site
@@ -268,7 +268,7 @@ def test_feddpa_as_in_code_sends_no_gradient_through_the_global_branch() -> None
 def test_the_personalized_model_weighs_each_sample_by_its_likeness_to_the_sites_records(examples: int) -> None:
     strategy = FedDPA()
     model, values = toy(strategy)
-    layers.load(model, values)
+    adapter_state.load(model, values)
     points, x = Points("b"), Points("a").x
     order = torch.randperm(points.num_samples, generator=torch.Generator().manual_seed(5))[:examples]
     known, found = features(values, points.x[order], 1.0), features(values, x, 1.0)

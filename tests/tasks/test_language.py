@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
-from consilium.adapters.layers import disabled
+from consilium.adapters import adapter_state
+from consilium.adapters.adapter_state import disabled
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
@@ -185,7 +185,7 @@ def test_answers_are_written_with_a_cache_of_keys_and_values(tmp_path: Path) -> 
     raw["model"] = {"name": "causal_lm", "variant": "folder", "checkpoint": str(folder), "config": config_of(folder)}
     model: Any = build_model(JobConfig.model_validate(raw), SiteConfig()).eval()
     torch.manual_seed(0)
-    for tensor in layers.tensors(model).values():
+    for tensor in adapter_state.tensors(model).values():
         tensor.data = torch.randn(tensor.shape)
     task, widths = make_task(text("fever", "x"), text("a longer question", "x"), max_new_tokens=6), list[int]()
     task._encoder.ends = [len(TOKENIZER) - 1]  # a random model rarely writes this token

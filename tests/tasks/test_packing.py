@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -24,7 +24,7 @@ from tests.conftest import small_text
 def model() -> nn.Module:
     torch.manual_seed(0)
     found = build_model(small_text("fedit"), SiteConfig())
-    for tensor in layers.tensors(found).values():
+    for tensor in adapter_state.tensors(found).values():
         tensor.data.normal_(std=0.05)
     return found
 
@@ -57,7 +57,7 @@ def test_gradients_are_too(model: nn.Module) -> None:
     for packed in (False, True):
         model.zero_grad()
         mean_loss(model, records(LENGTHS[0]), packed).backward()
-        found.append({n: t.grad for n, t in layers.tensors(model).items()})
+        found.append({n: t.grad for n, t in adapter_state.tensors(model).items()})
     assert all(torch.allclose(g, found[1][n], atol=1e-5) and g.abs().sum() > 0 for n, g in found[0].items())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.core.errors import ConfigError, UnfitError
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
@@ -99,7 +99,7 @@ def test_the_base_prefers_nothing() -> None:
     task = task_of(*PAIRS)
     assert task.evaluate(fresh, "test", 2)["loss"] == pytest.approx(math.log(2), abs=1e-6)
     trained = adapted()
-    with layers.disabled(trained):
+    with adapter_state.disabled(trained):
         assert task.evaluate(trained, "test", 1)["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(task.evaluate(trained, "test", 1)["loss"] - math.log(2)) > 1e-3
 

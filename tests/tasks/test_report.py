@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from consilium.adapters import layers, lora
+from consilium.adapters import adapter_state, lora
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.text import Text, read_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
-from consilium.models.vision_language.image_inputs import Picture, qwen_patches
+from consilium.models.vision_language.image_inputs import PictureTokens, qwen_patches
 from consilium.tasks.registry import TASKS
 from consilium.tasks.report.task import SeeingEncoder
 from tests.models.classes import SIDE, SPEAKING, Made, kinds, make, write_records
@@ -71,10 +71,10 @@ def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(
     start = ids.index(SHOWN[kind][0])
     assert ids[start : start + len(SHOWN[kind])] == SHOWN[kind]
     lora.inject(model, 2, 4.0, base.target("paper"))
-    assert len(layers.tensors(model)) == 2 * 6  # q, k, v of two blocks of the language tower
-    assert all("language_model" in name for name in layers.tensors(model))
+    assert len(adapter_state.tensors(model)) == 2 * 6  # q, k, v of two blocks of the language tower
+    assert all("language_model" in name for name in adapter_state.tensors(model))
     first = float(task.loss(model, batch))
-    optimizer = torch.optim.SGD([t for t in layers.tensors(model).values() if t.requires_grad], lr=0.5)
+    optimizer = torch.optim.SGD([t for t in adapter_state.tensors(model).values() if t.requires_grad], lr=0.5)
     model.train()
     for _ in range(3):
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(
         wanted = model(**given, use_cache=False).logits
         other = model(**given | {"pixel_values": given["pixel_values"].flip(-1)}, use_cache=False).logits
         assert not torch.allclose(wanted, other, atol=1e-4)  # the picture counts
-        lora.save_peft(tmp_path / "adapter", layers.values(model), 2, 4.0, kind, base.target("paper"))
+        lora.save_peft(tmp_path / "adapter", adapter_state.values(model), 2, 4.0, kind, base.target("paper"))
         tuned: Any = peft.PeftModel.from_pretrained(made.model, tmp_path / "adapter").eval()
         torch.testing.assert_close(tuned(**given, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-5)
         lora.merge(model)
@@ -103,7 +103,7 @@ def test_what_is_wrong_with_a_record_is_one_line(qwen: Made, tmp_path: Path) -> 
         _task("qwen2_5_vl", qwen, write_records(tmp_path / "b", image="absent.png"))
     with pytest.raises(ConfigError, match=r"model\.max_length: 24: a picture alone takes 18 tokens; use at least 34"):
         _task("qwen2_5_vl", qwen, write_records(tmp_path / "c"), most=24)
-    seen = Picture(PICTURE, (PICTURE,) * 18)
+    seen = PictureTokens(PICTURE, (PICTURE,) * 18)
     SeeingEncoder(load_tokenizer("tiny", None), 34, "alpaca", seen)
     with pytest.raises(ConfigError, match=r"a picture alone takes 18 tokens; use at least 34"):
         SeeingEncoder(load_tokenizer("tiny", None), 33, "alpaca", seen)
@@ -111,7 +111,7 @@ def test_what_is_wrong_with_a_record_is_one_line(qwen: Made, tmp_path: Path) -> 
 
 def test_a_picture_stands_between_the_texts_around_it() -> None:
     tokenizer = load_tokenizer("tiny", None)
-    encoder = SeeingEncoder(tokenizer, 64, "{instruction}", Picture(PICTURE, (PICTURE,) * 2, "left", "right"))
+    encoder = SeeingEncoder(tokenizer, 64, "{instruction}", PictureTokens(PICTURE, (PICTURE,) * 2, "left", "right"))
     left, right, word = (tokenizer(one, add_special_tokens=False).input_ids for one in ("left", "right", "word"))
     found, cut = encoder.prompt(Text("t:1", "word", "", ("x",)), 64)
     assert (found[-len(left) - 2 - len(right) - len(word) :], cut) == ([*left, PICTURE, PICTURE, *right, *word], False)

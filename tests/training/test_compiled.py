@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -61,11 +61,11 @@ def test_a_compiled_round_is_the_round(make: Callable[..., JobConfig], tmp_path:
     for wanted in (False, True):
         job = make("fedit", local_steps=3, compile=wanted)
         model, task = build_model(job, SiteConfig()), build_task(job, site_data(job, "site-1", SiteConfig(), tmp_path))
-        params = layers.tensors(model)
-        layers.load(model, {n: layers.start(n, tuple(t.shape), 0) for n, t in params.items()})
+        params = adapter_state.tensors(model)
+        adapter_state.load(model, {n: adapter_state.start(n, tuple(t.shape), 0) for n, t in params.items()})
         loss = train(model, task, params, set(params), job.training, 0, lambda step: None, {}, lambda done: None)["loss"]
         assert all(module._compiled_call_impl is None for module in model.modules())
-        found.append((loss, layers.values(model)))
+        found.append((loss, adapter_state.values(model)))
     (loss, values), (other, others) = found
     assert loss == pytest.approx(other, rel=1e-5)
     assert all(torch.allclose(tensor, others[name], atol=2e-4) for name, tensor in values.items())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -48,7 +48,7 @@ def test_no_step_waits_for_the_device(make: Callable[..., JobConfig], seldom: No
     """By SGD: Adam reads its own step counts, which PyTorch keeps on the CPU wherever the parameters are."""
     job = make("fedit", local_steps=3, optimizer="sgd")
     model, task = build_model(job, SiteConfig()), build_task(job, site_data(job, "site-1", SiteConfig(), tmp_path))
-    params, seen = layers.tensors(model), list[Progress]()
+    params, seen = adapter_state.tensors(model), list[Progress]()
     with Waits() as found:
         train(model, task, params, set(params), job.training, 0, lambda step: None, {}, seen.append)
     assert found.count == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.job import build_model, tokenizer_of
@@ -39,7 +39,7 @@ def trained(config: JobConfig, seed: int = 0) -> nn.Module:
 @torch.no_grad()
 def stir(model: nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for tensor in layers.tensors(model).values():
+    for tensor in adapter_state.tensors(model).values():
         step = 0.1 * float(tensor.std()) if tensor.numel() > 1 and tensor.any() else 0.05
         tensor += step * torch.randn(tensor.shape, generator=generator)
 

@@ -14,7 +14,7 @@ from PIL import Image
 from scipy.stats import binomtest, norm
 from torch import nn
 
-from consilium.cli.trained_model import _print_attacks
+from consilium.cli.privacy_attacks import _print_attacks
 from consilium.client.model_store import UNCOVERED
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
@@ -23,19 +23,19 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import assemble_job, build_task
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, noise_multiplier
-from consilium.privacy.distributed_noise import add_share, clip_to_grid, share_deviation
+from consilium.privacy.discrete_gaussian import add_share, clip_to_grid, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.runtime.engine import simulate
 from consilium.use.attack import (
     _keep_varied_samples,
     attack,
-    confidence_of,
     draw_units,
     epsilon_bound,
     epsilon_of_record,
     judge_guesses,
     key_of,
     likelihood_ratio,
+    logit_confidence,
     read_samples,
     with_all_samples,
 )
@@ -84,7 +84,7 @@ def test_of_a_mechanism_with_a_known_epsilon_no_more_than_that_is_shown_but_for_
 def test_of_a_site_s_promise_a_record_keeps_what_half_the_noise_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four releases at 4 times the clip: mu is sqrt(4) / 4 for a site, twice that, 1, for a record; with replace 1 / 2."""
     raw = small_cells("fedit", rounds=4).model_dump()
-    monkeypatch.setattr("consilium.adapters.layers.tensors", lambda model: {})  # whose names calibration paper counts
+    monkeypatch.setattr("consilium.adapters.adapter_state.tensors", lambda model: {})  # whose names calibration paper counts
 
     def kept(**options: object) -> float | None:
         privacy = {"clip": 1.0, "noise_multiplier": 4.0, "delta": 1e-5} | options
@@ -139,7 +139,7 @@ def test_with_shadow_models_only_samples_count_that_coins_decided() -> None:
 
 
 def test_a_confidence_is_the_log_odds_of_the_right_answer() -> None:
-    assert confidence_of(np.array([math.log(2), math.log(4)])) == pytest.approx([0.0, -math.log(3)])
+    assert logit_confidence(np.array([math.log(2), math.log(4)])) == pytest.approx([0.0, -math.log(3)])
 
 
 def listed(training: int, test: int, patients: int = 0) -> DataList:

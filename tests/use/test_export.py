@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
@@ -32,7 +32,7 @@ LORA = changed(FUNDUS, adapter={"rank": 2, "targets": "encoder-qkv", "decoder": 
 def kept(folder: Path, config: JobConfig, base_sha256: str = "", **forward: Any) -> Path:
     """Write an adapter folder as a run leaves it; return it."""
     model = trained(config)
-    values = layers.values(model)
+    values = adapter_state.values(model)
     card = Card.of(config, "global", 1, base_sha256)
     write_kept(folder, SavedModel(values, 1, **forward), with_parameters(model, values), config, card)
     return folder

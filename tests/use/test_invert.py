@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from consilium.adapters.layers import freeze_base
+from consilium.adapters.adapter_state import freeze_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.job import assemble_job

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job import assemble_job, build_model, tokenizer_of
@@ -45,7 +45,7 @@ def compare(config: JobConfig, model: nn.Module, folder: Path, monkeypatch: pyte
     if "images" in inputs:
         inputs["images"] = inputs["images"].flip(-1) * 0.5
     wanted = merge.logits_of(model, inputs)
-    with layers.disabled(model):
+    with adapter_state.disabled(model):
         base = merge.logits_of(model, inputs)
     page, difference = merge.write(folder, model, config, tokenizer)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_bottlenecks_are_refused_because_no_base_has_such_layers() -> None:
 
 def test_a_model_without_some_of_its_blocks_is_refused() -> None:
     model = trained(FUNDUS)
-    layers.leave_out(model, {"image_encoder.blocks.2"})
+    adapter_state.leave_out(model, {"image_encoder.blocks.2"})
     with pytest.raises(ConfigError, match=r"runs without 'image_encoder.blocks.2', .*; use bundle or onnx$"):
         merge.merge(model, FUNDUS)
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from consilium.adapters import layers
-from consilium.adapters.base_parameters import decoder_names
+from consilium.adapters import adapter_state
 from consilium.adapters.kinds import BottleneckConfig
 from consilium.adapters.names import PLACES, bottleneck_count
 from consilium.adapters.registry import Decoder, Shapes
+from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
 from consilium.models.registry import ModelKind
@@ -28,7 +28,7 @@ from consilium.models.registry import ModelKind
 PARALLEL_SCALE = 0.5
 
 
-class Bottleneck(layers.AdapterModule):
+class Bottleneck(adapter_state.AdapterModule):
     """Map (..., C) to (..., C) through `width` features; with `skip` the input is added."""
 
     def __init__(self, features: int, width: int, skip: bool) -> None:
@@ -57,7 +57,7 @@ def shapes(model: nn.Module, width: int | None) -> Shapes:
             name = f"image_encoder.blocks.{number}.{place}"
             found |= {f"{name}.down.weight": (inner, size), f"{name}.down.bias": (inner,)}
             found |= {f"{name}.up.weight": (size, inner), f"{name}.up.bias": (size,)}
-    layers.check_size(sum(math.prod(shape) for shape in found.values()))
+    adapter_state.check_size(sum(math.prod(shape) for shape in found.values()))
     return found
 
 
@@ -76,7 +76,7 @@ def inject(model: nn.Module, width: int | None, decoder: Decoder = "freeze") -> 
     names = list(shapes(model, width))
     for block in _blocks(model):
         _hook_adapters(block, block.norm1.normalized_shape[0], width)
-    layers.freeze_base(model, names, decoder_names(model, decoder))
+    adapter_state.freeze_base(model, names, decoder_names(model, decoder))
 
 
 def _hook_adapters(block: Any, features: int, width: int | None) -> None:

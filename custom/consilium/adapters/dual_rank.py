@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.adapters import layers, lora
-from consilium.adapters.base_parameters import decoder_names, save_parameters
+from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import DualRankConfig, LoraConfig
 from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, linear_layers
 from consilium.adapters.registry import Decoder, Shapes
+from consilium.adapters.trained_base_parameters import decoder_names, save_parameters
 from consilium.core.errors import CheckpointError
 from consilium.models.registry import ModelKind, TargetSet
 
@@ -29,7 +29,10 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, down: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-        """Return (..., out) for x (..., in), down (R, in), up (R, out) and weights (R,)."""
+        """Return up' (weights * down x), (..., out), for x (..., in), down (R, in), up (R, out) and weights (R,).
+
+        The R ranks are the trained prefix, lora_A and lora_B, and the frozen tail.
+        """
         hidden = F.linear(x, down) * weights
         ctx.save_for_backward(x, hidden[..., : len(lora_A)].contiguous(), down, up, weights)  # without the tail
         return hidden @ up
@@ -50,7 +53,7 @@ class Products(torch.autograd.Function):
         return tuple(found)
 
 
-class DualRank(layers.AdapterModule):
+class DualRank(adapter_state.AdapterModule):
     """A frozen linear layer with a dual-rank adapter beside it. It starts with `rank` trained ranks and no tail."""
 
     base: nn.Linear
@@ -141,7 +144,7 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
     for name, layer in linear_layers(model, target).items():
         most = min(rank, layer.in_features, layer.out_features)
         found |= {f"{name}.lora_A": (most, layer.in_features), f"{name}.lora_B": (layer.out_features, most)}
-    layers.check_size(sum(rows * columns for rows, columns in found.values()))
+    adapter_state.check_size(sum(rows * columns for rows, columns in found.values()))
     return found
 
 
@@ -153,8 +156,8 @@ def inject(
     for name, most in ranks.items():
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)  # as `shapes` has found it
-        layers.replace(model, name, DualRank(base, most, scaling, dropout))
-    layers.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder_names(model, decoder))
+        adapter_state.replace(model, name, DualRank(base, most, scaling, dropout))
+    adapter_state.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder_names(model, decoder))
 
 
 def merge(model: nn.Module) -> None:
@@ -162,7 +165,7 @@ def merge(model: nn.Module) -> None:
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, DualRank)]:
         with torch.no_grad():
             layer.base.weight += layer.weight_change().to(layer.base.weight)
-        layers.replace(model, name, layer.base)
+        adapter_state.replace(model, name, layer.base)
 
 
 def to_plain_lora(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

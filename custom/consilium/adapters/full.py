@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from consilium.adapters import layers
-from consilium.adapters.base_parameters import save_parameters
+from consilium.adapters import adapter_state
 from consilium.adapters.kinds import FullConfig
 from consilium.adapters.names import WHOLE_BASE, is_head
 from consilium.adapters.registry import Shapes
+from consilium.adapters.trained_base_parameters import save_parameters
 from consilium.models.registry import ModelKind
 
 
@@ -23,12 +23,12 @@ def _trainable_base(model: nn.Module, config: FullConfig) -> list[str]:
 
 def _shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:
     """Return {}, because all trained parameters belong to the base. Raises ConfigError for a model too large to send."""
-    layers.check_size(sum(parameter.numel() for parameter in model.parameters()))
+    adapter_state.check_size(sum(parameter.numel() for parameter in model.parameters()))
     return {}
 
 
 def _inject(model: nn.Module, config: FullConfig, base: ModelKind) -> None:
-    layers.freeze_base(model, [], _trainable_base(model, config))
+    adapter_state.freeze_base(model, [], _trainable_base(model, config))
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base: ModelKind, name: str) -> None:

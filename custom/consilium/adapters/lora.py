@@ -1,6 +1,7 @@
 """LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022), put into a model by PEFT.
 
-A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank). layers.py reads and writes A and B.
+A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank). adapter_state.py reads and
+writes A and B.
 """
 
 import re
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from consilium.adapters import layers
-from consilium.adapters.base_parameters import DECODER, decoder_names, save_parameters
+from consilium.adapters import adapter_state
 from consilium.adapters.kinds import LoraConfig
 from consilium.adapters.names import (
     BASE,
@@ -28,6 +28,7 @@ from consilium.adapters.names import (
     linear_layers,
 )
 from consilium.adapters.registry import Decoder, Shapes
+from consilium.adapters.trained_base_parameters import DECODER, decoder_names, save_parameters
 from consilium.core.errors import ConfigError
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
 
@@ -46,7 +47,7 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
             size = f"{layer.out_features} x {layer.in_features}"
             raise ConfigError(f"adapter.rank: {rank}: {name!r} is {size}; use at most {most}, or other targets")
         found |= {f"{name}.lora_A": (rank, layer.in_features), f"{name}.lora_B": (layer.out_features, rank)}
-    layers.check_size(sum(rows * columns for rows, columns in found.values()))
+    adapter_state.check_size(sum(rows * columns for rows, columns in found.values()))
     return found
 
 
@@ -70,14 +71,14 @@ def inject(
     inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout, dora), model)
     factors = [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n]
     magnitudes = [f"{BASE}.{n}" for n, _ in model.named_parameters() if is_magnitude(n)]
-    layers.freeze_base(model, factors, [*decoder_names(model, decoder), *magnitudes])
+    adapter_state.freeze_base(model, factors, [*decoder_names(model, decoder), *magnitudes])
 
 
 def scale(model: nn.Module, value: float) -> None:
     """Set the factor on B A in every layer. Without a call it is alpha / rank."""
     from peft.tuners.lora import LoraLayer
 
-    for layer in layers.modules_of(model, LoraLayer):
+    for layer in adapter_state.modules_of(model, LoraLayer):
         layer.scaling["default"] = value
 
 
@@ -110,7 +111,7 @@ def add_local(model: nn.Module, rank: int, alpha: float, dropout: float) -> None
         inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout), model, adapter_name="local")
     for module in wrapped.values():
         module.set_adapter(["default", "local"])
-    layers.add_names(model, [f"{name}.{local}" for name in wrapped for local in LOCAL.values()])
+    adapter_state.add_names(model, [f"{name}.{local}" for name in wrapped for local in LOCAL.values()])
 
 
 class WithoutGradient:
@@ -137,7 +138,7 @@ def mix(model: nn.Module, scaling: float, share: float | Tensor, cut_global: boo
         parts = {name: PerSample(part) for name, part in parts.items()}
     elif cut_global and share:
         parts["default"] = WithoutGradient(parts["default"])
-    for layer in layers.modules_of(model, LoraLayer):
+    for layer in adapter_state.modules_of(model, LoraLayer):
         layer.scaling.update(parts)
 
 
@@ -147,7 +148,7 @@ def merge(model: nn.Module) -> None:
 
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
         layer.merge(safe_merge=True)
-        layers.replace(model, name, layer.get_base_layer())
+        adapter_state.replace(model, name, layer.get_base_layer())
 
 
 def save_peft(

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import FEATURE_SHIFT, HEAD, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_twin
 from consilium.adapters.registry import AdapterKind, Shapes
 from consilium.core.errors import ConfigError
 from consilium.models.registry import Cut, ModelKind
 
 
-class FeatureShift(layers.AdapterModule):
+class FeatureShift(adapter_state.AdapterModule):
     """Adds `shift` (C,) to features along their axis `axis`. `mean` (C,): a mean of features that a strategy stores here."""
 
     mean: Tensor
@@ -72,7 +72,7 @@ def add_parts(parts: Collection[str], model: nn.Module, kind: AdapterKind, confi
         part = FeatureShift(cut.width, cut.axis)
         model.add_module("feature_shift", part)
         part.hook = cut.module.register_forward_hook(lambda module, args, output: part(output))
-        layers.add_names(model, [SHIFT])
+        adapter_state.add_names(model, [SHIFT])
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from consilium.cli.options import CheckpointsOption, show
-from consilium.cli.trained_model import BestOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.predict_evaluate import BestOption, ModelArgument, SiteOption, StageOption, site_of
 from consilium.core.sanitize import LONGEST_LINE, shown
 from consilium.use.export import check_possible, export
 from consilium.use.model import adapter_folder, open_model

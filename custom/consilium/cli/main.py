@@ -94,7 +94,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         ),
     },
     USE: {
-        **{name: f"{CLI}.trained_model:{name}" for name in ("predict", "evaluate")},
+        **{name: f"{CLI}.predict_evaluate:{name}" for name in ("predict", "evaluate")},
         "export-model": f"{CLI}.export_model:export_model",
         "models": Group(
             "Import language models: GGUF files, folders, adapters.", {"import": f"{CLI}.models_import:models_import"}
@@ -113,7 +113,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "privacy": Group(
             "Plan a privacy budget, read a site's ledger, attack a model.",
             {
-                **{name: f"{CLI}.trained_model:{name}" for name in ("attack", "invert")},
+                **{name: f"{CLI}.privacy_attacks:{name}" for name in ("attack", "invert")},
                 "plan": f"{CLI}.privacy_plan:plan",
                 **{name: f"{CLI}.privacy_ledger:{name}" for name in ("ledger", "sums", "accept")},
             },

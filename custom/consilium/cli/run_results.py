@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.core.sanitize import line, shown
 from consilium.report.live_view import ENDING, early_stop_text
 from consilium.report.predictions import PREDICTIONS, join_predictions
-from consilium.report.results_table import VALUES, frozen_level, read_matrix, results_table
+from consilium.report.results_table import VALUES, frozen_level, read_cross_site_matrix, results_table
 from consilium.report.run_record import read_run
 from consilium.report.tables import Table
 from consilium.report.untrusted_files import read_json
@@ -44,7 +44,7 @@ def print_results(
     early = {name: record.ended[name] for name in ENDING} if record.ended else None
     refused = record.unscored if config.trains else {}
     surveyed = read_json(folder / "statistics.json")
-    crossed = read_matrix(read_json(folder / VALUES))
+    crossed = read_cross_site_matrix(read_json(folder / VALUES))
     found: dict[str, Any] = {
         "workspace": str(folder),
         "results": results,

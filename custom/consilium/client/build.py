@@ -14,7 +14,7 @@ from consilium.client.site_data import count_units, ledger_name_of, patient_warn
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.messages import Observer, allowed_metrics, loading
+from consilium.core.messages import Observer, allowed_metrics, loading_event
 from consilium.data.datalist import DataList, pool
 from consilium.data.patients import warn_of_alike
 from consilium.federation.job import Job, build_model, build_task, checkpoint_of, metric_names
@@ -50,7 +50,7 @@ def build_site(
         )
     if site.threads:
         torch.set_num_threads(site.threads)
-    observer(loading("data", name))
+    observer(loading_event("data", name))
     data = data or site_data(job.config, name, site, folder, root)
     watch = watch_files(job.config, data) if job.config.privacy is not None else None
     decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))  # before any charge
@@ -59,7 +59,7 @@ def build_site(
         observer({"event": "warning", "text": f"{name}: {warning}"})
     warn_of_alike(data)
     if model is None:
-        observer(loading(job.config.model.title, name))
+        observer(loading_event(job.config.model.title, name))
         model = build_model(job.config, site)
     made = _build_client(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
     made.context.watch = watch

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import factor, is_head
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig
@@ -59,13 +59,13 @@ def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss:
     values. Raises ConfigError if not even one rank fits.
     """
     found = {"download": limits.download, "time": limits.train, "memory": limits.train}
-    dims = shapes(layers.tensors(model))
+    dims = shapes(adapter_state.tensors(model))
     if limits.download_bytes is not None:
         found["download"] = _affordable_ranks(
             "download_bytes", limits.download_bytes, 0.0, BYTES * sum(map(sum, dims.values())), 0
         )
     if limits.step_seconds is not None or limits.memory_bytes is not None:
-        with torch.random.fork_rng(devices=cuda_devices(layers.tensors(model))):
+        with torch.random.fork_rng(devices=cuda_devices(adapter_state.tensors(model))):
             model.train()
             try:
                 small, large = _measure_step(model, 1, loss), _measure_step(model, largest, loss)
@@ -88,9 +88,9 @@ def _affordable_ranks(name: str, most: float, least: float, slope: float, rank: 
 
 def _measure_step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> dict[str, float]:
     """Return the cost of one training step at a rank: its "time" in seconds, and its peak "memory" in bytes."""
-    values = {name: torch.zeros(_shape_at_rank(name, tensor, rank)) for name, tensor in layers.tensors(model).items()}
-    layers.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
-    trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
+    values = {name: torch.zeros(_shape_at_rank(name, tensor, rank)) for name, tensor in adapter_state.tensors(model).items()}
+    adapter_state.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
+    trained = [p for p in adapter_state.tensors(model).values() if isinstance(p, nn.Parameter)]
     for parameter in trained:
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(trained, lr=0.0)

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor
 
 from consilium import __version__
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client import capacity_probe
 from consilium.client.context import ClientContext
 from consilium.client.evaluator import Evaluator
@@ -261,7 +261,7 @@ class Client:
             with evaluator.use_personalized(interpolation_of(strategy, closing=True), payload):
                 metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
                 metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
-        with layers.disabled(context.model):
+        with adapter_state.disabled(context.model):
             metrics |= evaluator.evaluate_final(split, Stage.PRETRAINED, payload, examples)
         metrics |= context.skipped_metric()
         self.models.write_models(run, models, metrics)
@@ -310,7 +310,7 @@ class Client:
     def _restore_state(self, run: str) -> SiteState:
         """Return the client's stored state of a run; before its first round an empty one with the base's own values."""
         if not self._state_path(run).exists():
-            return SiteState(layers.zero_base_changes(self.context.model), None, Payload(-1, -1, {}), {}, {})
+            return SiteState(adapter_state.zero_base_changes(self.context.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._state_path(run))
         place = meta["round"], meta["phase"]
         params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))

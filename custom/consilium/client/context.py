@@ -6,15 +6,15 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import LOCAL_ADAPTER
 from consilium.client.ddp import Ranks
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig
 from consilium.core.messages import SKIPPED, Observer, Payload, Tensors
 from consilium.core.seeding import seed_for
+from consilium.data.check_samples import FileWatch
 from consilium.data.datalist import DataList
-from consilium.data.sample_check import FileWatch
 from consilium.federation.saved_model import load_values
 from consilium.privacy.plan import Plan
 from consilium.report.tensorboard_file import FOLDER, SiteEvents
@@ -78,7 +78,7 @@ class ClientContext:
 
     def values(self, names: Collection[str]) -> Tensors:
         """Return the current values of the adapter tensors `names`, in the model's order."""
-        return {name: tensor for name, tensor in layers.values(self.model).items() if name in names}
+        return {name: tensor for name, tensor in adapter_state.values(self.model).items() if name in names}
 
     def scale(self, factor: float) -> None:
         """Multiply the adapter's part of the forward pass by `factor`, if the adapter's kind supports that."""

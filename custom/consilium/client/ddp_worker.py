@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.child_process import exit_with_parent, receive, send_by_value
@@ -107,7 +107,7 @@ def loss_and_gradients(task: Task, model: nn.Module, share: Share, trained: Sequ
 
 def select_tensors(model: nn.Module, names: Set[str]) -> list[Tensor]:
     """Return the model's adapter tensors with these names, not copied, in the model's order."""
-    return [one for name, one in layers.tensors(model).items() if name in names]
+    return [one for name, one in adapter_state.tensors(model).items() if name in names]
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -226,7 +226,7 @@ class RankWorker:
 def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:
     """Load the start of a phase's training into the model; return the tensors that train."""
     load_values(model, config.strategy, phase.values, "a rank")
-    for name, one in layers.tensors(model).items():
+    for name, one in adapter_state.tensors(model).items():
         if one.is_leaf:  # frozen ranks are views of a buffer
             one.requires_grad_(name in phase.trained)
     if (scale := config.adapter_kind.scale) is not None:

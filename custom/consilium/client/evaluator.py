@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.parts import cut_of
 from consilium.client.context import ClientContext
 from consilium.config.job import JobConfig
@@ -156,7 +156,7 @@ def remember_embeddings(config: JobConfig, model: nn.Module, task: Task) -> None
     name, task_remembers = MODELS[config.model.name].encoder, getattr(task, "remember", None)
     if not (name and hasattr(model, "embed") and task_remembers) or config.strategy.traits.parts:
         return  # a SAM from a folder has no separate `embed`
-    if not any(one.startswith(f"{name}.") or f".{name}." in one for one in layers.tensors(model)):
+    if not any(one.startswith(f"{name}.") or f".{name}." in one for one in adapter_state.tensors(model)):
         task_remembers(f"{_weights_hash(model.get_submodule(name))} {config.model.model_dump_json()}")
 
 

@@ -90,7 +90,7 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
         yield run_check(f"data set {name}", partial(_count_entries, one.datalist))
         yield from examine_patients(site, f"patients of {name}", one.datalist)
     if site.privacy.dataset is None:
-        yield run_check("budgets", lambda: _check_shared_images(site))
+        yield run_check("budgets", lambda: _check_images_across_budgets(site))
 
 
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
@@ -118,8 +118,11 @@ def _count_entries(path: Path) -> str:
     return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_named_list(path).splits.items())
 
 
-def _check_shared_images(site: SiteConfig) -> Finding | str:
-    """Return whether data sets with separate budgets share an image. A release would be charged to only one of the budgets."""
+def _check_images_across_budgets(site: SiteConfig) -> Finding | str:
+    """Return a finding if an image is in two data sets with separate budgets, else a line with the counts.
+
+    A release would be charged to only one of the budgets.
+    """
     owners: dict[Path, tuple[str, str]] = {}
     for name, one in site.datasets.items():
         for item in (

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import fsum
 from pathlib import Path
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import is_local
 from consilium.client.context import ClientContext
 from consilium.config.job import JobConfig, load_run_job
@@ -88,9 +88,9 @@ class ModelStore:
     def _notes(self, name: str, blocks: set[str]) -> list[str]:
         """Return notes for the card of the model `name`. `blocks`: the base's blocks that the model skips."""
         context = self.context
-        private, local = context.config.privacy, keeps_local(context.strategy, layers.tensors(context.model))
+        private, local = context.config.privacy, keeps_local(context.strategy, adapter_state.tensors(context.model))
         own = name.startswith(Stage.PERSONALIZED) or local
-        chosen = len(context.strategy.final_candidates(Payload(0, 0, layers.values(context.model)))) > 1
+        chosen = len(context.strategy.final_candidates(Payload(0, 0, adapter_state.values(context.model)))) > 1
         found = [UNCOVERED] if private is not None and ((private.unit == "site" and own) or chosen) else []
         if blocks:
             listed = ", ".join(f"`{block}`" for block in sorted(blocks))

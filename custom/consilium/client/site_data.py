@@ -15,12 +15,12 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
+from consilium.data.check_samples import FileWatch, record_lost, without_faults
 from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
 from consilium.data.disk_cache import open_store
 from consilium.data.label_map import with_job_labels
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_pseudonym, patients_and_most_samples
-from consilium.data.sample_check import FileWatch, record_lost, without_faults
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.data.text import Text
 from consilium.privacy.plan import max_samples_per_patient

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import FEATURE_SHIFT
 from consilium.client.context import ClientContext
 from consilium.client.machine_check import compare_peak
@@ -61,7 +61,7 @@ class Trainer:
         closing: bool = False,
     ) -> None:
         self.own, self.memory, self.closing = own, dict(memory), closing
-        self.start = {name: start[name] for name in layers.tensors(context.model) if name in start}
+        self.start = {name: start[name] for name in adapter_state.tensors(context.model) if name in start}
         self._context, self._payload, self._optimizer, self._report, self._fits = context, payload, optimizer, report, 0
 
     def fit(
@@ -83,7 +83,7 @@ class Trainer:
             self._fits += 1
             round, phase = self._payload.round, self._payload.phase
             trained = set(trained_names(self._context.strategy, self.start, round, phase) if names is None else names)
-            live = layers.tensors(self._context.model)
+            live = adapter_state.tensors(self._context.model)
             params = {name: live[name] for name in live if name in self.start}
             if wrong := sorted(n for n, one in correction.items() if n not in params or one.shape != params[n].shape):
                 raise CheckpointError(
@@ -126,7 +126,7 @@ class Trainer:
         context, payload, number = self._context, self._payload, self._fits - 1
         if context.ranks:
             scaling = scaling_of(context.strategy, payload)
-            task = cast(Task, context.ranks.joint_task(task, layers.values(context.model), trained, scaling))
+            task = cast(Task, context.ranks.joint_task(task, adapter_state.values(context.model), trained, scaling))
         phases = context.strategy.traits.phases_of
         before = sum(phases(round) for round in range(payload.round)) + payload.phase
 
@@ -171,10 +171,10 @@ class Trainer:
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Load `values` into the model, see strategies/trainer.py. Raises CheckpointError for unknown names or other shapes."""
-        live = layers.tensors(self._context.model)
+        live = adapter_state.tensors(self._context.model)
         if wrong := sorted(n for n, one in values.items() if n not in self.start or one.shape != live[n].shape):
             raise CheckpointError(f"{self._context.name}: {wrong[0]!r}: load() gives a tensor that the model does not have so")
-        layers.overwrite(self._context.model, values)
+        adapter_state.overwrite(self._context.model, values)
         if not self._fits:
             self._report.begin = {**(self._report.begin or self.start), **values}
 
@@ -213,7 +213,7 @@ def compute_step_share(context: ClientContext, payload: Payload, names: Collecti
     """Return this client's part of one DP-SGD step over all sites (integers on the grid), {} for any other training."""
     if context.plan is None or not context.plan.by_step or (dp := dpsgd_of(context, payload)) is None:
         return {}
-    params = {name: tensor for name, tensor in layers.tensors(context.model).items() if name in names}
+    params = {name: tensor for name, tensor in adapter_state.tensors(context.model).items() if name in names}
     trained = set(context.strategy.names(params, Role.SHARED, payload.round, payload.phase))
     return step_update(context.model, context.task, params, trained, context.config.training, dp)
 
@@ -221,7 +221,7 @@ def compute_step_share(context: ClientContext, payload: Payload, names: Collecti
 def rehearse_step(context: ClientContext) -> None:
     """Try a DP-SGD step on zeros before the step is charged. Raises ConsiliumError if it would fail on any data."""
     config, device = context.config, next(context.model.parameters()).device
-    trained = {n: p for n, p in layers.tensors(context.model).items() if isinstance(p, nn.Parameter)}
+    trained = {n: p for n, p in adapter_state.tensors(context.model).items() if isinstance(p, nn.Parameter)}
     if config.dpsgd is None or (made := TASKS[config.task.name].rehearse) is None:
         return
 

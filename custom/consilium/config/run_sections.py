@@ -189,7 +189,7 @@ class ServerConfig(Section):
     trim: Annotated[float, Field(gt=0, lt=0.5, description="`trimmed`: the share of sites left out at each end")] = 0.1
 
     @property
-    def step_size(self) -> float:
+    def learning_rate(self) -> float:
         """The learning rate, given or by default."""
         return self.lr if self.lr is not None else 1.0 if self.optimizer == "momentum" else 0.01
 

@@ -19,7 +19,7 @@ Observer = Callable[[Mapping[str, Any]], None]
 """A function that receives progress events; Client and Coordinator define their keys."""
 
 
-def loading(what: str, site: str = "") -> dict[str, str]:
+def loading_event(what: str, site: str = "") -> dict[str, str]:
     """Return the event that a site, or a whole simulation ("" for `site`), begins to load `what`, which may take minutes."""
     return {"event": "loading", "site": site, "what": what}
 

@@ -15,11 +15,11 @@ import torch
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import grouped
 from consilium.data import volumes
+from consilium.data.check_samples import NAMED, Check, Place, find_errors
 from consilium.data.datalist import DataList, Item
 from consilium.data.disk_cache import CachedSample, DiskCache, open_store
 from consilium.data.images import Sample
 from consilium.data.loading import NOTHING_LEFT, prefetch
-from consilium.data.sample_check import NAMED, Check, Place, find_errors
 
 CACHE_BYTES = 2 * 1024**3
 """Bytes in memory for samples that find no room on disk. Further samples are read again."""
@@ -99,7 +99,7 @@ class SampleCache:
 
     def map(self, split: str, indices: Sequence[int], transform: Transform[T]) -> list[tuple[int, T]]:
         """Return (index, transformed sample) pairs, in order, without the samples that are left out. Raises DataError."""
-        one = partial(self._transform_sample, split, transform=transform)
+        one = partial(self._try_transform, split, transform=transform)
         found = self._pool.map(one, indices) if self._pool and len(indices) > 1 else map(one, indices)
         return [made for made in found if made is not None]
 
@@ -113,7 +113,7 @@ class SampleCache:
         calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in starts)
         yield from prefetch(calls, self._data.loading.ahead)
 
-    def _transform_sample(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
+    def _try_transform(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
         """Return (index, transformed sample), or None if the sample is left out. The log names the first such samples."""
         place = (split, index)
         if place in self._unfit:

@@ -9,11 +9,11 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
+from consilium.data.check_samples import Classes, SampleReport, check_samples, map_by_file
 from consilium.data.class_names import doubtful_names
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
 from consilium.data.identifiers import ALIKE, alike_patients
 from consilium.data.pairs import MOST_VALUES
-from consilium.data.sample_check import Classes, SampleReport, check_samples, map_by_file
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
 from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, undeclared, undeclared_remedy

@@ -26,9 +26,9 @@ from consilium.core.errors import DataError, UnfitError
 FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF")
 """PIL's formats that are read, recognised by content. Some of PIL's other readers start other programs."""
 MOST_BYTES = 2 * 1024**3
-"""Bytes of a file. A larger file is not opened."""
+"""Most bytes of a file; a larger one is not opened."""
 MOST_SLIDE = 1024**4
-"""Bytes of a TIFF or a slide, which are read in parts."""
+"""Most bytes of a TIFF or a slide, which is read in parts."""
 MOST_PIXELS = 100_000_000
 """Pixels of a picture that is decoded as one: about 400 MB."""
 MOST_VOLUME = 4 * 1024**3

@@ -7,10 +7,10 @@ from pathlib import Path
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.seeding import seed_for
 from consilium.data import slides, volumes
+from consilium.data.check_samples import record_lost
 from consilium.data.datalist import DataList, Item, Lost
 from consilium.data.identifiers import pseudonym, pseudonym_of
 from consilium.data.images import read_labels
-from consilium.data.sample_check import record_lost
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 
 _UNIT = 2**32

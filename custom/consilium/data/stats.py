@@ -14,13 +14,13 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import slides, volumes
+from consilium.data.check_samples import Classes, map_by_file
 from consilium.data.class_names import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import windowed
-from consilium.data.sample_check import Classes, map_by_file
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 PERCENTILES = (1, 25, 50, 75, 99)

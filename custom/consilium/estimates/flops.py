@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import is_local
 from consilium.config.job import JobConfig
 from consilium.core.messages import Stage
@@ -57,7 +57,7 @@ def flops_per_sample(job: Job) -> Work:
         model.train()
         place = (max(1, job.strategy.traits.warm_up), 0)
         trained = {name for name in trained_names(job.strategy, job.initial, *place) if not is_local(name)}
-        for name, tensor in layers.tensors(model).items():
+        for name, tensor in adapter_state.tensors(model).items():
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in trained)
         training = _count_flops(lambda: _run_backward(model, given))

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import Job, assemble_job, build_meta_model
@@ -101,8 +101,8 @@ class Packed(nn.Linear):
         return _Unpacked.apply(x, (self.out_features, self.in_features), bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def pack(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
-    """Replace the layers that `store` would quantize by layers with the size of `dtype`, "nf4" or "int8"."""
+def replace_by_quantized_stand_ins(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
+    """Replace each layer that `store` would quantize by one without values that is as large as in `dtype`, "nf4" or "int8"."""
     replace(model, trained, dtype, _pack)
 
 
@@ -166,12 +166,12 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
         raise ConfigError(f"task.name: {config.task.name!r}: its steps cannot be counted; measure one instead")
     model = build_meta_model(config)
     if config.model.dtype in QUANTIZED:
-        pack(model, config.model.dtype, layers.tensors(model).values())
+        replace_by_quantized_stand_ins(model, config.model.dtype, adapter_state.tensors(model).values())
     else:
-        store(model, config.model.dtype, layers.tensors(model).values())
+        store(model, config.model.dtype, adapter_state.tensors(model).values())
     with FakeTensorMode():
         _materialize(model)
-        trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
+        trained = [p for p in adapter_state.tensors(model).values() if isinstance(p, nn.Parameter)]
         storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = {storage._cdata: storage.nbytes() for storage in storages}
         model.train()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER
 from consilium.adapters.parts import add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
@@ -83,10 +83,10 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         own = adapter.shapes(model, config.adapter, base)
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
-        shapes |= base_shapes(model, names) | layers.head_shapes(model)
+        shapes |= base_shapes(model, names) | adapter_state.head_shapes(model)
         warnings = (*warnings_of(model, own), *_pooled_steps_warning(config))
         require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
-    begin, seed = adapter.start or layers.start, config.training.seed
+    begin, seed = adapter.start or adapter_state.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, warnings)
     _check_adapter(config, adapter, source)
     check_base(config, names, source)
@@ -200,7 +200,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """
     model = _add_adapter(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
     device = CPU if site.base == "sharded" else pick_device(site.main_device)
-    return store(model, config.model.dtype, layers.tensors(model).values()).to(device).eval()
+    return store(model, config.model.dtype, adapter_state.tensors(model).values()).to(device).eval()
 
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:

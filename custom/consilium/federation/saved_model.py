@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import LOCAL_ADAPTER, MEAN, SHIFT, is_base, skippable_block
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError
@@ -141,7 +141,7 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
     Raises CheckpointError for a missing tensor that belongs to no block, or a strategy that skips none. `who` begins the
     message.
     """
-    live = {name: tensor for name, tensor in layers.tensors(model).items() if isinstance(tensor, nn.Parameter)}
+    live = {name: tensor for name, tensor in adapter_state.tensors(model).items() if isinstance(tensor, nn.Parameter)}
     absent = {n: skippable_block(n) if strategy.traits.skips_blocks else None for n in live if n not in values}
     if lost := sorted(name for name, block in absent.items() if block is None):
         raise CheckpointError(
@@ -149,8 +149,8 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
             "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
         )
     blocks = {block for block in absent.values() if block is not None}
-    layers.leave_out(model, blocks)
-    layers.load(model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
+    adapter_state.leave_out(model, blocks)
+    adapter_state.load(model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
     return blocks
 
 
@@ -171,7 +171,7 @@ def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:
 def with_parameters(model: nn.Module, values: Tensors) -> Tensors:
     """Return `values` for other programs: changes of base parameters become the parameters, under the base's own names."""
     own = {name: tensor for name, tensor in values.items() if not is_base(name)}
-    return own | layers.parameters_of(model, values)
+    return own | adapter_state.parameters_of(model, values)
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:

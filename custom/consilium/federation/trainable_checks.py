@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import (
     CHANGE,
     WHOLE_BASE,
@@ -122,7 +122,7 @@ def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
     """Return a warning if an adapted layer shares its weight with another module; `adapted`: the adapter tensors' names."""
-    found = layers.shared_weight(model, (name.rpartition(".")[0] for name in adapted))
+    found = adapter_state.shared_weight(model, (name.rpartition(".")[0] for name in adapted))
     end = "it trains, but cannot be merged into the base"
     return (f"adapter.targets: {found[0]!r} shares its weight with {found[1]!r}; {end}",) if found else ()
 

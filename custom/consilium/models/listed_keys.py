@@ -207,14 +207,14 @@ def _fields(kind: type[PreTrainedConfig]) -> dict[str, Field[Any]]:
     return {field.name: field for field in fields(kind) if not field.name.startswith("_")}
 
 
-def _modules(kind: type[PreTrainedConfig]) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """Return texts and names in the code of the modules of a class' configuration, of its bases, and of its model."""
+def _literals_and_names_by_class(kind: type[PreTrainedConfig]) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """Return (string constants, identifiers) of each module with the code of a configuration class, its bases or its model."""
     own = {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.")}
-    return [_module(name) for name in sorted(own | {name.replace(".configuration_", ".modeling_") for name in own})]
+    return [_literals_and_names(name) for name in sorted(own | {name.replace(".configuration_", ".modeling_") for name in own})]
 
 
 @cache
-def _module(name: str) -> tuple[frozenset[str], frozenset[str]]:
+def _literals_and_names(name: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the texts and names in the code of a module of `transformers`. The code is not run; empty sets if none exists."""
     loader = spec.loader if (spec := find_spec(name)) is not None else None
     todo: list[Any] = [loader.get_code(name)] if isinstance(loader, InspectLoader) else []
@@ -232,11 +232,11 @@ def _module(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _words(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    return frozenset().union(*(texts for texts, _ in _modules(kind)))
+    return frozenset().union(*(texts for texts, _ in _literals_and_names_by_class(kind)))
 
 
 def _names(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    return frozenset().union(*(part for parts in _modules(kind) for part in parts))
+    return frozenset().union(*(part for parts in _literals_and_names_by_class(kind) for part in parts))
 
 
 def _is_numbers(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 One unit at a time goes through the model, so autograd gives its gradient for any kind of layer. In a larger batch, the other
 records would influence how float32 rounds a record's gradient, and a server can choose weights for which that influence
-exceeds the clip. Clipping, summing and noise use integers (distributed_noise.py). All random draws come from randomness.py.
+exceeds the clip. Clipping, summing and noise use integers (discrete_gaussian.py). All random draws come from randomness.py.
 
 The gradient of a patient is the gradient of the mean loss over at most `per_patient` samples.
 
@@ -30,7 +30,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from consilium.config.privacy import SiteLevelDpConfig
 from consilium.core.errors import STOPS, ConfigError, ConsiliumError, Reason
-from consilium.privacy.distributed_noise import clipped_sum, discrete_gaussian, rounding, share_deviation
+from consilium.privacy.discrete_gaussian import clipped_sum, discrete_gaussian, rounding, share_deviation
 from consilium.privacy.plan import Plan, max_samples_per_patient
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
@@ -193,7 +193,7 @@ def _generator_states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
 class PrivateSteps:
     """Poisson batches and private optimizer steps over the `trained` parameters of `model`. Use as a context manager.
 
-    Each unit's gradient is clipped and rounded on its own to the grid of distributed_noise.py. An exact discrete Gaussian,
+    Each unit's gradient is clipped and rounded on its own to the grid of discrete_gaussian.py. An exact discrete Gaussian,
     always drawn on the CPU, is added to the sum. A thread draws the step's noise while the model computes gradients.
     """
 

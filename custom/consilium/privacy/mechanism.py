@@ -1,6 +1,6 @@
 """The Gaussian mechanism on one site's update: joint clipping and noise, of the tensors themselves or of a product of factors.
 
-The mechanism works on *whitened* coordinates of the update. They are rounded to the grid of distributed_noise.py, where the
+The mechanism works on *whitened* coordinates of the update. They are rounded to the grid of discrete_gaussian.py, where the
 noise is exact. The map back to an update uses floating point, which is safe: it depends on no other private data. A tensor
 without a peer is its own coordinates. A LoRA factor may have a public peer, the other factor of its layer, which the server
 sent (DEeR, IEEE TMI 2025, Theorem 2, corrected). Then the mechanism acts on the effective update s dB A:
@@ -32,7 +32,7 @@ from consilium.adapters.names import factor
 from consilium.core.linalg.lowrank import norm
 from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
-from consilium.privacy.distributed_noise import Bits, add_share, clip_to_grid
+from consilium.privacy.discrete_gaussian import Bits, add_share, clip_to_grid
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
 
@@ -107,7 +107,7 @@ def privatize(
     """Return an update's whitened coordinates after clipping and noise, in whole units of the grid (int64), and the Outcome.
 
     Clip all tensors jointly to `clip`, or `each` tensor on its own. `deviation`: of the noise, in units of the grid (see
-    distributed_noise.py); 0 adds none. Tensors without an entry in `geometries` are their own coordinates. Raises RefusedError
+    discrete_gaussian.py); 0 adds none. Tensors without an entry in `geometries` are their own coordinates. Raises RefusedError
     for values that are not finite.
     """
     clean = whiten_update(geometries, update)

@@ -4,7 +4,7 @@ Site level: each phase of each round is one release. Releases compose exactly, a
 really makes. Asking only some sites per round (federation.fraction_train) does not lower the cost: amplification by sampling
 needs cohorts that only the server learns, and logs show which sites took part. Record and patient level: a release is the
 DP-SGD steps of a phase, on Poisson batches inside the site. With trust distributed it is one step over all sites per round, see
-distributed_noise.py.
+discrete_gaussian.py.
 """
 
 import math
@@ -31,7 +31,7 @@ from consilium.privacy.accounting.accountant import (
     paper_sigma,
     printed_epsilon,
 )
-from consilium.privacy.distributed_noise import honest_shares, rounding, share_deviation, slack
+from consilium.privacy.discrete_gaussian import honest_shares, rounding, share_deviation, slack
 from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.strategies.strategy import Role, Strategy
 

@@ -200,8 +200,8 @@ def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, 
 _MATRIX = TypeAdapter(CrossSiteMatrix)
 
 
-def read_matrix(raw: Any) -> CrossSiteMatrix | None:
-    """Return the matrix in the contents of a cross_sites.json, which anybody may have written; None if it is invalid."""
+def read_cross_site_matrix(raw: Any) -> CrossSiteMatrix | None:
+    """Return the cross-site matrix in the contents of a cross_sites.json, which anybody may have written; None if invalid."""
     try:
         found = _MATRIX.validate_python(raw)
     except ValidationError:

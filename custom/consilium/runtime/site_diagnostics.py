@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.names import factor
 from consilium.adapters.registry import ADAPTERS
 from consilium.client.client import Client
@@ -109,7 +109,7 @@ class SiteDiagnostics:
 
         `most`: the largest rank; None for the layer's size.
         """
-        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or layers.start, self.job.config.training.seed
+        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or adapter_state.start, self.job.config.training.seed
         found = {}
         for layer, (out, into) in shapes(self.job.initial).items():
             name, rank = f"{layer}.lora_A", min(out, into, most or out)

@@ -17,7 +17,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, check_packages
 from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send_by_value
 from consilium.core.errors import ConsiliumError, Reason
-from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading
+from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading_event
 from consilium.core.schema import validate
 from consilium.federation.job import Job, build_model
 from consilium.privacy.guard.guard import Guard
@@ -65,7 +65,7 @@ def simulated_sites(
 
     `former`: the run whose models a cross-site job scores. `together`: each site has its own copy of the adapter tensors.
     """
-    observer(loading(job.config.model.title))
+    observer(loading_event(job.config.model.title))
     model, keys, made = build_model(job.config, next(iter(sites.values()))), folder.parent / IDENTITIES, {}
     for name, site in sites.items():
         check_packages(job.config, site, name)

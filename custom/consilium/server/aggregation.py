@@ -120,13 +120,13 @@ def _tensor_step(config: ServerConfig, kept: Tensors, name: str, whole: Tensor, 
     share = 1.0 if config.optimizer == "momentum" else 1 - config.beta1
     first.mul_(config.beta1).add_(update, alpha=share)
     if config.optimizer == "momentum":
-        return config.step_size * first
+        return config.learning_rate * first
     second, square = _copy_moment(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
     if config.optimizer == "adam":
         second.mul_(config.beta2).add_(square, alpha=1 - config.beta2)
     else:
         second.sub_((1 - config.beta2) * square * torch.sign(second - square))
-    return config.step_size * first / (second.sqrt() + config.tau)
+    return config.learning_rate * first / (second.sqrt() + config.tau)
 
 
 def _copy_moment(kept: Tensors, name: str, whole: Tensor, start: float) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
+from consilium.adapters.adapter_state import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.linalg.norms import non_finite, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
@@ -163,7 +163,7 @@ def _check_finite(tensors: Tensors) -> None:
 
 
 def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
-    """Raise RefusedError for an update far larger than the adapter: one site's error would ruin the mean for all sites.
+    """Raise RefusedError for an update whose norm is far larger than the adapter's; it would ruin the mean for all sites.
 
     The norm is compared with that of the initial adapter (1 if that is 0). The norm of the current adapter would grow with
     accepted updates, so a site could send larger ones each round. Site-level noise is large by design, so its expected norm is

@@ -39,8 +39,8 @@ class DEeR(Strategy):
         bool,
         Field(
             description="after each phase the server replaces the factors by (R A, B R^-1), so that the next public factor "
-            "is orthonormal. The product is unchanged, the regulator's noise becomes plain noise, and the conditioning "
-            "cannot drift. Other tensors (a head) train in all phases"
+            "is orthonormal. The product B A is unchanged, the regulator's noise becomes isotropic, and the factor's "
+            "condition number cannot grow from round to round. Other tensors (a head) train in all phases"
         ),
     ] = False
     eliminator: Annotated[

@@ -135,7 +135,7 @@ class FedHera(ExactServer):
         age = state.round - 1 - state.reported.get(name, -1)
         return allocation.gate(state.round, score, age, self.gate, self.decay)
 
-    def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
+    def site_weights(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i by site, proportional to samples.
 
         A site that trained no rank in any layer gets 0, unless no site did or `aggregation` is `replace`.

@@ -34,8 +34,11 @@ class FedHL(ExactServer):
         Field(description="added to each site's lost energy; keeps a site that lost nothing from getting all the weight"),
     ] = 0.1
 
-    def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
-        """Return p_i ~ n_i / (floor + e_i), e_i in [0, 1]."""
+    def site_weights(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
+        """Return each site's weight p_i in the merge, proportional to n_i / (floor + e_i).
+
+        e_i in [0, 1] is the share of the update's energy that the site's ranks leave out.
+        """
         own = shares(uploads)
         raw = {name: own[name] / (self.floor + self._lost(state, upload.site)) for name, upload in uploads.items()}
         return {name: value / sum(raw.values()) for name, value in raw.items()}

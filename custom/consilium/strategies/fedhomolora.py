@@ -36,7 +36,7 @@ class FedHomoLoRA(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors truncated to the rank."""
-        rank = self.rank or int(min(self.tiers[name].train for name in self._shares()))
+        rank = self.rank or int(min(self.tiers[name].train for name in self._tier_probabilities()))
         shared = dict(non_lora_tensors(initial))
         for layer in shapes(initial):
             b, a = factors(initial, layer)

@@ -56,7 +56,7 @@ class DataDigests:
         """Return the settings of one site, and the digests of its checkpoint and its data files."""
         settings = site.model_dump(mode="json", exclude=_PLACES)
         checkpoint = checkpoint_of(config.model, site)
-        found = [self._content(checkpoint)] if checkpoint else []
+        found = [self._path_digest(checkpoint)] if checkpoint else []
         _, own = site.dataset(config.data.dataset, name)
         if own is None and config.data.phantoms is not None:  # generated data follow from the job
             return [settings, found]
@@ -66,16 +66,16 @@ class DataDigests:
         files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
         for item in (item for split in data.splits.values() for item in split):
             files |= {path: None for part in ("image", "label") if isinstance(path := getattr(item, part, None), Path)}
-        return [settings, found, labels, [self._content(path) for path in files]]
+        return [settings, found, labels, [self._path_digest(path) for path in files]]
 
-    def _content(self, path: Path) -> str:
+    def _path_digest(self, path: Path) -> str:
         """Return the digest of a file, or of all files in a folder."""
         if not path.is_dir():
-            return self._file(path)
+            return self._file_digest(path)
         names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
-        return hashlib.sha256("".join(f"{name} {self._file(path / name)}\n" for name in names).encode()).hexdigest()
+        return hashlib.sha256("".join(f"{name} {self._file_digest(path / name)}\n" for name in names).encode()).hexdigest()
 
-    def _file(self, path: Path) -> str:
+    def _file_digest(self, path: Path) -> str:
         """Return the digest of a file; the stored one if path, size and times are unchanged. Raises ConfigError."""
         try:
             stat = path.stat()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.parts import FeatureShift
 from consilium.config.job import TrainingConfig
 from consilium.core.errors import ConsiliumError, DataError, Reason
@@ -41,8 +41,8 @@ class BatchGradients:
             return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}
         if not batch:
             raise DataError(NOTHING_LEFT)
-        layers.load(self.model, values)
-        params = layers.tensors(self.model)
+        adapter_state.load(self.model, values)
+        params = adapter_state.tensors(self.model)
         for name, parameter in params.items():
             parameter.requires_grad_(name in names)
         device = next(self.model.parameters()).device

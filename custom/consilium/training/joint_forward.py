@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 
 Key = tuple[Any, ...]
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -27,8 +27,8 @@ CHANGE = 0.1
 
 def copy_sharing_base(model: nn.Module) -> nn.Module:
     """Return a copy of `model` with its own adapter tensors, which shares all other tensors with `model`."""
-    own = {id(tensor) for tensor in layers.tensors(model).values()}
-    shared = [*model.parameters(), *model.buffers(), *layers.original_base_values(model)]
+    own = {id(tensor) for tensor in adapter_state.tensors(model).values()}
+    shared = [*model.parameters(), *model.buffers(), *adapter_state.original_base_values(model)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared if id(tensor) not in own})
 
 
@@ -77,7 +77,7 @@ class Call:
     @property
     def key(self) -> Key:
         """The properties that joined calls must share: shapes of a row, other arguments, and the model's settings."""
-        return self.part.training, layers.forward_settings(self.model), _shape((self.arguments, self.options))
+        return self.part.training, adapter_state.forward_settings(self.model), _shape((self.arguments, self.options))
 
 
 def forward_together(calls: Sequence[Call]) -> list[Any]:
@@ -100,7 +100,7 @@ def check_rows(calls: Sequence[Call]) -> None:
     For the check each site's tensors are changed differently, because at a run's start all sites have equal ones. A model that
     reads a tensor outside its module's forward, as SAM's mask decoder does, would use the first site's tensor for all sites.
     """
-    own = [tensor for call in calls for tensor in layers.tensors(call.model).values()]
+    own = [tensor for call in calls for tensor in adapter_state.tensors(call.model).values()]
     kept, noise = [tensor.detach().clone() for tensor in own], torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own)), _as_exactly_as_stored(calls[0].model):
         try:
@@ -211,7 +211,7 @@ def _cut(value: Any, start: int, size: int, of: int, length: int) -> Any:
 @contextmanager
 def _route_rows(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]:
     """Within the context, the first call's modules with adapter tensors pass each site's rows to the site's own module."""
-    adapter_modules = [layers.adapter_modules(call.model) for call in calls]
+    adapter_modules = [adapter_state.adapter_modules(call.model) for call in calls]
     inside = set(calls[0].part.modules())
     # a module whose instance has its own `forward` is skipped by the model, or is the whole part
     replaced = [group for group in zip(*adapter_modules, strict=True) if group[0] in inside and "forward" not in vars(group[0])]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.core.errors import ConsiliumError, Reason
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ GLOO = "consilium_gloo"
 Maker = Callable[["Store", int, int, timedelta], "ProcessGroup"]
 
 
-def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, block) for the blocks of a model's outermost stacks.
+def named_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, block) for the blocks of a model's outermost stacks of layers.
 
     A stack is a ModuleList or Sequential of at least two modules of one class with parameters.
     """
@@ -38,7 +38,7 @@ def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(child, nn.ModuleList | nn.Sequential) and alike:
             yield from ((f"{name}.{number}", block) for number, block in enumerate(blocks))
         else:
-            yield from ((f"{name}.{inner}", block) for inner, block in stacks(child))
+            yield from ((f"{name}.{inner}", block) for inner, block in named_blocks(child))
 
 
 def unsharded_parameters(model: nn.Module) -> set[Tensor]:
@@ -47,12 +47,12 @@ def unsharded_parameters(model: nn.Module) -> set[Tensor]:
     These are the trained ones, those outside of blocks, single numbers, and those that two blocks share.
     """
     holders: dict[nn.Parameter, int] = {}
-    for _, block in stacks(model):
+    for _, block in named_blocks(model):
         for parameter in block.parameters():
             holders[parameter] = holders.get(parameter, 0) + 1
     split = {one for one, count in holders.items() if count == 1 and one.ndim}
     found: set[Tensor] = {one for one in model.parameters() if one not in split}
-    return found | set(layers.tensors(model).values())
+    return found | set(adapter_state.tensors(model).values())
 
 
 def spared_bytes(model: nn.Module, ranks: int) -> int:
@@ -62,7 +62,8 @@ def spared_bytes(model: nn.Module, ranks: int) -> int:
     """
     whole = unsharded_parameters(model)
     sizes = [
-        sum(one.numel() * one.element_size() for one in block.parameters() if one not in whole) for _, block in stacks(model)
+        sum(one.numel() * one.element_size() for one in block.parameters() if one not in whole)
+        for _, block in named_blocks(model)
     ]
     return max(sum(size - -(-size // ranks) for size in sizes) - 2 * max(sizes, default=0), 0)
 
@@ -111,7 +112,7 @@ def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["F
     from torch.distributed.fsdp import fully_shard
 
     whole = unsharded_parameters(model)
-    blocks = [block for _, block in stacks(model) if any(one not in whole for one in block.parameters())]
+    blocks = [block for _, block in named_blocks(model) if any(one not in whole for one in block.parameters())]
     if not blocks:
         what = "nothing of this model is frozen in a stack of blocks"
         raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)

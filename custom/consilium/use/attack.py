@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
@@ -102,8 +102,10 @@ def attack(
     loss, before = losses(opened, task, drawn.units, watch)
     scores = {"loss": -loss, "calibrated": before - loss}
     if shadows:
-        confident = np.array([confidence_of(losses(one, task, drawn.units, watch)[0]) for one in shadows])
-        scores["likelihood"] = likelihood_ratio(confidence_of(loss), confident, np.array([drawn.included(one) for one in seen]))
+        confident = np.array([logit_confidence(losses(one, task, drawn.units, watch)[0]) for one in shadows])
+        scores["likelihood"] = likelihood_ratio(
+            logit_confidence(loss), confident, np.array([drawn.included(one) for one in seen])
+        )
     read = np.isfinite(list(scores.values())).all(0)
     each = 1 - (1 - confidence) / len(scores)
     found = [judge_guesses(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
@@ -219,8 +221,8 @@ def likelihood_ratio(target: Values, shadows: Values, included: NDArray[np.bool_
     return ((target - outside) ** 2 - (target - inside) ** 2) / (2 * spread**2)
 
 
-def confidence_of(losses: Values) -> Values:
-    """Return log(p / (1 - p)) for p = exp(-loss). Its distribution is closer to a Gaussian than that of the loss."""
+def logit_confidence(losses: Values) -> Values:
+    """Return the logit-scaled confidence log(p / (1 - p)) for p = exp(-loss). It is closer to a Gaussian than the loss is."""
     shown = np.clip(np.exp(-losses), 1e-12, 1 - 1e-12)
     return np.log(shown) - np.log1p(-shown)
 
@@ -293,7 +295,7 @@ def losses(
         for unit in units:
             watch()
             own = _unit_loss(opened, task, unit)
-            with layers.disabled(opened.model):
+            with adapter_state.disabled(opened.model):
                 found.append((own, _unit_loss(opened, task, unit)))
     table = np.array(found)
     return table[:, 0], table[:, 1]
@@ -311,7 +313,7 @@ def epsilon_of_record(opened: TrainedModel) -> float | None:
     An attack tests single records. Two data sets that differ in one record can have updates that differ by twice the clipping
     norm, so this epsilon can be larger than the site's own.
     """
-    private, names = opened.config.privacy, layers.tensors(opened.model)
+    private, names = opened.config.privacy, adapter_state.tensors(opened.model)
     plan = make_plan(opened.config, opened.config.strategy, None, names)
     if private is None or plan is None or private.unit != "site":
         return None

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.messages import Tensors
@@ -162,7 +162,7 @@ def psnr(drawn: Tensor, pictures: Tensor) -> float:
 
 def gradient(model: nn.Module, task: Task, batch: Batch, names: Sequence[str], graph: bool = False) -> Tensors:
     """Return the gradient of a batch's loss with respect to the tensors `names`. `graph`: keep it differentiable."""
-    live = layers.tensors(model)
+    live = adapter_state.tensors(model)
     with sdpa_kernel(GRAPH):
         loss = task.loss(model, batch)
         found = torch.autograd.grad(loss, [live[name] for name in names], create_graph=graph)
@@ -171,7 +171,7 @@ def gradient(model: nn.Module, task: Task, batch: Batch, names: Sequence[str], g
 
 def shared_names(model: nn.Module, strategy: Strategy) -> list[str]:
     """Return the names of trained tensors that leave in a round's first phase, and turn their gradients on."""
-    live = layers.tensors(model)
+    live = adapter_state.tensors(model)
     names = [name for name in strategy.names(live, Role.SHARED, 0, 0) if isinstance(live[name], nn.Parameter)]
     for name in names:
         live[name].requires_grad_(True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.adapters.parts import merge_shift
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
@@ -84,11 +84,11 @@ def check(config: JobConfig) -> None:
 def merge(model: nn.Module, config: JobConfig) -> None:
     """Merge the adapter into the base's layers and remove it, in place. Raises ConfigError if that is not possible."""
     check(config)
-    if blocks := layers.left_out_modules(model):
+    if blocks := adapter_state.left_out_modules(model):
         raise ConfigError(
             f"--format merged: the model runs without {blocks[0]!r}, which the base's own code would run; use bundle or onnx"
         )
-    if found := layers.shared_weight(model, (name.rpartition(".")[0] for name in layers.tensors(model))):
+    if found := adapter_state.shared_weight(model, (name.rpartition(".")[0] for name in adapter_state.tensors(model))):
         raise ConfigError(
             f"--format merged: {found[0]!r} shares its weight with {found[1]!r}, which a merge would change too; use peft"
         )

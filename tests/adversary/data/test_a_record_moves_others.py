@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.adapters import layers
+from consilium.adapters import adapter_state
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
-from consilium.privacy.distributed_noise import rounding
+from consilium.privacy.discrete_gaussian import rounding
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.training.loop import train
@@ -60,8 +60,8 @@ class Sums:
     def of(self, batch: list[int], seed: int) -> Tensor:
         """Return the clipped sum, flat and in float64, of a step on these records."""
         self.batch = batch
-        layers.load(self.model, self.initial)
-        params, dp = layers.tensors(self.model), DpSgd(1.0, CLIP, 0.5, seed=0)
+        adapter_state.load(self.model, self.initial)
+        params, dp = adapter_state.tensors(self.model), DpSgd(1.0, CLIP, 0.5, seed=0)
         trained = {name for name in params if name in self.initial}
         train(self.model, self.task, params, trained, self.config.training, seed, lambda s: None, {}, lambda p: None, dp)
         return self.found

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from consilium.adapters import bottleneck, dual_rank, layers, lora
+from consilium.adapters import adapter_state, bottleneck, dual_rank, lora
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
@@ -91,7 +91,7 @@ def test_a_rank_of_three_million_is_refused_before_memory_is_taken() -> None:
 @pytest.mark.parametrize("kind", ["lora", "dual_rank", "bottleneck"])
 def test_an_adapter_larger_than_a_federation_carries_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: every kind counts its numbers before it makes them; tried with a small limit."""
-    monkeypatch.setattr(layers, "LARGEST", 1000)
+    monkeypatch.setattr(adapter_state, "LARGEST", 1000)
     with torch.device("meta"):
         model = build_sam("tiny", None, 64, 2, weights=False)
         names = [name for name, _ in model.named_parameters()]

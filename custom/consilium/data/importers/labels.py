@@ -10,6 +10,7 @@ import numpy as np
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import grouped
 from consilium.data import pictures, slides, volumes
+from consilium.data.check_samples import image_shape
 from consilium.data.class_names import doubtful_names
 from consilium.data.datalist import Item, read_json
 from consilium.data.images import check_pair, read_labels
@@ -17,7 +18,6 @@ from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, So
 from consilium.data.label_masks import Labels
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.pixel_values import UNSMOOTHED
-from consilium.data.sample_check import image_shape
 from consilium.data.site_names import describe_renames, valid_site_names
 from consilium.data.undeclared_values import ONE_CLASS, all_masks_binary, classes_for
 

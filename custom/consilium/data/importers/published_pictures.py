@@ -212,8 +212,8 @@ def _refuge(folder: Path) -> Iterator[SourceSample]:
 def cup_from_dark(exact: bool, mask: Path) -> np.ndarray:
     """Return labels (H, W) of a mask that is dark in the cup and bright in the background, by thresholds at 50 and 200.
 
-    `exact`: DataError is raised for values other than 0, 128 and 255. Without it, edges may be smoothed, and DataError is
-    raised if a corner is not background.
+    `exact`: whether every value must be 0, 128 or 255. If not, edges may be smoothed, and only a corner that is not background
+    is refused. Raises DataError.
     """
     values = grey_values(mask)
     if exact and (unknown := values[~np.isin(values, (0, 128, 255))]).size:

@@ -12,7 +12,7 @@ MOST_DRAWN = 2**25
 MOST_WRITTEN = 2**22
 """Bytes of a file with texts. MedQuAD's files are one web page each, of at most a few hundred kB."""
 MOST_NODES = 2**21
-"""Elements and attributes of a file. Each takes up to 400 bytes of memory, from 4 bytes of the file."""
+"""Elements and attributes of a file. Each may take up to 400 bytes of memory although it has only 4 bytes in the file."""
 DEEPEST = 64
 """Elements within each other. An importer searches below each element, so that time grows with the depth."""
 

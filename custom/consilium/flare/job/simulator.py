@@ -24,7 +24,7 @@ import psutil
 from consilium.config.site import Given
 from consilium.core.child_process import exit_reason, ignore_sigint, receive, send_by_value
 from consilium.core.errors import ConsiliumError
-from consilium.core.messages import Observer, loading
+from consilium.core.messages import Observer, loading_event
 from consilium.data.disk_cache import discard_cache
 from consilium.flare.job.simulation import IDENTITIES, LOG, MARK, OUTPUT, write_settings
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
@@ -95,7 +95,7 @@ class Simulator:
         run's events. `given`: the sites' data and checkpoints. Raises ConsiliumError with the reason if the job does not
         complete.
         """
-        observer(loading(f"FLARE and {len(self._sites)} sites, a process each"))
+        observer(loading_event(f"FLARE and {len(self._sites)} sites, a process each"))
         try:
             write_settings(given, workspace, self._sites)
             allow_classes(workspace / "flare" / "workspace", *CLASSES)

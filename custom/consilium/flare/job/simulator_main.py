@@ -101,14 +101,17 @@ def sites_by_fork(pipe: connection.Connection) -> None:
     if sys.platform == "linux" and not any(path.exists() for path in GPUS):  # CUDA does not survive a fork
         for name in SITES:
             import_module(name)
-        _fork_server(pipe)
+        _start_fork_server(pipe)
         SiteProcess.context = multiprocessing.get_context("forkserver")
     patches.SITE_PROCESSES.replace(SimpleNamespace(Popen=SiteProcess, TimeoutExpired=subprocess.TimeoutExpired))
     patches.SITE_WAITS.replace(SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(min(seconds, SHORT))))
 
 
-def _fork_server(pipe: connection.Connection) -> None:
-    """Fork this process into Python's fork server, which so has all modules. Python's own server would import them again."""
+def _start_fork_server(pipe: connection.Connection) -> None:
+    """Start Python's fork server as a fork of this process, so that it has all modules imported. Returns in the parent only.
+
+    The server that Python starts itself would import them again.
+    """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     alive, held = os.pipe()

@@ -342,7 +342,7 @@ def _examine_rights(authorization: dict[str, Any]) -> Finding | str:
 
 def _examine_site(kit: Path) -> Iterator[Finding]:
     file, site = kit / "local" / "site.yaml", SiteConfig()
-    found = run_check("site.yaml", lambda: _describe_site(load_kit_site(file)))
+    found = run_check("site.yaml", lambda: _describe_budgets(load_kit_site(file)))
     yield found
     if found.ok:
         site = load_site(file)
@@ -380,7 +380,8 @@ def _count_sums(site: SiteConfig, kit: Path) -> str:
     return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
 
 
-def _describe_site(site: SiteConfig) -> str:
+def _describe_budgets(site: SiteConfig) -> str:
+    """Return the site's privacy budgets in one line, or that it has none."""
     budgets = {unit: f"epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in site.privacy.budgets.items()}
     return "budget " + ", ".join(f"{u} {b}" for u, b in budgets.items()) if budgets else "no budget: jobs without privacy run"
 

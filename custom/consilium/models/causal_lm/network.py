@@ -61,7 +61,8 @@ def build_causal_lm(
     `checkpoint` is a `transformers` folder on this machine, for `folder` only; `config` the contents of its config.json,
     read from the folder where it is None. `weights=False` lays the model out only (also under torch.device("meta")) and
     reads no checkpoint if `config` is given. Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError
-    for an architecture that `transformers` does not know, or one that sees words behind.
+    for an architecture that `transformers` does not know, or one that attends
+    to later tokens.
     """
     where = TINY_FOLDER if variant == "tiny" else checkpoint
     if config and config.get("is_encoder_decoder"):
@@ -89,7 +90,7 @@ def require_causal(model: PreTrainedModel) -> None:
         key = None  # GPT-NeoX has this key too, and its code never reads it
     if key is None and shape.model_type not in _ALWAYS_BOTH_WAYS:
         return
-    what = f"{shape.model_type!r} sees the words behind the one that it learns to say"
+    what = f"{shape.model_type!r} attends to later tokens, so it sees the token that it must predict"
     if key is None:
         raise ConfigError(f"model.config: {what}; use a causal model")
     raise ConfigError(

@@ -19,7 +19,7 @@ Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Picture:
+class PictureTokens:
     """The tokens of a picture in a text: `ids`, in which `token` repeats, and the texts before and after.
 
     `leads`: whether the picture precedes the begin token of the text.
@@ -32,32 +32,32 @@ class Picture:
     leads: bool = False
 
 
-def _qwen(config: Any, side: int) -> Picture:
+def _qwen(config: Any, side: int) -> PictureTokens:
     sees = config.vision_config
     patch = sees.patch_size * sees.spatial_merge_size
     require_multiple(side, patch, f"{patch}, a patch of this model's tokens")
     count = (side // sees.patch_size // sees.spatial_merge_size) ** 2
     inner = (config.image_token_id,) * count
-    return Picture(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
+    return PictureTokens(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
 
 
-def _paligemma(config: Any, side: int) -> Picture:
+def _paligemma(config: Any, side: int) -> PictureTokens:
     _require_native(side, config.vision_config)
     token = _token(config)
-    return Picture(token, (token,) * (side // config.vision_config.patch_size) ** 2, after="", leads=True)
+    return PictureTokens(token, (token,) * (side // config.vision_config.patch_size) ** 2, after="", leads=True)
 
 
-def _gemma3(config: Any, side: int) -> Picture:
+def _gemma3(config: Any, side: int) -> PictureTokens:
     _require_native(side, config.vision_config)
     token = _token(config)
     inner = (token,) * config.mm_tokens_per_image
-    return Picture(token, (config.boi_token_index, *inner, config.eoi_token_index), "\n\n", "\n\n")
+    return PictureTokens(token, (config.boi_token_index, *inner, config.eoi_token_index), "\n\n", "\n\n")
 
 
-def _llava(config: Any, side: int) -> Picture:
+def _llava(config: Any, side: int) -> PictureTokens:
     _require_native(side, config.vision_config)
     token, whole = _token(config), config.vision_feature_select_strategy == "full"
-    return Picture(token, (token,) * ((side // config.vision_config.patch_size) ** 2 + whole), after="\n")
+    return PictureTokens(token, (token,) * ((side // config.vision_config.patch_size) ** 2 + whole), after="\n")
 
 
 def _token(config: Any) -> int:
@@ -97,7 +97,7 @@ def _plain_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> 
     return {"pixel_values": pixels, "token_type_ids": kinds.long()}
 
 
-LAYOUTS: dict[str, tuple[Callable[[Any, int], Picture], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
+LAYOUTS: dict[str, tuple[Callable[[Any, int], PictureTokens], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
     "qwen2_vl": (_qwen, _qwen_inputs),
     "qwen2_5_vl": (_qwen, _qwen_inputs),
     "qwen3_vl": (_qwen, _qwen_inputs),
@@ -107,7 +107,7 @@ LAYOUTS: dict[str, tuple[Callable[[Any, int], Picture], Callable[[Any, Tensor, T
 }
 
 
-def picture_of(config: Any, side: int) -> Picture:
+def picture_tokens(config: Any, side: int) -> PictureTokens:
     """Return the tokens of a picture of `side` pixels for a `transformers` configuration. Raises ConfigError if unknown."""
     if config.model_type not in LAYOUTS:
         known = ", ".join(LAYOUTS)

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTraine
 from consilium.models import transformers_folder
 from consilium.models.model_writer import page, save_text_model
 from consilium.models.vision_language import VisionLanguageConfig
-from consilium.models.vision_language.image_inputs import LAYOUTS, Picture, picture_of
+from consilium.models.vision_language.image_inputs import LAYOUTS, PictureTokens, picture_tokens
 
 KNOWN = transformers_folder.Known("vision-language model", ", ".join(LAYOUTS))
 _LOAD = """import torch
@@ -50,9 +50,11 @@ class Seeing(PreTrainedModel):
         return {"input_ids": input_ids, "attention_mask": attention_mask} | kinds
 
 
-def picture(config: VisionLanguageConfig) -> Picture:
+def picture(config: VisionLanguageConfig) -> PictureTokens:
     """Return the tokens of a picture for the job's model. Raises ConfigError for an unknown architecture."""
-    return picture_of(transformers_folder.shape_of(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size)
+    return picture_tokens(
+        transformers_folder.shape_of(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size
+    )
 
 
 def build(
@@ -60,7 +62,7 @@ def build(
 ) -> PreTrainedModel:
     """See registry.Build."""
     model: Any = transformers_folder.build(AutoModelForImageTextToText, checkpoint, config.config, weights, KNOWN)
-    picture_of(model.config, config.image_size)
+    picture_tokens(model.config, config.image_size)
     transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
     transformers_folder.register_pixels(model, config.pixels)
     transformers_folder.remove_generation_config(model)

@@ -32,7 +32,7 @@ LARGEST = 1e4
 """The largest noise multiplier and epsilon that are accepted; larger ones have no practical meaning."""
 
 SLACK = 1e-12
-"""Epsilon charged per release because its noise is discrete, not a continuous Gaussian; see distributed_noise.py."""
+"""Epsilon charged per release because its noise is discrete, not a continuous Gaussian; see discrete_gaussian.py."""
 GRID = 2**18
 """The largest number of points of prv's grid: 30 MB, a quarter of a second per row. A larger problem gets a coarser grid."""
 MOST_ROWS = 32
@@ -50,7 +50,7 @@ FRACTIONS = 4.0
 class GaussianEvent:
     """`count` equal releases with one noise multiplier, each on a Poisson sample with rate `sample_rate` (1: everyone).
 
-    `slack`: epsilon added per release because its noise is not a continuous Gaussian (distributed_noise.py).
+    `slack`: epsilon added per release because its noise is not a continuous Gaussian (discrete_gaussian.py).
     """
 
     noise_multiplier: float

@@ -10,7 +10,7 @@ from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, epsilo
 
 UNITS: tuple[Unit, ...] = get_args(Unit)
 DISCRETE = "discrete gaussian"
-"""The mechanism of a release: clipped integers plus exact discrete Gaussians from randomness.py (distributed_noise.py)."""
+"""The mechanism of a release: clipped integers plus exact discrete Gaussians from randomness.py (discrete_gaussian.py)."""
 VOID = (
     "void: made by a version that drew the noise of DP-SGD from a seed of 32 bits (on a GPU 63). Whoever has such a release "
     "can find the seed and take the noise off"

@@ -255,12 +255,12 @@ class Guard:
         self._mark_answered(task, Kind.EVALUATE)
         if result.tensors:
             raise RefusedError(f"{self.name}: an evaluation with tensors; nothing was sent")
-        scores = self._finalize_scores(task, result.metrics)
+        scores = self._record_scores(task, result.metrics)
         self._asked = None
         return scores
 
-    def _finalize_scores(self, task: AuthorizedTask, metrics: Mapping[str, float]) -> Payload:
-        """Put an evaluation's answer on record and return it as it leaves."""
+    def _record_scores(self, task: AuthorizedTask, metrics: Mapping[str, float]) -> Payload:
+        """Check an evaluation's scores, add the ledger's seal, put them on record, and return them as they leave."""
         checked = self._check_result(Payload(*task.place, {}, metrics=dict(metrics)))
         checked = replace(checked, ledger=self.ledger.seal())
         self.trail.note("evaluation", checked)
@@ -294,7 +294,7 @@ class Guard:
                 answer = self.replay.refuse(task, reason)
                 return answer if isinstance(answer, Reason) else (task, self._finalize_release(task, answer))
         if self.replay and task is not None and task.kind is Kind.EVALUATE and not self.share_metrics:
-            empty = self._finalize_scores(task, {})
+            empty = self._record_scores(task, {})
             with suppress(RefusedError):  # a full disk must not change the answer
                 self.trail.note("refusal", again=True, reason=reason.value)
             return task, empty

@@ -16,7 +16,7 @@ from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import digest, note, read_json
 from consilium.privacy import mechanism
-from consilium.privacy.distributed_noise import Bits, add_share
+from consilium.privacy.discrete_gaussian import Bits, add_share
 from consilium.privacy.plan import Plan
 from consilium.privacy.randomness import Randomness, secret_bytes
 from consilium.strategies.strategy import Role, Strategy

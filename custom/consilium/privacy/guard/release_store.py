@@ -70,7 +70,8 @@ def mark_paid(folder: Path, place: tuple[int, int]) -> None:
 def load(folder: Path, place: tuple[int, int], paid: bool) -> StoredRelease | None:
     """Return the stored release of a round and phase, None if there is none. `paid`: the ledger has its row.
 
-    Raises RefusedError if a later release was paid, because only the last is stored, and if the file cannot be read.
+    Raises RefusedError if the ledger already charged a later release, because only the last is stored, and if the file cannot
+    be read.
     """
     if _pending_path(folder, place).is_file():
         return _read_release(_pending_path(folder, place), REMEDY_PENDING)

@@ -393,7 +393,7 @@ def _reseal_or_replace(ledger: Ledger) -> int:
 
 
 def _lost_seals(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> Iterator[tuple[Path, str]]:
-    """Yield (record, seal) for every seal in a record that is neither in the ledger nor accepted as lost."""
+    """Yield (record, seal) for every seal in the records that the ledger neither has nor lists as accepted loss."""
     known = {"", *ledger.seals(), *read_accepted_seals(records, read)}
     for path in sorted(records.rglob(FILE)):
         found = read[path] if path in read else lines(path)

@@ -34,11 +34,11 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
         Column("mean"),
     ]
     title = scores.group.with_group_name("Measured by the runs themselves")
-    notes = ["means over seeds", *correlations_over_runs(scores)]
+    notes = ["means over seeds", *correlate_diagnostics_with_score(scores)]
     return [Table(title, columns, rows, notes)] if rows else []
 
 
-def correlations_over_runs(scores: GroupScores) -> list[str]:
+def correlate_diagnostics_with_score(scores: GroupScores) -> list[str]:
     """Return a line per diagnostic with Spearman's rho between its mean and the closing score, over methods and seeds.
 
     There is no line for fewer than FEWEST_PAIRS runs, or if the diagnostic or the score does not vary.

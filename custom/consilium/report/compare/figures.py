@@ -53,9 +53,10 @@ from consilium.report.untrusted_files import subfolders
 MOST_METHODS = 8
 
 
-def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[list[Path], list[str]]:
-    """Write examples-SITE.png for each site where the runs allow it. Return the files, and notes on missing ones.
+def draw_examples(folder: Path, group: Group, stage: Stage, suffix: str) -> tuple[list[Path], list[str]]:
+    """Write examples{suffix}-SITE.png for each site where the runs allow it. Return the files, and notes on missing ones.
 
+    `suffix`: the group's number in file names, as in "-2"; "" if there is one group.
     They show the seed that most methods have; of several such seeds, the first.
     """
     counts = Counter(seed for _, seed in group.runs)
@@ -76,7 +77,7 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
         elif any(one != same[0] for one in same):
             undrawn.setdefault("the runs show other pictures or references", []).append(site)
         else:
-            files.append(folder / f"examples{end}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png")
+            files.append(folder / f"examples{suffix}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png")
             first, key = next(iter(pages.values()))
             both = {what: first[what] for what in (PICTURE, REFERENCE, Stage.PRETRAINED) if what in first}
             told = draw_text(f"Seed {seed}, {stage} models", (2 * PANEL, LINE), POINTS, GREY)

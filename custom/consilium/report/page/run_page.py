@@ -25,7 +25,7 @@ from consilium.report.figures import ROUNDS
 from consilium.report.live_view import early_stop_text, refusal_time_text
 from consilium.report.page.cases import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
-from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
+from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_cross_site_matrix, results_table
 from consilium.report.run_files import versions
 from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
 from consilium.report.tables import Table, columns, duration, only_true, size, stamp
@@ -60,7 +60,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
         f"{CASES} is damaged, so nothing is shown of": [place.name for place, cases in read if cases is None],
     }
     trained = {site: one for site, one in record.closing.items() if site not in record.test_only} or record.closing
-    crossed = read_matrix(read_json(record.folder / VALUES))
+    crossed = read_cross_site_matrix(read_json(record.folder / VALUES))
     crossed = crossed and replace(crossed, grid=record.scores.grid)  # files of older versions have no grid
     confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
     private, private_facts = privacy_statement(record)

@@ -42,8 +42,8 @@ class ExactServer(UnequalRanks):
         """Return a layer's next global update, given its current `update` and each site's change of the layer."""
         raise NotImplementedError
 
-    def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
-        """Return p_i by site; they sum to 1."""
+    def site_weights(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
+        """Return each site's weight p_i in the merge; the weights sum to 1."""
         return shares(uploads)
 
     def sites_after(
@@ -79,7 +79,7 @@ class ExactServer(UnequalRanks):
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each layer is merged and decomposed, and a head is averaged."""
-        share, updates = self.share(state, results), global_updates(state)
+        share, updates = self.site_weights(state, results), global_updates(state)
         for layer in updates:
             updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
         round, phase = next_phase(state, self.traits.phases_of(state.round))

@@ -125,9 +125,9 @@ class UnequalRanks(Strategy):
         return Traits(needs="sites", ranks_differ=True, fixed_basis=False)
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self._shares().keys() - self.tiers.keys()):
+        if unknown := sorted(self._tier_probabilities().keys() - self.tiers.keys()):
             raise ConfigError(f"strategy.profile: tier {unknown[0]!r} is not in strategy.tiers; known: {', '.join(self.tiers)}")
-        if not sum(self._shares().values()) > 0:
+        if not sum(self._tier_probabilities().values()) > 0:
             raise ConfigError("strategy.profile: every share is 0; give one tier a share over 0")
         for name, tier in self.tiers.items():
             trains = tier.train > 0 or tier.train == self.least_train
@@ -135,7 +135,8 @@ class UnequalRanks(Strategy):
                 least = "over 0" if self.least_train is None else "0 or more"
                 raise ConfigError(f"strategy.tiers.{name}: train must be {least} and at most download, which is over 0")
 
-    def _shares(self) -> dict[str, float]:
+    def _tier_probabilities(self) -> dict[str, float]:
+        """Return the probability of each tier, from the named profile or as given in the job."""
         return PROFILES[self.profile] if isinstance(self.profile, str) else self.profile
 
     def role(self, name: str, round: int, phase: int) -> Role:
@@ -154,11 +155,11 @@ class UnequalRanks(Strategy):
 
     def profile_tiers(self) -> dict[str, tuple[Tier, float]]:
         """Return the tiers that the profile names, each with its probability."""
-        return {name: (self.tiers[name], share) for name, share in self._shares().items()}
+        return {name: (self.tiers[name], share) for name, share in self._tier_probabilities().items()}
 
     def tier(self, name: str) -> Tier:
         """Return the tier drawn from the profile for a site without `capacity`."""
-        shares = self._shares()
+        shares = self._tier_probabilities()
         draw = random.Random(seed_for(self.seed, "tier", name))
         return self.tiers[draw.choices(list(shares), list(shares.values()))[0]]
 

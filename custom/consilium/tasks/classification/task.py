@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
+from consilium.data.check_samples import image_shape
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, read_picture
-from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
@@ -96,7 +96,7 @@ class ClassificationTask(SampledTask):
         """
 
         def made(index: int, raw: CachedSample) -> Sample:
-            return augment(raw, seed, index) if self.augment else self._plain(index, raw)
+            return augment(raw, seed, index) if self.augment else self._without_augmentation(index, raw)
 
         return self._collate("training", self._samples.map("training", indices, made))
 
@@ -147,7 +147,7 @@ class ClassificationTask(SampledTask):
 
         The model runs on one sample at a time to save memory.
         """
-        batch = self._collate(split, self._samples.map(split, indices, self._plain))
+        batch = self._collate(split, self._samples.map(split, indices, self._without_augmentation))
         if not batch:
             return None
         device = next(model.parameters()).device
@@ -166,7 +166,7 @@ class ClassificationTask(SampledTask):
         rows = [sample[self._key] for _, sample in samples]
         return {self._key: torch.stack(rows) if self._key == "image" else pad_texts(rows), "label": labels}
 
-    def _plain(self, index: int, raw: Any) -> Sample:
+    def _without_augmentation(self, index: int, raw: Any) -> Sample:
         """Return a sample without augmentation; an image as float32."""
         return to_float(index, raw) if self._key == "image" else raw
 

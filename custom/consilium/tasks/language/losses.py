@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.adapters.layers import disabled
+from consilium.adapters.adapter_state import disabled
 from consilium.tasks.base import Batch, evaluating
 from consilium.tasks.language.tokens import IGNORED
 

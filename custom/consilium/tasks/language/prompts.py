@@ -263,16 +263,16 @@ def specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)) | added
 
 
-def fill_template(template: str, instruction: str, context: str) -> Parts:
-    """Return a template with instruction and input filled in. Braces in a record are text, not fields.
+def fill_template(template: str, instruction: str, input_text: str) -> Parts:
+    """Return a template with instruction and input filled in, as Parts. Braces in a record are text, not fields.
 
     If the template has no field for an input, the input follows the instruction, as in a chat.
     """
-    if context and "{input}" not in template:
+    if input_text and "{input}" not in template:
         template = template.replace("{instruction}", _message("{instruction}", "{input}"), 1)
     before, field, after = template.partition("{input}")
     before, after = (part.replace("{instruction}", instruction) for part in (before, after))
-    return Parts(before, context, after) if field else Parts(before, "", "")
+    return Parts(before, input_text, after) if field else Parts(before, "", "")
 
 
 def _form(form: str, has_input: bool) -> str:

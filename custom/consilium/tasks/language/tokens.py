@@ -64,10 +64,10 @@ class Encoder:
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
         """Return the prompt's tokens, at most `most`, and whether the prompt was shortened."""
         parts = self._prompt.parts(self._split_names_in_record(text))
-        whole = self._with_begin_tokens(self._plain("".join(parts)))
+        whole = self._with_begin_tokens(self._token_ids("".join(parts)))
         if len(whole) <= most:
             return whole, False
-        before, inner, after = (self._plain(part) for part in parts)
+        before, inner, after = (self._token_ids(part) for part in parts)
         before = self._with_begin_tokens(before)
         inner = without_middle(inner, max(most - len(before) - len(after), 0))
         start = len(self._begin)
@@ -77,12 +77,12 @@ class Encoder:
     def answer(self, text: Text) -> list[int]:
         """Return the tokens of a record's first reference with its ending."""
         said, ending = self._prompt.ending(self._split_special_names(text.outputs[0]))
-        tokens = self._plain(said + ending)
+        tokens = self._token_ids(said + ending)
         return tokens if ending else [*tokens, self.tokenizer.eos_token_id]
 
     def option(self, words: str) -> list[int]:
         """Return the tokens of an answer without its ending."""
-        return self._plain(self._prompt.ending(self._split_special_names(words))[0])
+        return self._token_ids(self._prompt.ending(self._split_special_names(words))[0])
 
     def blank_end(self, tokens: Sequence[int]) -> int:
         """Return how many tokens at the end consist only of blanks and line breaks."""
@@ -96,7 +96,7 @@ class Encoder:
         """Return the tokens that end an answer: the tokenizer's end token, and the first special token of a chat's ending."""
         _, ending = self._prompt.ending("")
         known = specials(self.tokenizer).values()
-        return sorted({self.tokenizer.eos_token_id, *[token for token in self._plain(ending) if token in known][:1]})
+        return sorted({self.tokenizer.eos_token_id, *[token for token in self._token_ids(ending) if token in known][:1]})
 
     def pair(self, text: Text) -> Encoded:
         """Return a record with its first reference. Labels of the prompt are IGNORED unless the whole sequence is learned.
@@ -131,7 +131,7 @@ class Encoder:
             (token, learned)
             for part, learned in parts
             # a blank before an answer belongs to the answer, see Prompt
-            for token in self._plain(part if learned else part.rstrip(" "))
+            for token in self._token_ids(part if learned else part.rstrip(" "))
         ]
         begin = self._begin if [token for token, _ in pairs[:1]] != self._begin else []
         pairs = [*((token, False) for token in begin), *pairs]
@@ -214,7 +214,7 @@ class Encoder:
         found = [f"(?<={re.escape(first)})(?={'|'.join(some)})" for first, some in rests.items() if some]
         return re.compile("|".join(found) or "(?!)", re.IGNORECASE)
 
-    def _plain(self, text: str) -> list[int]:
+    def _token_ids(self, text: str) -> list[int]:
         """Return a text's tokens. Names of special tokens give special tokens unless they are split by BREAK."""
         texts = [part for part in text.split(BREAK) if part]
         with replace_tokenizer_errors():

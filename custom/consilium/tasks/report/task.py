@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from consilium.core.errors import ConfigError, UnfitError
 from consilium.data.cache import SampleCache, to_float
+from consilium.data.check_samples import image_shape
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample, read_picture
-from consilium.data.sample_check import image_shape
 from consilium.data.settings import PictureSettings, reading_key
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
-from consilium.models.vision_language.image_inputs import Picture
+from consilium.models.vision_language.image_inputs import PictureTokens
 from consilium.models.vision_language.network import picture
 from consilium.tasks.base import Batch
 from consilium.tasks.language.losses import Row
@@ -40,9 +40,9 @@ class SeeingEncoder(Encoder):
 
     by_turns = False
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, form: str, seen: Picture) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, form: str, seen: PictureTokens) -> None:
         super().__init__(tokenizer, max_length, form)
-        around = [super(SeeingEncoder, self)._plain(words) for words in (seen.before, seen.after)]
+        around = [super(SeeingEncoder, self)._token_ids(words) for words in (seen.before, seen.after)]
         self._seen, self._shown = seen, [*around[0], *seen.ids, *around[1]]
         if max_length < len(self._shown) + LEAST:
             raise ConfigError(
@@ -83,10 +83,10 @@ class SeeingEncoder(Encoder):
             replace(text, instruction=MARK + text.instruction) if text.instruction else replace(text, input=MARK + text.input)
         )
 
-    def _plain(self, text: str) -> list[int]:
-        """Return a text's tokens, with the picture's tokens in the place of MARK."""
+    def _token_ids(self, text: str) -> list[int]:
+        """Return a text's token ids, with the picture's token ids in the place of MARK."""
         before, found, after = text.partition(MARK)
-        return super()._plain(before) + self._shown + super()._plain(after) if found else super()._plain(text)
+        return super()._token_ids(before) + self._shown + super()._token_ids(after) if found else super()._token_ids(text)
 
 
 def _without_mark(text: Text) -> Text:

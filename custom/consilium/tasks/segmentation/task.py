@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from consilium.core.seeding import seed_for
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
+from consilium.data.check_samples import check_sample, cropped_shape
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, valid_size
-from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating

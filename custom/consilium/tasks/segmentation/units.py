@@ -17,8 +17,8 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from consilium.data import volumes
+from consilium.data.check_samples import cropped_shape
 from consilium.data.datalist import Item
-from consilium.data.sample_check import cropped_shape
 from consilium.tasks.bootstrap import group_of, intervals, number_groups, sum_by_group
 from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig

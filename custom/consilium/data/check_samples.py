@@ -1,4 +1,4 @@
-"""Checks of samples: a report per entry for `data check`, headers and labels before a job trains, files before each round."""
+"""Checks of every sample: a report per entry for `data check`, headers and labels before training, files before each round."""
 
 import hashlib
 import logging

@@ -1,4 +1,4 @@
-"""The noise for every unit and every trust: clipped integers plus exact discrete Gaussians.
+"""Clipping to a grid of integers and exact discrete Gaussian noise, for every unit and whoever adds the noise.
 
 Integers have no rounding errors, and the last bits of a floating-point sum would reveal what the noise hides. All numbers are
 whole units of the grid on which sums are computed. A site's update, or the gradient of each unit in a DP-SGD step, is clipped
@@ -126,7 +126,7 @@ class _Coins:
     def exponential(self, part: Integers, whole: int) -> Flags:
         """Toss coins of probability exp(-part / whole), 0 <= part <= whole."""
 
-        def toss(at: NDArray[np.intp], k: int) -> Flags:
+        def toss(at: NDArray[np.intp], k: int) -> Flags:  # the k-th coin of the series for the entries at `at`
             fallen = self._toss_one_in(len(at), k)
             left = np.flatnonzero(fallen)
             fallen[left] = self._toss_ratio(part[at[left]], whole)
@@ -137,7 +137,7 @@ class _Coins:
     def half_square(self, part: Integers, whole: int) -> Flags:
         """Toss coins of probability exp(-(part / whole)^2 / 2)."""
 
-        def toss(at: NDArray[np.intp], k: int) -> Flags:
+        def toss(at: NDArray[np.intp], k: int) -> Flags:  # the k-th coin of the series for the entries at `at`
             fallen = self._toss_one_in(len(at), 2 * k)
             for _ in range(2):
                 left = np.flatnonzero(fallen)

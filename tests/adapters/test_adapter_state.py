@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from consilium.adapters import bottleneck, dual_rank, layers, lora
-from consilium.adapters.base_parameters import decoder_names
+from consilium.adapters import adapter_state, bottleneck, dual_rank, lora
 from consilium.adapters.kinds import FULL, LORA, BottleneckConfig, DualRankConfig, FullConfig, LoraConfig
 from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, linear_layers
 from consilium.adapters.parts import FeatureShift, add_parts, cut_of, merge_shift, part_shapes
 from consilium.adapters.registry import ADAPTERS
+from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
 from consilium.models.sam.network import build_sam
@@ -39,7 +39,7 @@ def adapted() -> Two:
     """Return the model with LoRA of rank 2, no number of which is 0."""
     model = Two()
     lora.inject(model, 2, 4.0, TargetSet("encoder"))
-    layers.load(model, {n: torch.full_like(t, 0.25) for n, t in layers.tensors(model).items()})
+    adapter_state.load(model, {n: torch.full_like(t, 0.25) for n, t in adapter_state.tensors(model).items()})
     return model
 
 
@@ -67,9 +67,9 @@ def test_a_model_that_trains_whole_is_exported_whole(tmp_path: Path) -> None:
 
 
 def test_the_largest_adapter_has_2_to_the_29_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers.check_size(2**29)
+    adapter_state.check_size(2**29)
     with pytest.raises(ConfigError, match="536,870,913 numbers to train, over 536,870,912"):
-        layers.check_size(2**29 + 1)
+        adapter_state.check_size(2**29 + 1)
     sam, target = build_sam("tiny", None, 64, 2), TargetSet("encoder")
     found = bottleneck.shapes(sam, 4)
     sizes = {  # by hand: rank 2 of 3 x 3 is 2 (3 + 3); the whole model has 9 + 3 + 6 + 2
@@ -79,31 +79,32 @@ def test_the_largest_adapter_has_2_to_the_29_numbers(monkeypatch: pytest.MonkeyP
     }
     for most, calls in sizes.items():
         for call in calls:
-            monkeypatch.setattr(layers, "LARGEST", most)
+            monkeypatch.setattr(adapter_state, "LARGEST", most)
             call()
-            monkeypatch.setattr(layers, "LARGEST", most - 1)
+            monkeypatch.setattr(adapter_state, "LARGEST", most - 1)
             with pytest.raises(ConfigError, match="numbers to train"):
                 call()
 
 
 def test_first_values_are_drawn_for_what_maps_down_and_0_for_the_rest() -> None:
-    drawn = [name for name in ("e.lora_A", "e.local_A", "b.down.weight", "e.lora_B", "e.local_B", "b.up.weight", "head.weight",
-                               "base.b.down.weight", "whole.e.lora_A") if layers.start(name, (2, 3), 0).any()]  # fmt: skip
+    down, up = ("e.lora_A", "e.local_A", "b.down.weight"), ("e.lora_B", "e.local_B", "b.up.weight")
+    others = ("head.weight", "base.b.down.weight", "whole.e.lora_A")
+    drawn = [name for name in (*down, *up, *others) if adapter_state.start(name, (2, 3), 0).any()]
     assert drawn == ["e.lora_A", "e.local_A", "b.down.weight"]
-    assert not layers.start("b.down.bias", (2,), 0).any()
+    assert not adapter_state.start("b.down.bias", (2,), 0).any()
 
 
 def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_before() -> None:
     tails = Two()
     dual_rank.inject(tails, 2, 2.0, TargetSet("encoder"))
-    layers.load(tails, {n: torch.full_like(t, 0.25) for n, t in layers.tensors(tails).items()})
+    adapter_state.load(tails, {n: torch.full_like(t, 0.25) for n, t in adapter_state.tensors(tails).items()})
     for model in (adapted(), tails):
-        base, before, states = Two(), model(X), layers.tensors(model)
+        base, before, states = Two(), model(X), adapter_state.tensors(model)
         states["encoder.lora_A"].requires_grad_(False)
         trains = {n: p.requires_grad for n, p in model.named_parameters()}
-        with layers.disabled(model):
+        with adapter_state.disabled(model):
             assert not model(X).any()  # its head is 0 as well
-            with layers.disabled(model):
+            with adapter_state.disabled(model):
                 pass
             encoded = model.encoder(X)
             torch.testing.assert_close(encoded, base.encoder(X))
@@ -115,23 +116,27 @@ def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_befo
 def test_modules_that_hold_the_adapter_and_what_switches_a_forward_pass() -> None:
     model, tails = adapted(), Two()
     dual_rank.inject(tails, 2, 2.0, TargetSet("encoder"))
-    assert layers.adapter_modules(tails) == [tails.encoder, tails.head]  # the parameters inside count with their module
-    assert layers.adapter_modules(model) == [model.encoder.lora_A["default"], model.encoder.lora_B["default"], model.head]
-    states = [layers.forward_settings(model)]
+    assert adapter_state.adapter_modules(tails) == [tails.encoder, tails.head]  # the parameters inside count with their module
+    assert adapter_state.adapter_modules(model) == [
+        model.encoder.lora_A["default"],
+        model.encoder.lora_B["default"],
+        model.head,
+    ]
+    states = [adapter_state.forward_settings(model)]
     lora.scale(model, 0.5)
-    states.append(layers.forward_settings(model))
-    layers.leave_out(model, {"encoder"})
-    states.append(layers.forward_settings(model))
-    with layers.disabled(model):
-        states.append(layers.forward_settings(model))
+    states.append(adapter_state.forward_settings(model))
+    adapter_state.leave_out(model, {"encoder"})
+    states.append(adapter_state.forward_settings(model))
+    with adapter_state.disabled(model):
+        states.append(adapter_state.forward_settings(model))
     left = frozenset({"encoder"})
     assert states == [(None, (False, 2.0)), (None, (False, 0.5)), (left, (False, 0.5)), (left, (True, 0.5))]
 
 
 def test_a_part_of_an_adapter_is_overwritten_and_the_rest_stays() -> None:
     model = adapted()
-    layers.overwrite(model, {"encoder.lora_A": torch.ones(2, 3)})
-    found = layers.values(model)
+    adapter_state.overwrite(model, {"encoder.lora_A": torch.ones(2, 3)})
+    found = adapter_state.values(model)
     assert found["encoder.lora_A"].eq(1).all()
     assert found["encoder.lora_B"].eq(0.25).all()
     model.encoder.lora_B["default"].weight.data.zero_()
@@ -139,22 +144,22 @@ def test_a_part_of_an_adapter_is_overwritten_and_the_rest_stays() -> None:
     sam = build_sam("tiny", None, 64, 2)
     bottleneck.inject(sam, 4, "keep")
     name = "base.mask_decoder.iou_token.weight"
-    parameter, before = layers.tensors(sam)[name], layers.tensors(sam)[name].detach().clone()
-    layers.overwrite(sam, {name: torch.ones_like(before)})
+    parameter, before = adapter_state.tensors(sam)[name], adapter_state.tensors(sam)[name].detach().clone()
+    adapter_state.overwrite(sam, {name: torch.ones_like(before)})
     assert torch.equal(parameter, before + 1)  # a change of the base
 
 
 def test_modules_left_out_return_their_input_also_after_they_are_replaced() -> None:
     model, base = Two(), Two()
-    layers.leave_out(model, {"encoder"})
-    assert layers.left_out_modules(model) == ["encoder"]
+    adapter_state.leave_out(model, {"encoder"})
+    assert adapter_state.left_out_modules(model) == ["encoder"]
     assert torch.equal(model(X), base.head(X))
-    layers.replace(model, "encoder", nn.Linear(3, 3))
-    layers.leave_out(model, {"encoder"})
+    adapter_state.replace(model, "encoder", nn.Linear(3, 3))
+    adapter_state.leave_out(model, {"encoder"})
     assert torch.equal(model(X), base.head(X))
-    layers.replace(model, "encoder", base.encoder)
-    layers.leave_out(model, set())
-    assert (layers.left_out_modules(model), torch.equal(model(X), base(X))) == ([], True)
+    adapter_state.replace(model, "encoder", base.encoder)
+    adapter_state.leave_out(model, set())
+    assert (adapter_state.left_out_modules(model), torch.equal(model(X), base(X))) == ([], True)
 
 
 def test_a_merged_layer_is_no_longer_known_as_adapted() -> None:
@@ -162,25 +167,25 @@ def test_a_merged_layer_is_no_longer_known_as_adapted() -> None:
     dual_rank.inject(model, 2, 2.0, TargetSet("encoder"))
     given = {"encoder.lora_A": torch.ones(1, 3), "encoder.lora_B": torch.ones(3, 1), "encoder.tail_A": torch.ones(2, 3)}
     given |= {"encoder.tail_B": torch.ones(3, 2), "encoder.gate": torch.tensor([0.5])}
-    layers.load(model, given | {"head.weight": torch.ones(2, 3), "head.bias": torch.zeros(2)})
-    assert len(layers.modules_of(model, dual_rank.DualRank)) == 1
+    adapter_state.load(model, given | {"head.weight": torch.ones(2, 3), "head.bias": torch.zeros(2)})
+    assert len(adapter_state.modules_of(model, dual_rank.DualRank)) == 1
     before = model(X)
     dual_rank.merge(model)
-    assert layers.modules_of(model, dual_rank.DualRank) == []
+    assert adapter_state.modules_of(model, dual_rank.DualRank) == []
     torch.testing.assert_close(model.encoder.weight, Two().encoder.weight + 4)  # 2 (1 + 0.5 * 2)
     torch.testing.assert_close(model(X), before)
 
 
 def test_a_parameter_shared_with_another_module_is_found() -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "cabd"})
-    assert layers.shared_weight(model, "abcd") is None
+    assert adapter_state.shared_weight(model, "abcd") is None
     model["b"].weight = model["d"].weight = model["a"].weight
-    assert layers.shared_weight(model, ["c"]) is None  # what others share is theirs
-    assert layers.shared_weight(model, ["c", "a"]) == ("a", "b")
-    assert layers.shared_weight(model, ["d"]) == ("d", "a")
+    assert adapter_state.shared_weight(model, ["c"]) is None  # what others share is theirs
+    assert adapter_state.shared_weight(model, ["c", "a"]) == ("a", "b")
+    assert adapter_state.shared_weight(model, ["d"]) == ("d", "a")
     inside = nn.ModuleDict({"a": nn.ModuleDict({"x": nn.Linear(2, 2), "y": nn.Linear(2, 2)})})
     inside["a"]["x"].weight = inside["a"]["y"].weight
-    assert layers.shared_weight(inside, ["a"]) is None  # within the layer
+    assert adapter_state.shared_weight(inside, ["a"]) is None  # within the layer
 
 
 def test_models_that_an_adapter_does_not_fit_are_named() -> None:
@@ -216,10 +221,10 @@ def test_a_shift_is_merged_into_the_nearest_bias(encoder_bias: bool, head_bias: 
     model: Any = Two(encoder_bias, head_bias)
     merge_shift(model, BASE)  # nothing to merge
     biases = [layer.bias.detach().clone() for layer in (model.encoder, model.head) if layer.bias is not None]
-    layers.freeze_base(model, [])
-    assert layers.tensors(model).keys() == {"head.weight", "head.bias"} - ({"head.bias"} if not head_bias else set())
+    adapter_state.freeze_base(model, [])
+    assert adapter_state.tensors(model).keys() == {"head.weight", "head.bias"} - ({"head.bias"} if not head_bias else set())
     add_parts({FEATURE_SHIFT}, model, LORA, LoraConfig(), BASE)
-    assert {"feature_shift.shift", "feature_shift.mean"} <= layers.tensors(model).keys()
+    assert {"feature_shift.shift", "feature_shift.mean"} <= adapter_state.tensors(model).keys()
     model.feature_shift.shift.data = torch.tensor([1.0, 2.0, 3.0])
     wanted = model(X)
     if not encoder_bias and not head_bias:
