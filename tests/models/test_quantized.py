@@ -24,6 +24,7 @@ from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.estimates.memory import replace_by_quantized_stand_ins
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.low_precision import store
@@ -216,7 +217,7 @@ def test_what_fit_counts_is_as_large_as_the_real_layers(bitsandbytes: None) -> N
     for dtype in ("nf4", "int8"):
         own, counted = nn.Linear(64, 96), nn.Linear(64, 96)
         store(nn.Sequential(own), dtype, []).to("cpu")
-        pack(nn.Sequential(counted), dtype, [])
+        replace_by_quantized_stand_ins(nn.Sequential(counted), dtype, [])
         own(torch.zeros(1, 64))
         scales: Any = own.weight.quant_state.absmax if dtype == "nf4" else own.state.SCB
         assert own.weight.nbytes + scales.nbytes == counted.weight.nbytes
@@ -242,7 +243,7 @@ def test_any_shape_is_scored_as_its_rows_are(dtype: str, shape: tuple[int, ...])
 def test_numbers_cast_to_a_weights_type_are_refused(dtype: str) -> None:
     """By the layer, and where memory is counted, as the doctor does before a site joins."""
     model, counted = store(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu"), nn.Sequential(nn.Linear(64, 32))
-    pack(counted, dtype, [])
+    replace_by_quantized_stand_ins(counted, dtype, [])
     for one in (model, counted):
         with pytest.raises(ConfigError, match="use bf16 or fp32"):
             one(torch.zeros(1, 64, dtype=torch.uint8))
