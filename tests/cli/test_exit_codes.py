@@ -126,7 +126,7 @@ def test_a_lost_job_has_its_code_after_submit_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = {"job_id": "1", "experiment": "x", "status": "LOST", "problems": [], "progress": None, "reason": "resume it"}
-    admin = Mock(uploads=tmp_path, submit=Mock(return_value="1"))
+    admin = Mock(upload_folder=tmp_path, submit=Mock(return_value="1"))
     for name, value in (("connect", lambda kit: nullcontext(admin)), ("watch_job", lambda *_: lost)):
         monkeypatch.setattr(f"consilium.cli.submit.{name}", value)
     assert run(monkeypatch, "submit", JOBS / "quickstart", "--kit", tmp_path, "--wait") == 4

@@ -116,7 +116,7 @@ def test_failed_simulation_names_lost_sites(job: Path, instead: Any) -> None:
 def test_simulator_that_does_not_start_has_a_reason(job: Path, instead: Any) -> None:
     instead("raise ImportError('no FLARE')")
     with simulator.Simulator(["a"]) as one:
-        for ask in (partial(one.ask, print), partial(one.run, job, job.parent, lambda event: None)):
+        for ask in (partial(one.run_in_child, print), partial(one.run, job, job.parent, lambda event: None)):
             with pytest.raises(ConsiliumError, match=r"did not start: ImportError: no FLARE$"):
                 ask()
 

@@ -161,7 +161,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         job = assembled(JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy} | (more or {})))
         own = {"dataset": "ward-7"} if policy is None else policy
         site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy.model_validate(own))
-        monkeypatch.setattr(job_context, "approved", lambda fl_ctx, name: (job, site))
+        monkeypatch.setattr(job_context, "load_approved_job", lambda fl_ctx, name: (job, site))
         monkeypatch.setattr(job_context, "site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
         monkeypatch.setattr(job_context, "site_root", lambda fl_ctx, job, name, site: tmp_path)
         monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")

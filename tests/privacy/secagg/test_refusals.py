@@ -141,6 +141,6 @@ def test_a_sum_of_many_clipped_gradients_is_cut_off_before_the_noise_and_never_r
     """Room for 45 and noise of 40 at most leave 5 a number. A refusal would tell that many units were drawn, without noise."""
     site, plan = object.__new__(Masking), cast(Any, SimpleNamespace(clip=1.0, site_noise=1.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Masking, "_open_party", lambda self, run: SimpleNamespace(room=lambda: 45.0))
+        patch.setattr(Masking, "_open_party", lambda self, run: SimpleNamespace(largest_number=lambda: 45.0))
         found = site.clamp_sums("r", {"w": torch.tensor([7, -9, 3, 0]) * 2**36}, plan)
     assert (found["w"] / 2**36).tolist() == [5.0, -5.0, 3.0, 0.0]

@@ -113,10 +113,7 @@ class Review:
     def _rows(self) -> Iterator[tuple[str, str]]:
         config = self.job.config
         yield "job", f"{config.name}: {config.strategy.name}, " + _work(config)
-        yield (
-            "from",
-            self.submitter or "not known: this folder was not submitted. The site checks the person when the job comes",
-        )
+        yield "from", self.submitter or UNSUBMITTED
         model = f"{config.model.title.removeprefix('model ')}, {config.model.checkpoint or 'without a checkpoint'}"
         yield "model", f"{model}; {config.task.name}; adapter {config.adapter.kind}"
         yield "data", _data(config, self.cost)
