@@ -228,13 +228,16 @@ def test_approval_with_byoc_is_a_problem(kit: Path) -> None:
     assert "a job's code runs before it is checked" in problems(kit)["approval"]
 
 
-@pytest.mark.parametrize(("text", "problem"), [("", True), ("# datalist: /data\n", True), ("{}\n", False)])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("", True), ("# datalist: /data\n", True), ("[]\n", True), ("''\n", True), ("{}\n", False)],
+)
 def test_empty_site_yaml_is_a_problem(text: str, problem: bool, kit: Path) -> None:
     """The site refuses every job then, because the file may have lost the hospital's policies. `{}` says: none."""
     (kit / "local/site.yaml").write_text(text)
     assert ("site.yaml" in problems(kit)) is problem
     if problem:
-        assert "write `{}`" in problems(kit)["site.yaml"]
+        assert ("write `{}`" if text[:1] in ("", "#") else "is not a map") in problems(kit)["site.yaml"]
         (kit / "local/site.yaml").write_text("{}")
         assert "site.yaml" not in problems(kit)
 

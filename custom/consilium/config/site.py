@@ -321,7 +321,13 @@ def kit_plugins(local: Path, simulated: bool = False) -> Plugins:
 
 def load_site(path: Path) -> SiteConfig:
     """Return the validated settings from a site.yaml, with relative paths resolved against its folder. Raises ConfigError."""
-    site = validate(SiteConfig, read_yaml(path) or {}, path)
+    found = read_yaml(path)
+    return _read_settings({} if found is None else found, path)  # another value, such as [] or "", is no empty site.yaml
+
+
+def _read_settings(raw: Any, path: Path) -> SiteConfig:
+    """Return the validated settings of `raw`, the parsed site.yaml `path`, as `load_site` does."""
+    site = validate(SiteConfig, raw, path)
     paths: dict[str, Any] = {k: path.parent / v for k in PATHS if (v := getattr(site, k)) is not None}
     if site.cache.folder is not None:
         paths["cache"] = site.cache.model_copy(update={"folder": path.parent / site.cache.folder})
@@ -339,10 +345,11 @@ def load_kit_site(path: Path) -> SiteConfig:
     The file holds the site's policies, so its loss must not leave the site without any. A server could make FLARE delete it:
     FLARE deletes any folder that a server names as a job's. A full disk may leave it empty.
     """
-    if not path.is_file() or read_yaml(path) is None:
+    raw = read_yaml(path) if path.is_file() else None  # once, because the file may be lost or emptied at any time
+    if raw is None:
         what = "empty" if path.is_file() else "missing"
         raise ConfigError(f"{path}: {what}; restore it, write your settings, or write `{{}}` to have none", Reason.POLICY)
-    return load_site(path)
+    return _read_settings(raw, path)
 
 
 SIMULATION = "simulation.json"
@@ -361,14 +368,15 @@ class Given:
     tracking: TrackingConfig | None = None
 
 
-def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) -> SiteConfig:
+def find_site(name: str, given: Given = Given(), kit_local: Path | None = None, is_kit: bool = False) -> SiteConfig:
     """Return the settings of the site `name`, from the first of these that applies.
 
     1. If `given.data` is set: the site's subfolder there, see read_site_folder. Raises ConfigError if it has no data.
     2. The site.yaml in the kit's folder `kit_local`.
     3. The defaults.
 
-    `given.checkpoints` applies if these settings name no checkpoint folder. Raises ConfigError for `tracking` at a site.
+    `given.checkpoints` applies if these settings name no checkpoint folder. `is_kit`: the site.yaml must be there, see
+    `load_kit_site`. Raises ConfigError for `tracking` at a site.
     """
     if given.data is not None:
         found = read_site_folder(folder_of(given.data, name))
@@ -379,7 +387,9 @@ def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) 
             raise ConfigError(f"{given.data / name}: {remedy}")
         site = found
     else:
-        site = load_site(kit_local / "site.yaml") if kit_local and (kit_local / "site.yaml").is_file() else SiteConfig()
+        path = None if kit_local is None else kit_local / "site.yaml"
+        load = load_kit_site if is_kit else load_site
+        site = load(path) if path is not None and (is_kit or path.is_file()) else SiteConfig()
     if site.tracking:
         raise ConfigError(f"{name}: tracking: only a server tracks runs; move it to the server's site.yaml, or remove it")
     return site if site.checkpoints or not given.checkpoints else site.model_copy(update={"checkpoints": given.checkpoints})

@@ -20,7 +20,7 @@ from nvflare.private.fed.server.server_engine import ServerEngine
 
 from consilium.client.approval import check_approved
 from consilium.config.job import load_job
-from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_kit_site, load_site
+from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_site
 from consilium.core.errors import ConfigError, Reason
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
@@ -96,9 +96,7 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
     In a kit, a missing or empty file is an error too, see `load_kit_site`.
     """
     local = Path(_workspace(fl_ctx).get_site_config_dir())
-    if (local.parent / "startup" / "client.crt").is_file():
-        load_kit_site(local / "site.yaml")
-    return find_site(name, _simulation_settings(), local)
+    return find_site(name, _simulation_settings(), local, is_kit=(local.parent / "startup" / "client.crt").is_file())
 
 
 def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
