@@ -209,6 +209,35 @@ def test_an_editor_of_the_start_script_is_no_running_kit(kit: Path) -> None:
         assert editor.poll() is None
 
 
+def test_a_search_and_a_backup_of_the_script_are_no_running_kit(kit: Path, tmp_path: Path) -> None:
+    """Their command lines name FLARE's module, or the script, and the kit."""
+    (tmp_path / "backup.sh").write_text("echo; read -r line")
+    script = kit / "startup" / processes.START
+    for search in sleeping(CLIENT, kit):
+        words = ["bash", str(tmp_path / "backup.sh"), str(script)]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as backup:
+            assert backup.stdout
+            assert backup.stdout.readline()
+            processes.check_stopped(kit)
+            processes.stop([kit])
+            assert (search.poll(), backup.poll()) == (None, None)
+            backup.kill()
+
+
+def test_stop_of_a_relative_path_and_a_link_spares_a_kit_whose_name_begins_alike(
+    kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Path(shutil.copytree(kit, f"{kit}-2", symlinks=True))
+    (link := kit.with_name("link")).symlink_to(kit)
+    monkeypatch.chdir(kit.parent)
+    for path in (kit.name, f"./{kit.name}/../{kit.name}/", link.name):
+        for longer in sleeping("-m", CLIENT, "-m", other):
+            for process in sleeping("-m", CLIENT, "-m", kit / "startup" / ".."):
+                assert run(monkeypatch, "stop", path) == 0
+                assert process.poll() is not None
+                assert longer.poll() is None
+
+
 def test_flares_own_command_keeps_the_root_key_private_too(tmp_path: Path) -> None:
     raw = project_of(load_deployment(SITES), SITES)
     Provisioner(str(tmp_path), prepare_builders(raw)).provision(prepare_project(raw), logger=Mock())

@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 
 START, MODULES = "sub_start.sh", "nvflare.private.fed.app."
 SHELLS = ("bash", "sh", "dash")
-"""Shells that start.sh uses to run the script START. Every other process of a kit runs a module under MODULES."""
+"""Shells that start.sh uses to run the script START. Every other process of a kit runs a module under MODULES, by `-m`."""
 JOBS, MARKS = (
     (".worker_process", ".runner_process"),
     ("pid.fl", "daemon_pid.fl", "shutdown.fl", "restart.fl"),
@@ -35,8 +36,11 @@ def processes(kit: Path, jobs_only: bool = False) -> list[psutil.Process]:
 
 def _runs_for(process: psutil.Process, kit: Path, jobs_only: bool) -> bool:
     words = process.info["cmdline"] or []
-    shell = bool(words) and os.path.basename(words[0]) in SHELLS  # an editor that has the script open does not count
-    runs = [word for word in words if word.startswith(MODULES) or (shell and os.path.basename(word) == START)]
+    # other commands may have the same words: an editor or a backup of the script, a search for the module's name
+    runs = [after for word, after in pairwise(words) if word == "-m" and after.startswith(MODULES)]
+    if words and os.path.basename(words[0]) in SHELLS:
+        script = next((word for word in words[1:] if not word.startswith("-")), "")
+        runs += [script] * (os.path.basename(script) == START)
     if not runs or (jobs_only and not runs[0].endswith(JOBS)):
         return False
     folders = [word if word != runs[0] else os.path.dirname(os.path.dirname(word)) for word in words if word.startswith("/")]
