@@ -3,16 +3,18 @@
 import json
 import os
 import shutil
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from consilium.client import approval
 from consilium.config.job import JobConfig, load_job
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.flare.job.recipe import export_job
-from consilium.flare.kit.job_review import Review, review
+from consilium.flare.kit.job_review import MARGIN, Review, review
 from tests.conftest import JOBS, run, small_config
 
 WHO = {"submitter_name": "lead@hub.example", "submitter_org": "hub", "submitter_role": "lead"}
@@ -110,6 +112,45 @@ def test_page_shows_what_is_printed(kit: Path, tmp_path: Path) -> None:
     found = list(reviewed(kit, tmp_path, config, site).lines())
     page = (JOBS.parent / "provisioning/administrator.md").read_text()
     assert "\n".join(found).partition("\nsettings")[0] in page
+
+
+FAKE = "digest     0123456789abcdef"
+HOSTILE = [
+    f"{'x' * 60}{FAKE}".replace(" ", "\u00a0"),  # a word with blanks, which a terminal moves to the next line
+    f"{'x' * 60}{FAKE}".replace(" ", "\u2800"),
+    f"{'x' * 60}{FAKE}".replace(" ", "\uffa0"),
+    "\u5168" * 34 + f"/{FAKE}",  # characters of two columns
+    f"x\r\n{FAKE}\x1b[2K\u202e",
+    "\u05d0\u05d1 12 of 34",  # a terminal may turn the numbers round
+    f"x; segmentation; adapter lora {'x /' * 300}",
+]
+
+
+@pytest.mark.parametrize("width", [80, 50])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_of_a_job_neither_fakes_nor_hides_a_row(text: str, width: int, kit: Path, tmp_path: Path) -> None:
+    """Each line of a terminal that begins at the left is that of a row, or the end of a word without blanks."""
+    model = job().model_dump()["model"] | {"checkpoint": text}
+    found = reviewed(kit, tmp_path, job(model=model), "datasets: {}")
+    lines = list(found.lines(width))
+    for line in lines:
+        words = line[MARGIN:].split(" ")
+        assert cell_len(line) <= width or len(words) == 1
+        assert all(c.isprintable() and cell_len(c) and unicodedata.bidirectional(c) not in ("R", "AL") for c in line)
+        assert not any(c in line for c in "\u2800\uffa0\u00a0")
+    rows = [line[:MARGIN].strip() for line in lines if line[:MARGIN].strip()]
+    wanted = ["job", "from", "model", "data", "privacy", "budget", "leaves", "code", "settings", "digest", "note", "REFUSED"]
+    assert rows == [one for one in wanted if one != "note"]
+    assert " ".join(" ".join(lines).split()).count("sam tiny; segmentation; adapter lora; checkpoint") == 1
+
+
+def test_author_of_a_folder_names_no_submitter(kit: Path, tmp_path: Path) -> None:
+    """The meta.json of a job from the server counts, and that of a folder that came by another way does not."""
+    app = received(kit, tmp_path, job())
+    assert review(app, kit).submitter == "lead@hub.example (lead of hub), as the server says"
+    other = Path(shutil.copytree(app.parent, tmp_path / "sent")) / app.name
+    assert json.loads((other.parent / "meta.json").read_text()) == WHO
+    assert review(other, kit).submitter == ""
 
 
 @pytest.mark.parametrize(("answer", "code", "approved"), [("y", 0, 1), ("", 1, 0), ("n", 1, 0)])

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import FormatOption, emit
+from consilium.cli.options import FormatOption, emit, page
 from consilium.client import approval
 from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError, ExitCode
@@ -60,7 +60,7 @@ def _review_and_approve(job: Path, kit: Path, yes: bool, format: str) -> None:
     with app_of(job, plugins) as app:
         review = call(REVIEW, app, kit)
         if format == "txt":
-            emit(None, review.lines(), "txt")
+            emit(None, review.lines(page().width), "txt")
         asks = format == "txt" and sys.stdin.isatty()
         if not yes and not asks:
             raise ConfigError("--yes: there is no terminal to ask at, so nothing is approved; repeat the command with --yes")

@@ -6,7 +6,7 @@ job would. It writes nothing to the ledger and the records.
 
 import json
 import tempfile
-import textwrap
+import unicodedata
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.job_def import JobMetaKey
+from rich.cells import cell_len
 
 from consilium.client import approval
 from consilium.client.approval import JOB, other_files
@@ -39,6 +40,8 @@ from consilium.strategies.strategy import Role
 
 WIDTH, MARGIN = 80, 11
 """Characters of a line of the review, and of the names at its left."""
+_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and signs without a shape: fillers of Hangul, and the empty pattern of Braille."""
 UNSUBMITTED = "not known: this folder was not submitted. The site checks the person when the job comes"
 REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
 """Sections of a job in the form of the review for programs."""
@@ -95,27 +98,30 @@ class Review:
             "digest": self.digest,
         }
 
-    def lines(self) -> Iterator[str]:
-        """Yield the review for a person. Texts of others are inert. A line has at most WIDTH characters, or one longer word."""
+    def lines(self, width: int = WIDTH) -> Iterator[str]:
+        """Yield the review for a person. Texts of others are inert. A line has at most WIDTH columns, or one longer word.
+
+        `width`: the columns of the terminal. Only the first line of a row begins at the left. A word stays whole, so that a path can be copied, and contains no blanks,
+        so that the part of it that a terminal moves to the next line does not look like a row.
+        """
         before = ""
         for name, text in self._rows():
-            first = f"{'' if name == before else name:<{MARGIN}}"
-            yield from textwrap.wrap(
-                shown(text, 600),
-                WIDTH,
-                initial_indent=first,
-                subsequent_indent=" " * MARGIN,
-                break_long_words=False,  # so that a path can be copied
-                break_on_hyphens=False,
-            )
+            line = f"{'' if name == before else name:<{MARGIN}}"
+            for word in _visible(shown(text, 600)).split():
+                if len(line) > MARGIN and cell_len(f"{line} {word}") > min(width, WIDTH):
+                    yield line
+                    line = " " * MARGIN
+                line += word if len(line) == MARGIN else f" {word}"
+            yield line
             before = name
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         config = self.job.config
         yield "job", f"{config.name}: {config.strategy.name}, " + _work(config)
         yield "from", self.submitter or UNSUBMITTED
-        model = f"{config.model.title.removeprefix('model ')}, {config.model.checkpoint or 'without a checkpoint'}"
-        yield "model", f"{model}; {config.task.name}; adapter {config.adapter.kind}"
+        kinds = f"{config.model.title.removeprefix('model ')}; {config.task.name}; adapter {config.adapter.kind}"
+        checkpoint = config.model.checkpoint  # at the end, because it may have any text and any length
+        yield "model", f"{kinds}; {f'checkpoint {checkpoint}' if checkpoint else 'without a checkpoint'}"
         yield "data", _data(config, self.cost)
         yield "privacy", _privacy(self.job, self.cost)
         yield from (("budget", text) for text in _budgets(self.site, self.cost))
@@ -156,7 +162,7 @@ def review(app: Path, kit: Path) -> Review:
             refusal = " ".join(str(error).split()).removeprefix(f"{name}: ")
             refusal = refusal.replace("; nothing was sent", "")
     known = approval.read_approvals(local).get(digest, {})
-    return Review(job, site, app, digest, _submitter(app), cost, refusal, known)
+    return Review(job, site, app, digest, _submitter(app, kit), cost, refusal, known)
 
 
 def _identity(config: JobConfig, site: SiteConfig, kit: Path, name: str) -> Identity | None:
@@ -203,8 +209,25 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
     return {key: None if value == float("inf") else value for key, value in values.items()}
 
 
-def _submitter(app: Path) -> str:
-    """Return the person who submitted a job that a server has sent; "" for any other folder."""
+def _visible(text: str) -> str:
+    """Return a text of `shown` with escapes for what a terminal shows as a blank, not at all, or from right to left."""
+    return "".join(c if c.isascii() or _is_plain(c) else ascii(c)[1:-1] for c in text)
+
+
+def _is_plain(character: str) -> bool:
+    """Return whether a character is a visible letter or sign with a width of its own, written from left to right."""
+    turns = unicodedata.bidirectional(character) in ("R", "AL", "AN")
+    blank = character.isspace() or character in _BLANK or cell_len(character) == 0
+    return not (turns or blank)
+
+
+def _submitter(app: Path, kit: Path) -> str:
+    """Return the person who submitted a job that a server has sent; "" for any other folder.
+
+    FLARE writes a received job into the kit. The meta.json of a folder elsewhere is its author's, who may write any name.
+    """
+    if not app.resolve().is_relative_to(kit.resolve()):
+        return ""
     try:
         meta = read_json(app.resolve().parent / "meta.json")
         name, org, role = (
