@@ -101,8 +101,8 @@ class Review:
     def lines(self, width: int = WIDTH) -> Iterator[str]:
         """Yield the review for a person. Texts of others are inert. A line has at most WIDTH columns, or one longer word.
 
-        `width`: the columns of the terminal. Only the first line of a row begins at the left. A word stays whole, so that a path can be copied, and contains no blanks,
-        so that the part of it that a terminal moves to the next line does not look like a row.
+        `width`: the columns of the terminal. Only the first line of a row begins at the left. A word stays whole, so that a
+        path can be copied. It contains no blanks, so that its end on the terminal's next line does not look like a row.
         """
         before = ""
         for name, text in self._rows():
