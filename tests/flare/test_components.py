@@ -137,7 +137,12 @@ def test_replayed_reply_has_the_jobs_upload_time(job: Job, guard: Guard) -> None
     fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
     fl_ctx.set_prop(FLContextKey.TASK_NAME, wire.TRAIN, private=True, sticky=False)
     process_state.forget_guards()
-    known = {"load_approved_job": (job, SiteConfig()), "site_folder": guard.folder, "site_root": guard.records, "observer": print}
+    known = {
+        "load_approved_job": (job, SiteConfig()),
+        "site_folder": guard.folder,
+        "site_root": guard.records,
+        "observer": print,
+    }
     with patch.multiple(job_context, **{name: Mock(return_value=value) for name, value in known.items()}):
         GuardTaskFilter().process(wire.encode(broadcast(job), "r", update=False), fl_ctx)
     assert runner.submit_task_result_timeout == 300.0  # UPLOAD: a twelfth of the round is less

@@ -8,6 +8,7 @@ import pytest
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import Task, TaskCompletionStatus
 from nvflare.apis.fl_constant import ConfigVarName, FLContextKey
+from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.fuel.utils.config_service import ConfigService
 
@@ -18,6 +19,7 @@ from tests.conftest import small_config
 from tests.flare.running import exported, own_process, untouched
 from tests.flare.together import Together
 
+SITES = ["site-1", "site-2", "site-3"]
 FLARES = {ConfigVarName.DEAD_CLIENT_GRACE_PERIOD: 0.0, ConfigVarName.DEAD_CLIENT_CHECK_LEAD_TIME: 0.3}
 """FLARE's own are 60 and 30 s: until a reported site counts as dead, and until a task for a dead site is cancelled."""
 
@@ -67,4 +69,25 @@ def test_site_with_a_slow_process_is_registered_before_the_round_ends(tmp_path: 
         assert asks("site-2") == wire.HELLO  # its process is up at last
         assert coordinator.sites.keys() == set(sites)
         assert asks("site-2") == ""  # once only
+        communicator.finalize_run(fl_ctx)
+
+
+def test_a_site_that_asks_again_for_its_task_does_not_end_flares_monitor(tmp_path: Path) -> None:
+    """Its process has restarted during the task, and tasks for other sites stand behind its own."""
+    with exported(small_config("fedit"), tmp_path, untouched, None, SITES) as job, own_process():
+        federation = Together(job, SITES, tmp_path / "kits")
+        controller, communicator = federation.controller, federation.communicator
+        fl_ctx = federation.server.new_context()
+        controller.set_communicator(communicator)
+        communicator.initialize_run(fl_ctx)
+        controller.initialize(fl_ctx)
+        sender = TaskSender(controller, controller.coordinator, Signal(), fl_ctx, set, 0.01)
+        tasks = sender.send(wire.HELLO, {name: Shareable() for name in SITES}, lambda name, result: None)
+        for _ in range(3):
+            with federation.server.new_context() as asking:
+                assert communicator.process_task_request(Client("site-1", "site-1"), asking)[0] == wire.HELLO
+        for task in tasks.values():
+            sender.cancel(task)
+        until(lambda: not communicator._tasks)
+        assert communicator._task_monitor.is_alive()
         communicator.finalize_run(fl_ctx)

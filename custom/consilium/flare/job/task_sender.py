@@ -25,6 +25,19 @@ OnResult = Callable[[str, Shareable], None]
 """A function that takes a site's name and its result. If it raises RefusedError, the result is refused."""
 
 
+class Attempts(list[ClientTask]):
+    """A task's attempts, each once.
+
+    If a site's new process asks for its task again while tasks for other sites stand behind it, FLARE appends the same attempt
+    a second time. FLARE's monitor of tasks would then end with a KeyError when the task ends, and the job would hang.
+    """
+
+    def append(self, attempt: ClientTask) -> None:
+        """Append an attempt that is not in the list."""
+        if not any(attempt is known for known in self):
+            super().append(attempt)
+
+
 @dataclass(frozen=True)
 class TaskSender:
     """Sends tasks to sites for a controller, and receives their replies.
@@ -103,6 +116,7 @@ class TaskSender:
         wanted = {name: message for name, message in messages.items() if name not in revoked}
         tasks = {name: Task(task_name, one, timeout=timeout, result_received_cb=received) for name, one in wanted.items()}
         for name, task in tasks.items():
+            task.client_tasks = Attempts()
             self.controller.send(task, self.fl_ctx, targets=[name])
         return tasks
 
