@@ -23,6 +23,7 @@ from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.kit import connection_refusals, heartbeat_client
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_client import AttendanceReport
+from consilium.flare.kit.kit_contents import ANSWERED
 
 
 def test_clock_jump_at_start_keeps_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def test_heartbeat_says_of_each_job_if_it_runs(server: Server, tmp_path: Path) -
     fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
     SiteExecutor().handle_event(EventType.AFTER_TASK_EXECUTION, fl_ctx)
     assert beat() == {"ours": "running", "other": "running", "new": "starting"}
-    assert (tmp_path / "ours" / heartbeat_client.ANSWERED).stat().st_mode & 0o077 == 0
+    assert (tmp_path / "ours" / ANSWERED).stat().st_mode & 0o077 == 0
 
 
 def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(

@@ -104,7 +104,7 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS, reviewed: str
     """Record a job's digest as approved, with the time and this machine's user, and return it.
 
     `plugins`: the packages whose kinds the job may name at this site. `reviewed`: the digest of the job that a person was
-    shown, "" for none. Raises ConfigError if the job cannot run or be read, or is no longer the one that was shown.
+    shown, "" for none. Raises ConfigError if the job cannot run or be read, or has changed since it was shown.
     """
     config = load_job(app / JOB, plugins=plugins)
     found, configuration, used = _digests(app, config)

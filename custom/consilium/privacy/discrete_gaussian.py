@@ -1,4 +1,4 @@
-"""Clipping to a grid of integers and exact discrete Gaussian noise, for every unit and whoever adds the noise.
+"""Clipping to an integer grid, and exact discrete Gaussian noise. Every privacy unit and every `trust` uses them.
 
 Integers have no rounding errors, and the last bits of a floating-point sum would reveal what the noise hides. All numbers are
 whole units of the grid on which sums are computed. A site's update, or the gradient of each unit in a DP-SGD step, is clipped

@@ -29,7 +29,7 @@ from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, claim_run_folder, default_name, known_run
 from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
-from consilium.flare.kit.heartbeat_client import ANSWERED
+from consilium.flare.kit.kit_contents import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity

@@ -1,7 +1,7 @@
 """Registration of the sites that take part in a job, by a task `hello` and the site's reply.
 
-The server sends the hello at the start of the job, after each round, when a site connects, and when FLARE hears again from a
-site that it took for dead.
+The server sends the hello at the start of the job, after each round, when a site connects, and when a site that FLARE took for
+dead asks for a task.
 """
 
 import threading

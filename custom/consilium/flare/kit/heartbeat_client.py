@@ -32,6 +32,7 @@ from consilium.federation.compatibility import libraries
 from consilium.flare import patches
 from consilium.flare.kit.connection_refusals import Cause, HeartbeatFilter, await_admission, note_cause
 from consilium.flare.kit.health import HealthReport
+from consilium.flare.kit.kit_contents import ANSWERED
 
 KEY = "consilium_attendance"
 """The key of the facts in a heartbeat's context, and of the list of sites in the server's status."""
@@ -42,8 +43,6 @@ JOB = "worker_process"
 """Name of the module that FLARE runs in a job's process at a site."""
 JOB_STATES = {ClientStatus.STARTING: "starting", ClientStatus.STARTED: "running"}
 """Words for FLARE's states of a job's process at a site. FLARE's process is "starting" until it has loaded its code."""
-ANSWERED = "consilium_answered"
-"""Name of the file in a job's folder at a site that says that the job's process has done a task. The first one is the hello."""
 RETRY = 60.0
 """Seconds between two checks of a certificate that is not valid. Each check logs one line."""
 SILENCE = 30.0

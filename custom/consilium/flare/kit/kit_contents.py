@@ -14,6 +14,8 @@ from consilium.core.storage import read_json
 Settings = dict[str, Any]
 LOCKED = "keys.locked"
 """The file in a kit with its private keys, encrypted with a passphrase; see key_lock.py."""
+ANSWERED = "consilium_answered"
+"""File in a job's folder at a site: the job's process there has done a task. The first task is the hello."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
 """A kit's role by the file of its certificate. A person's kit has client.crt too, and so counts as a site here."""
 

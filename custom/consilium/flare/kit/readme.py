@@ -10,7 +10,7 @@ from consilium.flare.kit.kit_contents import certificate_path, kit_name, kit_rol
 TEXT = """Startup kit of {name}, {what} of the federation {project}.
 
 Keep this folder private (mode 700). Its private key is startup/{key}.
-Whoever has this key can act as {name}.
+Anyone who holds this key can act as {name}.
 If others may have read it, tell the hub, which revokes it.
 
 {steps}
