@@ -132,17 +132,32 @@ def test_kubernetes_names_the_image_of_this_version() -> None:
 
 
 IMAGE = ["hadolint", str(CONTAINER / "Dockerfile")]
-COMPOSE = ["check-jsonschema", "--quiet", "--builtin-schema", "vendor.compose-spec", str(CONTAINER / "compose.yaml")]
+WORKFLOWS = sorted(str(path) for path in (ROOT / ".github/workflows").glob("*.yml"))
+
+
+def _schema(name: str, *files: str) -> list[str]:
+    return ["check-jsonschema", "--quiet", "--builtin-schema", f"vendor.{name}", *files]
 
 
 @pytest.mark.parametrize(
     "words",
-    [["hadolint", str(CONTAINER / "Dockerfile")], pytest.param(COMPOSE, marks=pytest.mark.slow)],
-    ids=["image", "compose"],
+    [
+        IMAGE,
+        pytest.param(_schema("compose-spec", str(CONTAINER / "compose.yaml")), marks=pytest.mark.slow),
+        pytest.param(_schema("github-workflows", *WORKFLOWS), marks=pytest.mark.slow),
+        pytest.param(_schema("dependabot", str(ROOT / ".github/dependabot.yml")), marks=pytest.mark.slow),
+    ],
+    ids=["image", "compose", "workflows", "dependabot"],
 )
 def test_linters_find_nothing(words: list[str]) -> None:
     done = subprocess.run([BIN / words[0], *words[1:]], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_workflows_pin_their_actions_and_leave_no_credentials() -> None:
+    """A moved tag of an action, or a token that stays in a checkout, could change what a release contains."""
+    done = subprocess.run([BIN / "zizmor", "--offline", "--quiet", *WORKFLOWS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_image_starts_the_kits_script() -> None:
