@@ -84,7 +84,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= base_shapes(model, names) | adapter_state.head_shapes(model)
-        warnings = (*warnings_of(model, own), *_pooled_steps_warning(config))
+        warnings = (*config.task.warnings(), *warnings_of(model, own), *_pooled_steps_warning(config))
         require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or adapter_state.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, warnings)

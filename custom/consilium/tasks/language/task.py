@@ -60,8 +60,6 @@ class LanguageTask:
             split: [self._right_answers(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"
         }
         self._warned = set[str]()
-        if config.labels and self.kind not in ("label", "options"):
-            self._warn_once(f"task.labels is not read where task.evaluate is {self.kind}; use options or label to score by it")
         said = self._encoder.default_system
         if said and not all(text.system for texts in self.data.splits.values() for text in texts):
             what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
