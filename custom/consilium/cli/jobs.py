@@ -69,8 +69,9 @@ def abort(
     """Stop a job. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
         found = admin.find_job(job)
-        admin.abort(found["job_id"])
-    emit({"aborted": found["job_id"]}, [line(f"{found['job_id']}: aborted")], format)
+        ended = admin.abort(found["job_id"])
+    text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
+    emit({"aborted": found["job_id"], "ended": ended}, [line(f"{found['job_id']}: {text}")], format)
 
 
 def download(

@@ -42,6 +42,8 @@ UNLISTED = "is not in allow_list"
 """Part of FLARE's error if a kit's allow-list lacks our classes, such as in a kit that FLARE's own tools made."""
 MAX_REASONS = 5
 """A list of jobs shows the reason of at most this many failed jobs, the newest. Each needs a download of the job's result."""
+ABORT_SECONDS = 60.0
+"""How long an aborted job is waited for. Its server process has to end first, within a few seconds as a rule."""
 OVERDUE = 30.0
 """Seconds after which a site's heartbeat is missing. Each site sends one every ten seconds."""
 MAX_APPS = 64
@@ -143,7 +145,7 @@ class Admin:
         last = self._last_submission(experiment, self.jobs())
         if last is None:
             return set()
-        if last["status"] != LOST and not last["status"].startswith(ENDED):
+        if not _has_ended(last["status"]):
             raise ConfigError(f"{experiment}: job {last['job_id']} is at it; wait for its end, or `consilium abort` it first")
         return {line.split(":")[0] for line in last.get("job_deploy_detail", []) if line.endswith(": OK")} - {"server"}
 
@@ -229,9 +231,20 @@ class Admin:
         """Download an ended job's result. Return this package's folder in it, whose files RunLog describes."""
         return Path(self.session.download_job_result(job_id, str(destination))) / "workspace" / "consilium"
 
-    def abort(self, job_id: str) -> None:
-        """Stop a job. Its checkpoint stays at the server."""
+    def abort(self, job_id: str) -> bool:
+        """Stop a job and wait for its end, at most ABORT_SECONDS. Return whether it has ended.
+
+        Its checkpoint stays at the server. Until the end `consilium resume` refuses the run.
+        """
         self.session.abort_job(job_id)
+        ends = time.monotonic() + ABORT_SECONDS
+        while not (ended := _has_ended(self.find_job(job_id)["status"])) and time.monotonic() < ends:
+            time.sleep(1)
+        return ended
+
+
+def _has_ended(status: str) -> bool:
+    return status == LOST or status.startswith(ENDED)
 
 
 def _failed(status: str) -> bool:
