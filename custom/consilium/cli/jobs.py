@@ -66,7 +66,7 @@ def abort(
     kit: KitOption,
     format: FormatOption = "txt",
 ) -> None:
-    """Stop a job. `consilium resume` can continue it from its last finished round."""
+    """Stop a job, and wait for its end. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
         found = admin.find_job(job)
         ended = admin.abort(found["job_id"])
