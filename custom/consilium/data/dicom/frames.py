@@ -54,10 +54,10 @@ def scale_of(file: Path, own: Dataset) -> Scale:
     """Return the scale of a frame's values, from its own elements. Raises DataError."""
     bits, signed = int(own.get("BitsStored") or own.get("BitsAllocated") or 16), bool(own.get("PixelRepresentation"))
     stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
-    slope, intercept = _first_number(own, "RescaleSlope", 1.0), _first_number(own, "RescaleIntercept", 0.0)
+    number = partial(_first_number, own)
+    slope, intercept = number("RescaleSlope", 1.0), number("RescaleIntercept", 0.0)
     if not slope:
         raise DataError(f"{file}: its RescaleSlope is 0; replace it or take it off the list")
-    number = partial(_first_number, own)
     window: Window | None = None  # of several windows, the first (DICOM PS3.3, C.11.2.1.2)
     curve = ""
     if own.get("WindowCenter") in (None, "") or own.get("WindowWidth") in (None, ""):
@@ -147,12 +147,6 @@ class Place:
     i: np.ndarray
     j: np.ndarray
     depth: float
-
-    @property
-    def normal(self) -> np.ndarray:
-        """The unit vector along which slices are counted."""
-        normal = np.cross(self.i, self.j)
-        return normal / np.linalg.norm(normal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,19 +285,21 @@ def sort_frames(path: Path, frames: Sequence[Frame], on_lattice: bool) -> tuple[
     places = [frame.place for frame in frames if frame.place is not None]
     if len(places) < len(frames):
         return list(frames), len(frames), None
-    one = places[0]
-    if not all(np.allclose(place.i, one.i, atol=_SAME) and np.allclose(place.j, one.j, atol=_SAME) for place in places):
+    one, turns = places[0], np.array([(place.i, place.j) for place in places])
+    if not np.allclose(turns, turns[0], atol=_SAME):
         raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
-    heights = np.array([place.origin @ one.normal for place in places])  # along the normal
-    order = np.argsort(heights, kind="stable")
-    heights, origins, count = heights[order], np.array([places[n].origin for n in order]), len(order) - 1
+    normal = np.cross(one.i, one.j) / np.linalg.norm(np.cross(one.i, one.j))
+    origins = np.array([place.origin for place in places])
+    order = np.argsort(origins @ normal, kind="stable")
+    origins, count = origins[order], len(order) - 1
+    heights = origins @ normal
     if on_lattice:
         gaps = np.diff(heights)
         least = min(gaps[gaps > _SAME], default=one.depth)
         count = round(float(heights[-1] - heights[0]) / least)
         if count + 1 > MOST_FILES:
             raise DataError(f"{path}: its segments lie {least:.4f} mm apart over {count * least:.0f} mm; replace it")
-    step = (origins[-1] - origins[0]) / count if count else one.normal * one.depth
+    step = (origins[-1] - origins[0]) / count if count else normal * one.depth
     if not on_lattice:
         _check_even(path, heights, origins, step)
     affine = np.eye(4)
