@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from pydicom import Dataset
 from pydicom.pixels import apply_modality_lut, apply_voi
-from pydicom.uid import UID
+from pydicom.uid import UID, ParametricMapStorage, RTStructureSetStorage
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, patient_identifier, reading, series
+from consilium.data.dicom.files import SEGMENTATIONS, patient_identifier, reading, series
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
 from consilium.data.safe_open import most_unpacked, refuse
@@ -70,11 +70,12 @@ def scale_of(file: Path, own: Dataset) -> Scale:
             curve = "SIGMOID" if function == "SIGMOID" else ""
     padding: Window | None = None
     if own.get("PixelPaddingValue") is not None:
-        both = (first := number("PixelPaddingValue", 0.0), number("PixelPaddingRangeLimit", first))
+        first = number("PixelPaddingValue", 0.0)
+        last = number("PixelPaddingRangeLimit", first)
         if signed:  # some devices write -2000 as 63536
-            allocated = int(own.get("BitsAllocated") or 16)
-            both = tuple(value - 2.0**allocated if value >= 2.0 ** (allocated - 1) else value for value in both)  # type: ignore[assignment]
-        padding = min(both), max(both)
+            half = 2.0 ** (int(own.get("BitsAllocated") or 16) - 1)
+            first, last = (value - 2 * half if value >= half else value for value in (first, last))
+        padding = min(first, last), max(first, last)
     inverted = own.get("PhotometricInterpretation") == "MONOCHROME1"
     if inverted and "ModalityLUTSequence" in own:
         raise DataError(f"{file}: has a table of values and the largest is the darkest (MONOCHROME1), which is not read")
@@ -188,9 +189,9 @@ def stack(path: Path) -> Stack:
     if "Rows" not in first:
         uid = UID(str(first.get("SOPClassUID") or ""))
         what = f"holds no image but what the standard calls {uid.name}" if uid.name != uid else "holds no image"
-        what = "holds contours, which need their image's grid" if uid == CONTOURS else what
+        what = "holds contours, which need their image's grid" if uid == RTStructureSetStorage else what
         raise DataError(f"{path}: {what}; name an image")
-    if first.get("SOPClassUID") == PARAMETRIC:
+    if first.get("SOPClassUID") == ParametricMapStorage:
         raise DataError(f"{path}: is a parametric map, which is not read; save it as NIfTI, or as an image of whole numbers")
     _check_size(path, files)
     frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))

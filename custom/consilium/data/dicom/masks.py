@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 from pydicom import Dataset
+from pydicom.uid import RTStructureSetStorage
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, only_file, open_file, reading
+from consilium.data.dicom.files import SEGMENTATIONS, only_file, open_file, reading
 from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, stack
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
@@ -199,7 +200,7 @@ def labels(path: Path, image: VolumeHeader) -> Labels:
         if kind in SEGMENTATIONS:
             check_frame_of_reference(path, elements, image)
             return _read_segments(path, elements, image.grid)
-        if kind == CONTOURS:
+        if kind == RTStructureSetStorage:
             return read_contours(path, elements, image)
         return Labels(values=to_integers(path, voxels(path, padding=True)))
 
