@@ -209,17 +209,6 @@ def stack(path: Path) -> Stack:
     return Stack(tuple(ordered), files, found, colours, kind)
 
 
-def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
-    """Yield the frames of one file, in the file's order."""
-    count = count_of(elements)
-    shape = int(elements.Rows), int(elements.Columns)
-    common = Dataset()
-    common.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
-    for number in range(count):
-        own = elements_of_frame(elements, number, common)
-        yield Frame(file, number, shape, _read_place(file, own), scale_of(file, own), own)
-
-
 def count_of(elements: Dataset) -> int:
     """Return the number of frames in a file."""
     return max(1, int(elements.get("NumberOfFrames") or 1))
@@ -230,30 +219,32 @@ _MACROS = (
     "FrameVOILUTSequence", "SegmentIdentificationSequence", "DerivationImageSequence",
 )  # fmt: skip
 """Functional groups of a multi-frame file that are read. They may be per frame or shared by all frames."""
-
-
-def elements_of_frame(elements: Dataset, number: int, common: Dataset) -> Dataset:
-    """Return the elements that apply to frame `number`, as a single-frame file would have them.
-
-    `common`: the elements that all frames share.
-    """
-    groups = [elements.get("SharedFunctionalGroupsSequence"), elements.get("PerFrameFunctionalGroupsSequence")]
-    if not any(groups):
-        return elements if count_of(elements) == 1 else common
-    found = Dataset()
-    found.update(common._dict)
-    for group in (groups[0][0] if groups[0] else None, groups[1][number] if groups[1] else None):
-        for macro in _MACROS:
-            if group is not None and group.get(macro):
-                found.update(group[macro][0])
-    return found
-
-
 _COMMON = (
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope",
     "RescaleIntercept", "ModalityLUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction", "VOILUTSequence",
     "PixelPaddingValue", "PixelPaddingRangeLimit",
 )  # fmt: skip
+"""Elements of a multi-frame file that apply to each frame, if its functional groups do not say otherwise."""
+
+
+def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
+    """Yield the frames of one file, in the file's order, each with the elements that a single-frame file would have."""
+    count, shape = count_of(elements), (int(elements.Rows), int(elements.Columns))
+    shared, each = (elements.get(f"{kind}FunctionalGroupsSequence") for kind in ("Shared", "PerFrame"))
+    own = elements
+    if shared or each or count > 1:
+        own = Dataset()
+        own.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
+    common = own
+    for number in range(count):
+        if shared or each:
+            own = Dataset()
+            own.update(common._dict)
+            for group in (shared[0] if shared else Dataset(), each[number] if each else Dataset()):
+                for macro in _MACROS:
+                    if group.get(macro):
+                        own.update(group[macro][0])
+        yield Frame(file, number, shape, _read_place(file, own), scale_of(file, own), own)
 
 
 def _read_place(file: Path, own: Dataset) -> Place | None:
