@@ -16,6 +16,7 @@ from pathlib import Path
 import pydicom
 from pydicom import Dataset
 from pydicom.datadict import tag_for_keyword
+from pydicom.uid import UID, MediaStorageDirectoryStorage, RTDoseStorage, RTStructureSetStorage, SegmentationStorage
 
 from consilium.core.errors import DataError
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
@@ -23,19 +24,10 @@ from consilium.data.file_kinds import MOST_FILES, is_dicom
 from consilium.data.identifiers import canonical_spelling
 from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, refuse
 
-OTHERS = frozenset(
-    {
-        "1.2.840.10008.1.3.10",  # the table of contents of a medium (DICOMDIR)
-        "1.2.840.10008.5.1.4.1.1.66.4",  # segmentations
-        "1.2.840.10008.5.1.4.1.1.66.7",
-        "1.2.840.10008.5.1.4.1.1.481.3",  # contours
-        "1.2.840.10008.5.1.4.1.1.481.2",  # doses
-    }
-)
+SEGMENTATIONS = frozenset({SegmentationStorage, "1.2.840.10008.5.1.4.1.1.66.7"})
+"""SOP classes of segments and of label maps."""
+OTHERS = SEGMENTATIONS | {MediaStorageDirectoryStorage, RTStructureSetStorage, RTDoseStorage}
 """SOP classes of objects that may lie beside a series and are not part of it, although some have pixels."""
-SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
-CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
-PARAMETRIC = "1.2.840.10008.5.1.4.1.1.30"
 PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
 logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
@@ -92,7 +84,8 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     if not (path := only_file(path)).is_dir():
         return [(path, open_file(path))]
     budget = Budget(path, MOST_OF_FOLDER)
-    found = [(file, elements) for file in _dicom_files(path) if is_image(elements := open_file(file, budget=budget))]
+    every = ((file, open_file(file, budget=budget)) for file in _dicom_files(path))
+    found = [(f, e) for f, e in every if "Rows" in e and e.get("SOPClassUID") not in OTHERS]
     found = [(f, e) for f, e in found if "LOCALIZER" not in (e.get("ImageType") or ())] or found
     count, people = (
         len({e.get("SeriesInstanceUID") for _, e in found}),
@@ -123,15 +116,10 @@ def _dicom_files(folder: Path) -> list[Path]:
     return sorted(entry for entry in entries if not entry.is_dir() and is_dicom(entry))
 
 
-def is_image(elements: Dataset) -> bool:
-    """Tell whether a dataset is an image, not one of OTHERS."""
-    return "Rows" in elements and elements.get("SOPClassUID") not in OTHERS
-
-
 def is_beside(elements: Dataset) -> bool:
     """Tell whether a dataset is an object that accompanies images: a segmentation, a report, a presentation state."""
     kind = elements.get("SOPClassUID")
-    return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in pydicom.uid.UID(kind).name)
+    return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in UID(kind).name)
 
 
 def patient_identifier(elements: Dataset) -> str:

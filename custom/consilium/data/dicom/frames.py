@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from pydicom import Dataset
 from pydicom.pixels import apply_modality_lut, apply_voi
-from pydicom.uid import UID
+from pydicom.uid import UID, ParametricMapStorage, RTStructureSetStorage
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, patient_identifier, reading, series
+from consilium.data.dicom.files import SEGMENTATIONS, patient_identifier, reading, series
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
 from consilium.data.safe_open import most_unpacked, refuse
@@ -54,10 +54,10 @@ def scale_of(file: Path, own: Dataset) -> Scale:
     """Return the scale of a frame's values, from its own elements. Raises DataError."""
     bits, signed = int(own.get("BitsStored") or own.get("BitsAllocated") or 16), bool(own.get("PixelRepresentation"))
     stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
-    slope, intercept = _first_number(own, "RescaleSlope", 1.0), _first_number(own, "RescaleIntercept", 0.0)
+    number = partial(_first_number, own)
+    slope, intercept = number("RescaleSlope", 1.0), number("RescaleIntercept", 0.0)
     if not slope:
         raise DataError(f"{file}: its RescaleSlope is 0; replace it or take it off the list")
-    number = partial(_first_number, own)
     window: Window | None = None  # of several windows, the first (DICOM PS3.3, C.11.2.1.2)
     curve = ""
     if own.get("WindowCenter") in (None, "") or own.get("WindowWidth") in (None, ""):
@@ -70,11 +70,12 @@ def scale_of(file: Path, own: Dataset) -> Scale:
             curve = "SIGMOID" if function == "SIGMOID" else ""
     padding: Window | None = None
     if own.get("PixelPaddingValue") is not None:
-        both = (first := number("PixelPaddingValue", 0.0), number("PixelPaddingRangeLimit", first))
+        first = number("PixelPaddingValue", 0.0)
+        last = number("PixelPaddingRangeLimit", first)
         if signed:  # some devices write -2000 as 63536
-            allocated = int(own.get("BitsAllocated") or 16)
-            both = tuple(value - 2.0**allocated if value >= 2.0 ** (allocated - 1) else value for value in both)  # type: ignore[assignment]
-        padding = min(both), max(both)
+            half = 2.0 ** (int(own.get("BitsAllocated") or 16) - 1)
+            first, last = (value - 2 * half if value >= half else value for value in (first, last))
+        padding = min(first, last), max(first, last)
     inverted = own.get("PhotometricInterpretation") == "MONOCHROME1"
     if inverted and "ModalityLUTSequence" in own:
         raise DataError(f"{file}: has a table of values and the largest is the darkest (MONOCHROME1), which is not read")
@@ -148,12 +149,6 @@ class Place:
     j: np.ndarray
     depth: float
 
-    @property
-    def normal(self) -> np.ndarray:
-        """The unit vector along which slices are counted."""
-        normal = np.cross(self.i, self.j)
-        return normal / np.linalg.norm(normal)
-
 
 @dataclass(frozen=True, eq=False)
 class Frame:
@@ -194,9 +189,9 @@ def stack(path: Path) -> Stack:
     if "Rows" not in first:
         uid = UID(str(first.get("SOPClassUID") or ""))
         what = f"holds no image but what the standard calls {uid.name}" if uid.name != uid else "holds no image"
-        what = "holds contours, which need their image's grid" if uid == CONTOURS else what
+        what = "holds contours, which need their image's grid" if uid == RTStructureSetStorage else what
         raise DataError(f"{path}: {what}; name an image")
-    if first.get("SOPClassUID") == PARAMETRIC:
+    if first.get("SOPClassUID") == ParametricMapStorage:
         raise DataError(f"{path}: is a parametric map, which is not read; save it as NIfTI, or as an image of whole numbers")
     _check_size(path, files)
     frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))
@@ -214,17 +209,6 @@ def stack(path: Path) -> Stack:
     return Stack(tuple(ordered), files, found, colours, kind)
 
 
-def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
-    """Yield the frames of one file, in the file's order."""
-    count = count_of(elements)
-    shape = int(elements.Rows), int(elements.Columns)
-    common = Dataset()
-    common.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
-    for number in range(count):
-        own = elements_of_frame(elements, number, common)
-        yield Frame(file, number, shape, _read_place(file, own), scale_of(file, own), own)
-
-
 def count_of(elements: Dataset) -> int:
     """Return the number of frames in a file."""
     return max(1, int(elements.get("NumberOfFrames") or 1))
@@ -235,30 +219,32 @@ _MACROS = (
     "FrameVOILUTSequence", "SegmentIdentificationSequence", "DerivationImageSequence",
 )  # fmt: skip
 """Functional groups of a multi-frame file that are read. They may be per frame or shared by all frames."""
-
-
-def elements_of_frame(elements: Dataset, number: int, common: Dataset) -> Dataset:
-    """Return the elements that apply to frame `number`, as a single-frame file would have them.
-
-    `common`: the elements that all frames share.
-    """
-    groups = [elements.get("SharedFunctionalGroupsSequence"), elements.get("PerFrameFunctionalGroupsSequence")]
-    if not any(groups):
-        return elements if count_of(elements) == 1 else common
-    found = Dataset()
-    found.update(common._dict)
-    for group in (groups[0][0] if groups[0] else None, groups[1][number] if groups[1] else None):
-        for macro in _MACROS:
-            if group is not None and group.get(macro):
-                found.update(group[macro][0])
-    return found
-
-
 _COMMON = (
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope",
     "RescaleIntercept", "ModalityLUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction", "VOILUTSequence",
     "PixelPaddingValue", "PixelPaddingRangeLimit",
 )  # fmt: skip
+"""Elements of a multi-frame file that apply to each frame, if its functional groups do not say otherwise."""
+
+
+def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
+    """Yield the frames of one file, in the file's order, each with the elements that a single-frame file would have."""
+    count, shape = count_of(elements), (int(elements.Rows), int(elements.Columns))
+    shared, each = (elements.get(f"{kind}FunctionalGroupsSequence") for kind in ("Shared", "PerFrame"))
+    own = elements
+    if shared or each or count > 1:
+        own = Dataset()
+        own.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
+    common = own
+    for number in range(count):
+        if shared or each:
+            own = Dataset()
+            own.update(common._dict)
+            for group in (shared[0] if shared else Dataset(), each[number] if each else Dataset()):
+                for macro in _MACROS:
+                    if group.get(macro):
+                        own.update(group[macro][0])
+        yield Frame(file, number, shape, _read_place(file, own), scale_of(file, own), own)
 
 
 def _read_place(file: Path, own: Dataset) -> Place | None:
@@ -291,19 +277,21 @@ def sort_frames(path: Path, frames: Sequence[Frame], on_lattice: bool) -> tuple[
     places = [frame.place for frame in frames if frame.place is not None]
     if len(places) < len(frames):
         return list(frames), len(frames), None
-    one = places[0]
-    if not all(np.allclose(place.i, one.i, atol=_SAME) and np.allclose(place.j, one.j, atol=_SAME) for place in places):
+    one, turns = places[0], np.array([(place.i, place.j) for place in places])
+    if not np.allclose(turns, turns[0], atol=_SAME):
         raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
-    heights = np.array([place.origin @ one.normal for place in places])  # along the normal
-    order = np.argsort(heights, kind="stable")
-    heights, origins, count = heights[order], np.array([places[n].origin for n in order]), len(order) - 1
+    normal = np.cross(one.i, one.j) / np.linalg.norm(np.cross(one.i, one.j))
+    origins = np.array([place.origin for place in places])
+    order = np.argsort(origins @ normal, kind="stable")
+    origins, count = origins[order], len(order) - 1
+    heights = origins @ normal
     if on_lattice:
         gaps = np.diff(heights)
         least = min(gaps[gaps > _SAME], default=one.depth)
         count = round(float(heights[-1] - heights[0]) / least)
         if count + 1 > MOST_FILES:
             raise DataError(f"{path}: its segments lie {least:.4f} mm apart over {count * least:.0f} mm; replace it")
-    step = (origins[-1] - origins[0]) / count if count else one.normal * one.depth
+    step = (origins[-1] - origins[0]) / count if count else normal * one.depth
     if not on_lattice:
         _check_even(path, heights, origins, step)
     affine = np.eye(4)

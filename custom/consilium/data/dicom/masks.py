@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 from pydicom import Dataset
+from pydicom.uid import RTStructureSetStorage
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, only_file, open_file, reading
+from consilium.data.dicom.files import SEGMENTATIONS, only_file, open_file, reading
 from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, stack
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
@@ -185,7 +186,6 @@ def _crossings(polygon: np.ndarray, bounds: np.ndarray, start: np.ndarray, tall:
 
 HALF = 0.5
 """A pixel belongs to a fractional segment if its value is at least this share of the maximum."""
-_TO_RAS = np.array([-1.0, -1.0, 1.0])
 
 
 def labels(path: Path, image: VolumeHeader) -> Labels:
@@ -200,7 +200,7 @@ def labels(path: Path, image: VolumeHeader) -> Labels:
         if kind in SEGMENTATIONS:
             check_frame_of_reference(path, elements, image)
             return _read_segments(path, elements, image.grid)
-        if kind == CONTOURS:
+        if kind == RTStructureSetStorage:
             return read_contours(path, elements, image)
         return Labels(values=to_integers(path, voxels(path, padding=True)))
 
@@ -224,9 +224,13 @@ def _read_segments(path: Path, elements: Dataset, image: Grid) -> Labels:
         )
     masks = {number: np.zeros(grid.shape[::-1], bool).T for number, _ in segments if number}
     by_number = {frame.number: (frame, place) for frame, place in zip(found.frames, places, strict=True)}
+    kind = elements.get("SegmentationType")
+    least = HALF * float(elements.MaximumFractionalValue) if kind == "FRACTIONAL" else 1
     for number, picture in enumerate(pictures(path)):
         frame, place = by_number[number]
-        for segment, mask in _split_segments(picture, frame, elements):
+        drawn = np.unique(picture[picture > 0]).tolist() if kind == "LABELMAP" else [int(frame.own.ReferencedSegmentNumber)]
+        for segment in drawn:
+            mask = picture == segment if kind == "LABELMAP" else picture >= least
             if place is None:
                 raise DataError(f"{path}: its segments lie on no even grid; save them on their image's planes")
             region, (rows, columns) = masks[segment], np.nonzero(mask)
@@ -252,7 +256,7 @@ def _map_to_grid(frame: Frame, grid: Grid) -> np.ndarray | None:
         number = int((sources[0].get("ReferencedFrameNumber") if sources else None) or 1) - 1
         fits = frame.shape[::-1] == grid.shape[:2] and (sources or grid.shape[2] == 1) and grid.affine is None
         return np.array([[0, 1, 0], [0, 0, 1], [number, 0, 0]]) if fits else None
-    steps = np.stack([frame.place.origin, frame.place.i, frame.place.j], axis=1) * _TO_RAS[:, None]
+    steps = np.stack([frame.place.origin, frame.place.i, frame.place.j], axis=1) * [[-1], [-1], [1]]  # from DICOM's axes
     found = np.linalg.solve(grid.affine[:3, :3], steps - np.outer(grid.affine[:3, 3], [1, 0, 0]))
     if grid.shape[2] == 1 and abs(found[2, 0]) > TOLERANCE:
         found[2, 0] = -1
@@ -261,15 +265,3 @@ def _map_to_grid(frame: Frame, grid: Grid) -> np.ndarray | None:
     off = np.abs((found - whole) @ [[1, 1, 1, 1], [0, columns - 1, 0, columns - 1], [0, 0, rows - 1, rows - 1]]).max()
     straight = (np.abs(whole[:, 1:]).sum(0) == 1).all()
     return whole.astype(np.int64) if off <= TOLERANCE and straight else None
-
-
-def _split_segments(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (segment number, mask (H, W)) for the segments of a frame."""
-    kind = elements.get("SegmentationType")
-    if kind == "LABELMAP":
-        for number in np.unique(picture[picture > 0]).tolist():
-            yield number, picture == number
-    elif kind == "FRACTIONAL":
-        yield int(frame.own.ReferencedSegmentNumber), picture >= HALF * float(elements.MaximumFractionalValue)
-    else:
-        yield int(frame.own.ReferencedSegmentNumber), picture > 0

@@ -14,7 +14,7 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPE
 from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, reading
-from consilium.data.dicom.frames import Stack, count_of, stack, to_unit
+from consilium.data.dicom.frames import count_of, stack, to_unit
 from consilium.data.dicom.palette import palette
 from consilium.data.safe_open import TAKE_OFF, refuse
 
@@ -72,32 +72,25 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
         found = stack(path)
         if found.kind in SEGMENTATIONS:
             raise DataError(f"{path}: is a segmentation, not an image; name it as a label")
-        values, filled = _read_values(found)
-        if filled.any() and not filled.all() and not padding:
+        shape = found.header.grid.shape[::-1]  # each slice is contiguous
+        kinds = {(one.BitsAllocated, one.get("PixelRepresentation")) for one in found.files.values()}
+        bits, signed = next(iter(kinds))
+        plain = len(kinds) == 1 and bits in (1, 8, 16, 32) and all(frame.scale.is_identity for frame in found.frames)
+        dtype = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}" if plain else np.float32)
+        values = (np.empty((*shape, 3), np.uint8) if found.colours else np.empty(shape, dtype)).swapaxes(0, 2)
+        padded = not (padding or found.colours) and any(frame.scale.padding for frame in found.frames)
+        filled = np.zeros(shape if padded else (1, 1, 1), bool).T
+        places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
+        for file in found.files:
+            for number, picture in enumerate(pictures(file)):
+                k = places[file, number]
+                scale = found.frames[k].scale
+                values[:, :, k] = (picture if found.colours else to_unit(picture, scale)).swapaxes(0, 1)
+                if scale.padding and padded:
+                    filled[:, :, k] = ((picture >= scale.padding[0]) & (picture <= scale.padding[1])).T
+        if filled.any() and not filled.all():
             values[filled] = values[~filled].min()
         return values
-
-
-def _read_values(found: Stack) -> tuple[np.ndarray, np.ndarray]:
-    """Return values (i, j, k, ...) and a mask (i, j, k) of padding voxels. Without padding, the mask is (1, 1, 1)."""
-    shape = found.header.grid.shape
-    kinds = {(one.BitsAllocated, one.get("PixelRepresentation")) for one in found.files.values()}
-    bits, signed = next(iter(kinds))
-    plain = len(kinds) == 1 and bits in (1, 8, 16, 32) and all(frame.scale.is_identity for frame in found.frames)
-    dtype = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}" if plain else np.float32)
-    dtype = np.dtype(np.uint8) if found.colours else dtype
-    values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], dtype).swapaxes(0, 2)  # each slice contiguous
-    padded = any(frame.scale.padding for frame in found.frames) and not found.colours
-    filled = np.zeros(shape[::-1] if padded else (1, 1, 1), bool).T
-    places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
-    for file in found.files:
-        for number, picture in enumerate(pictures(file)):
-            k = places[file, number]
-            scale = found.frames[k].scale
-            values[:, :, k] = (picture if found.colours else to_unit(picture, scale)).swapaxes(0, 1)
-            if scale.padding and padded:
-                filled[:, :, k] = ((picture >= scale.padding[0]) & (picture <= scale.padding[1])).T
-    return values, filled
 
 
 def pictures(file: Path) -> Iterator[np.ndarray]:
@@ -149,10 +142,8 @@ def _decode_frames(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.nd
                 f"{file}: cannot be read as DICOM (frame {number}: no decoder here reads its code of {syntax.name}); {TAKE_OFF}"
             )
         if one.PixelRepresentation != signed:  # reinterpret the stored bits with or without a sign
-            bits = int(elements.BitsStored)
-            whole = picture.astype(np.int64) & (1 << bits) - 1
-            whole = np.where(whole >> bits - 1, whole - (1 << bits), whole) if signed else whole
-            picture = whole.astype(f"{'i' if signed else 'u'}{picture.itemsize}")
+            unused = max(0, 8 * picture.itemsize - int(elements.BitsStored))
+            picture = picture.view(f"{'i' if signed else 'u'}{picture.itemsize}") << unused >> unused
         yield picture
 
 
