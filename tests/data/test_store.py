@@ -202,7 +202,7 @@ def test_the_command_shows_and_clears(tmp_path: Path, monkeypatch: pytest.Monkey
     kept.put(NAME, SAMPLE)
     size = (kept.folder / f"{NAME}.sample").stat().st_size
     assert run(monkeypatch, "data", "cache", tmp_path) == 0
-    assert f"1 samples, {size} bytes" in capsys.readouterr().out
+    assert f"samples: 1, bytes: {size}" in capsys.readouterr().out
     assert run(monkeypatch, "data", "cache", kept.folder, "--clear") == 0
     assert not kept.folder.exists()
     assert run(monkeypatch, "data", "cache", tmp_path) == 2

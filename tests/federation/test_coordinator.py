@@ -162,7 +162,7 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
     with pytest.raises(ConsiliumError, match=f"1 sites gave no result: site-1: {Reason.LEDGER.text}.*1 of 3 .*federation"):
         server.conclude()
     assert server.state.round == 0
-    with pytest.raises(ConsiliumError, match="1 sites are here"):
+    with pytest.raises(ConsiliumError, match="1 site is here"):
         coordinator(job, tmp_path / "few", sites=1).start()
 
 
@@ -175,7 +175,7 @@ def test_refusals_come_before_what_follows_from_them(small_job: MakeJob, tmp_pat
     with pytest.raises(ConsiliumError) as told:
         server.start()
     text = str(told.value)
-    assert text.index("3 sites refused: ") < text.index(f"a, b: {Reason.BUDGET.text}") < text.index("1 sites are here")
+    assert text.index("3 sites refused: ") < text.index(f"a, b: {Reason.BUDGET.text}") < text.index("1 site is here")
     assert "c: another version" in text
     assert "site-0" not in text
     assert "its own words" not in text
@@ -236,7 +236,7 @@ def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:
 def test_who_only_tests_is_never_asked_to_train_and_makes_no_quorum(small_job: MakeJob, tmp_path: Path) -> None:
     server = coordinator(small_job("fedit"), tmp_path, sites=1)
     server.welcome(Hello("aside", 0, False, __version__, test_only=True))
-    with pytest.raises(ConsiliumError, match=r"1 sites .*federation\.min_sites is 2"):
+    with pytest.raises(ConsiliumError, match=r"1 site .*federation\.min_sites is 2"):
         server.start()
     server.welcome(Hello("late", 5, False, __version__))
     assert server.start().keys() == {"site-0", "late"}

@@ -60,7 +60,7 @@ def test_a_site_without_samples_releases_noise_every_round(strategy: str, length
 def test_without_privacy_such_a_site_is_refused_by_name(tmp_path: Path) -> None:
     told: list[str] = []
     assembled = assemble_job(job("fedit", {"local_steps": 1}, None))
-    with pytest.raises(ConsiliumError, match="1 sites are here"):
+    with pytest.raises(ConsiliumError, match="1 site is here"):
         simulate(assembled, sites(tmp_path, 2), tmp_path / "run", lambda event: told.append(str(event)))
     assert any("s2: no training samples" in event for event in told)
 

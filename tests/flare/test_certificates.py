@@ -98,9 +98,9 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime, where: str = "cert
     ("before", "remedy", "advice"),
     [
         (61, "", ""),
-        (59, "", "59 days are left: ask the hub for a renewed kit"),
-        (31, "", "31 days are left"),
-        (29, "29 days are left: ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`", ""),
+        (59, "", "59 days left: ask the hub for a renewed kit"),
+        (31, "", "31 days left"),
+        (29, "29 days left: ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`", ""),
         (-1, "set the clock, or ask the hub for a renewed kit", ""),
     ],
 )
@@ -179,7 +179,7 @@ def test_status_warns_of_expiry(hub: Path, monkeypatch: pytest.MonkeyPatch) -> N
     set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=20, minutes=-1))
     own, root = expiry_warnings(kit)
     assert own.startswith("clock: a@hub.example: now ")
-    assert "19 days are left: ask the hub for a renewed kit" in own
+    assert "19 days left: ask the hub for a renewed kit" in own
     assert root.startswith("root: ")
 
 

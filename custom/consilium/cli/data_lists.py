@@ -317,5 +317,5 @@ def data_cache(
     samples, size = cache_folder.cache_contents(found)
     if clear:
         cache_folder.clear_cache(found)
-    text = f"{found}: {samples:,} samples, {size:,} bytes{', removed' if clear else ''}"
+    text = f"{found}: samples: {samples:,}, bytes: {size:,}{', removed' if clear else ''}"
     emit({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}, text, format)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import count_with_noun, line, shown
 from consilium.federation.compatibility import OWN, Verdict, differences
 from consilium.flare.admin.session import connect
 from consilium.flare.kit.certificates import WARN_DAYS
@@ -47,7 +47,9 @@ def sites(
 
 def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) -> Iterator[Table | Text]:
     """Yield a table with a row per site, and lines with each site's health and notes."""
-    yield line(f"server: consilium {server['version']}, protocol {server['protocol']}; {len(rows)} sites seen")
+    yield line(
+        f"server: consilium {server['version']}, protocol {server['protocol']}; {count_with_noun(len(rows), 'site')} seen"
+    )
     yield site_table(rows)
     for row in rows:
         if row["health"]:
@@ -68,7 +70,7 @@ def site_table(rows: list[dict[str, Any]]) -> Table:
             shown(row["version"] or "-", 20),
             "-" if row["protocol"] is None else str(row["protocol"]),
             "-" if ahead is None else f"{ahead:+.0f} s",
-            "-" if days is None else f"{days} days",
+            "-" if days is None else count_with_noun(days, "day"),
         ]
         jobs = (job[:8] + _NOT_RUNNING.get(row["job_states"][job], "") for job in row["jobs"])
         cells.append([*cell, ", ".join(jobs) or "-"])
@@ -122,7 +124,7 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
         f"speaks protocol {protocol}: jobs refuse it": protocol != server["protocol"],
         **others,
         f"its clock is {skew:+.0f} s from the server's; set it": abs(skew) >= SKEW,
-        f"its certificate ends in {days} days; `consilium renew`": 0 <= left < WARN_DAYS,
+        f"its certificate ends in {count_with_noun(days or 0, 'day')}; `consilium renew`": 0 <= left < WARN_DAYS,
         "its certificate has ended: it is out once its connection breaks; `consilium renew`": left < 0,
         "its data list cannot be read; `consilium doctor KIT` there says why": not health.get("data_readable", True),
         f"under {DISK_GIB:g} GiB of its disk are free; a job may break off": health.get("disk_free", math.inf) < DISK_GIB * GIB,

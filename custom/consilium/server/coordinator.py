@@ -14,7 +14,7 @@ from consilium.client.model_store import keep_shared
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors, is_hash
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import count_with_noun, shown
 from consilium.core.seeding import seed_for
 from consilium.core.storage import locked, read_json, sweep, write_json
 from consilium.federation.diagnostics import deviation
@@ -176,7 +176,8 @@ class Coordinator:
         """
         with self._lock:
             if len(self.trainers) < self.quorum:
-                have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
+                here = count_with_noun(len(self.trainers), "site")
+                have = f"{here} {'is' if here == '1 site' else 'are'} here, federation.min_sites is {self.quorum}"
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")

@@ -17,6 +17,7 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
+from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import read_json
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.kit_contents import certificate_path, load_certificate, private_key_path, relay_of
@@ -55,8 +56,8 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
         return Finding(check, span, behind if now < start else f"set the clock, or {remedy}")
     days = days_left(found, now)
     if days < URGENT_DAYS:
-        return Finding(check, span, f"{days} days are left: {remedy}")
-    return Finding(check, span, advice=f"{days} days are left: {remedy}" if days < WARN_DAYS else "")
+        return Finding(check, span, f"{count_with_noun(days, 'day')} left: {remedy}")
+    return Finding(check, span, advice=f"{count_with_noun(days, 'day')} left: {remedy}" if days < WARN_DAYS else "")
 
 
 def examine_own(kit: Path) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from consilium.client.machine_check import (
 )
 from consilium.config.site import SiteConfig, load_kit_site, load_site
 from consilium.core.errors import ConfigError
+from consilium.core.sanitize import count_with_noun
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
@@ -392,7 +393,7 @@ def _examine_approval(site: SiteConfig, local: Path) -> Finding | str:
         return "not needed: any job of a person who may submit runs, within these policies"
     if not (rights := run_check("rights", lambda: _examine_rights(read_settings(local / "authorization.json")))).ok:
         return Finding("approval", f"by digest, but {rights.found}", "set byoc to none: a job's code runs before it is checked")
-    return f"by digest; {len(read_approvals(local))} jobs are approved"
+    return f"by digest; {count_with_noun(len(read_approvals(local)), 'job')} approved"
 
 
 def _promised_gpus(kit: Path) -> int:

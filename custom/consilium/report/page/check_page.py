@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from consilium.core.errors import DataError
+from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import open_private, private_folder
 from consilium.data.check_report import WORTHLESS, Findings
 from consilium.data.datalist import Item
@@ -44,7 +45,7 @@ def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[st
         table = Table(one.path, columns("", *one.samples), rows)
         sites.append({"name": name, "verdict": one.verdict, "table": table, "kinds": kinds, "pictures": pictures})
     values = {"sites": sites, "between": shared, "most": SHOWN, "worthless": WORTHLESS}
-    page = render("check.html", "Data check", f"Lists of {len(found)} sites", ", ".join(found), [], values)
+    page = render("check.html", "Data check", f"Lists of {count_with_noun(len(found), 'site')}", ", ".join(found), [], values)
     private_folder(folder)
     for file, text in (("check.json", json.dumps(whole, indent=1)), ("check.html", page)):
         with open_private(folder / file, "w") as opened:
