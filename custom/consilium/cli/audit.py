@@ -79,7 +79,15 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     """Return the lines on the privacy guarantee, or on its absence."""
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:
-        return [f"- privacy: {_explain_missing_noise([m for m in messages if m.get('tensors')])}"]
+        left = [m for m in messages if m.get("tensors")]
+        if not left:
+            return ["- privacy: no update and no model left"]
+        if not all("masked" in message for message in left):
+            return ["- privacy: none; updates left as trained"]
+        sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
+        named = "; summed with: " + " | ".join(markdown_cell(", ".join(one)) for one in sets) if sets else ""
+        why = "which hide within this run; over many runs only noise protects"
+        return [f"- privacy: no noise; updates left under masks, {why}{named}"]
     last = private[-1]
     named = f"{markdown_cell(last['unit'])} level, {markdown_cell(last['adjacency'])}, trust {markdown_cell(last['trust'])}"
     noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
@@ -90,14 +98,3 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
         f"- **{void} messages are {VOID}**": void,
     }
     return only_true(lines)
-
-
-def _explain_missing_noise(left: list[dict[str, Any]]) -> str:
-    """Return a text on the protection of messages that left without noise."""
-    if not left:
-        return "no update and no model left"
-    if not all("masked" in message for message in left):
-        return "none; updates left as trained"
-    sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
-    named = "; summed with: " + " | ".join(markdown_cell(", ".join(one)) for one in sets) if sets else ""
-    return f"no noise; updates left under masks, which hide within this run; over many runs only noise protects{named}"

@@ -42,7 +42,14 @@ def ledger(
     format: FormatOption = "txt",
 ) -> None:
     """Show the epsilon that each data set has spent in all jobs, per record and for the whole site, and its budgets."""
-    paths, budgets = _ledgers(where)
+    budgets: dict[str, Any] = {}
+    if is_site(where):
+        site, _, path = find_site_records(where)
+        paths, budgets = [path] if path.is_file() else [], {str(unit): one for unit, one in site.privacy.budgets.items()}
+    else:
+        paths = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
+        if not paths or not all(p.is_file() for p in paths):
+            raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
     if seal and not any(seal in Ledger(path).seals() for path in paths):
         raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
@@ -116,17 +123,6 @@ def accept(
     if said["lost_sums"] or aside:
         lines.append(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
     emit(said, lines, format)
-
-
-def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Return the ledgers' files that `where` names; and the site's budgets, if it is a site.yaml or a kit."""
-    if is_site(where):
-        site, _, path = find_site_records(where)
-        return [path] if path.is_file() else [], {str(unit): budget for unit, budget in site.privacy.budgets.items()}
-    found = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
-    if not found or not all(p.is_file() for p in found):
-        raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
-    return found, {}
 
 
 def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:

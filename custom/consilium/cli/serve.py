@@ -109,7 +109,11 @@ class KitSite:
     @asynccontextmanager
     async def serving(self, listener: socket.socket) -> AsyncIterator[None]:
         """Serve all pages within the block."""
-        runner = web.AppRunner(self._app(), shutdown_timeout=2.0)
+        app = web.Application(middlewares=[self._guard])
+        app.on_response_prepare.append(self._add_headers)
+        routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
+        app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
+        runner = web.AppRunner(app, shutdown_timeout=2.0)
         await runner.setup()
         loop, server = asyncio.get_running_loop(), runner.server
         assert server is not None
@@ -135,13 +139,6 @@ class KitSite:
             listening.close()
             await runner.cleanup()
 
-    def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard])
-        app.on_response_prepare.append(self._add_headers)
-        routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
-        app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
-        return app
-
     async def _add_headers(self, request: web.Request, reply: web.StreamResponse) -> None:
         reply.headers.update(HEADERS)
         if request.protocol not in self.admitted:  # a connection without the cookie gets one reply
@@ -156,8 +153,15 @@ class KitSite:
         if request.method not in ("GET", "HEAD"):
             return _error(405)
         if request.path == "/" and "token" in request.query:
-            return self._enter(request.query["token"])
-        if not self._has_cookie(request):
+            if not _is_equal(request.query["token"], self.token):
+                return _error(401)
+            # exchange the token for a cookie, and redirect to an address without it
+            reply = web.Response(status=303, headers={"Location": self.root})
+            reply.set_cookie(COOKIE, self.session, path=self.root, httponly=True, samesite="Strict")
+            return reply
+        pairs = (pair.strip().partition("=") for text in request.headers.getall("Cookie", ()) for pair in text.split(";"))
+        # every cookie of our name is compared: programs at other ports can set one of that name
+        if not any([_is_equal(value, self.session) for name, _, value in pairs if name == COOKIE]):
             return _error(401)
         self.admitted.add(request.protocol)
         try:
@@ -169,19 +173,6 @@ class KitSite:
         except Exception as error:
             Console(stderr=True, soft_wrap=True).print(line(f"{type(error).__name__}: {error}", "red", limit=1000))
             return _error(500)
-
-    def _has_cookie(self, request: web.Request) -> bool:
-        """Tell whether a request has the cookie. Others may have its name: programs at other ports can set them."""
-        pairs = (pair.strip().partition("=") for text in request.headers.getall("Cookie", ()) for pair in text.split(";"))
-        return any([_is_equal(value, self.session) for name, _, value in pairs if name == COOKIE])
-
-    def _enter(self, token: str) -> web.Response:
-        """Exchange the token for a cookie, and redirect to an address without it."""
-        if not _is_equal(token, self.token):
-            return _error(401)
-        reply = web.Response(status=303, headers={"Location": self.root})
-        reply.set_cookie(COOKIE, self.session, path=self.root, httponly=True, samesite="Strict")
-        return reply
 
     async def _overview(self, request: web.Request) -> web.Response:
         async with self.lock:

@@ -81,7 +81,16 @@ def message(title: str, text: str) -> str:
 def overview(kit: Path) -> str:
     """Return the first page of a kit: at a site jobs, messages, budgets and approvals; at a server sites and runs."""
     role, name = require_kit_role(kit), kit_name(kit)
-    sections = [*(_server_sections(kit) if role == "server" else _site_sections(kit)), *_kit_sections(kit)]
+    files = {"this participant": certificate_path(kit), "the project's root": kit / "startup" / "rootCA.pem"}
+    found = {whose: load_certificate(path) for whose, path in files.items()}
+    rows = [[whose, f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", str(days_left(one))] for whose, one in found.items()]
+    table = _table("", "certificate of", "valid until", "days left", rows=rows)
+    text = "The check connects to the server as this participant would. It takes up to a minute."
+    sections = [
+        *(_server_sections(kit) if role == "server" else _site_sections(kit)),
+        Section("certificates", "Certificates", tables=[(table, ())]),
+        Section("health", "Health", [text], links=[("health", "Check this machine, the kit and the server")]),
+    ]
     state = "It runs." if processes(kit) else "It does not run now."
     if (cause := noted_cause(kit)) is not None:
         state += f" At its last attempt the server did not let this site in: {cause.text}. {cause.remedy}."
@@ -178,17 +187,6 @@ def _time_text(value: Any) -> str:
     return "-" if number is None else stamp(number)
 
 
-def _kit_sections(kit: Path) -> Iterator[Section]:
-    """Yield the sections that sites and servers share: certificates, and the link to the doctor's page."""
-    files = {"this participant": certificate_path(kit), "the project's root": kit / "startup" / "rootCA.pem"}
-    found = {whose: load_certificate(path) for whose, path in files.items()}
-    rows = [[whose, f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", str(days_left(one))] for whose, one in found.items()]
-    table = _table("", "certificate of", "valid until", "days left", rows=rows)
-    yield Section("certificates", "Certificates", tables=[(table, ())])
-    text = "The check connects to the server as this participant would. It takes up to a minute."
-    yield Section("health", "Health", [text], links=[("health", "Check this machine, the kit and the server")])
-
-
 # site ------------------------------------------------------------------------------------------------------------------
 # The sections of a site's overview.
 
@@ -214,7 +212,9 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     for run in runs:
         read |= run.records
     links = [f"runs/{quote(run.name, safe='')}" for run in runs]
-    stored = _stored_jobs(kit)
+    # FLARE's metadata of the jobs that are in the kit, by job id
+    metas = ((folder.name, read_json(folder / "meta.json")) for folder in subfolders(kit))
+    stored = {name: meta for name, meta in metas if meta.get("job_id") == name}
     waiting = _find_unapproved(kit, stored) if records.site.approve else {}
     jobs = [*_run_rows(kit, runs, read[own][0]), *_recordless_rows(stored, runs, waiting)]
     heads = ("run", "state", "from", "first seen", "last message", "cause")
@@ -264,17 +264,15 @@ def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit_log.Line]) -> 
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
         last = next((one for one in reversed(run.messages) if one.get("kind") == "refusal"), None)
         state = "runs" if any(job in commands for job in jobs) else "files deleted" if run.name in deleted else "ended"
-        cause = f"refused at {_time_text(last.get('time'))}: {_reason(last)}" if last else ""
+        cause = ""
+        if last:
+            code = last.get("reason")
+            why = Reason(code).text if code in list(Reason) else str(last.get("what") or code or "no reason is on record")
+            cause = f"refused at {_time_text(last.get('time'))}: {why}"
         if run.name in deleted:
             cause = f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
         times = [_time_text(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
         yield [run.name, state, run.owner, *times, cause]
-
-
-def _reason(refusal: Mapping[str, Any]) -> str:
-    """Return why a site refused, from the line in its record."""
-    code = refusal.get("reason")
-    return Reason(code).text if code in list(Reason) else str(refusal.get("what") or code or "no reason is on record")
 
 
 def _recordless_rows(
@@ -292,12 +290,6 @@ def _recordless_rows(
 def _experiment(job: str, meta: Mapping[str, Any]) -> str:
     """Return the name of the run of a job in FLARE's folders. `meta`: FLARE's metadata, which the server has sent."""
     return str(experiment_of({"experiment": meta.get("experiment"), "name": str(meta.get("name", "job")), "job_id": job}))
-
-
-def _stored_jobs(kit: Path) -> dict[str, dict[str, Any]]:
-    """Return FLARE's metadata of the jobs that are in a site's kit, by job id."""
-    found = {folder.name: read_json(folder / "meta.json") for folder in subfolders(kit)}
-    return {name: meta for name, meta in found.items() if meta.get("job_id") == name}
 
 
 def _left_row(run: Run) -> list[str]:

@@ -65,32 +65,23 @@ def evidence(
     """Make a signed archive of a run at this site: policies, job, record of what left, ledger, versions. Or check one."""
     if verify and attack:
         raise ConfigError("--attack: not with --verify, which adds nothing to an archive; leave it out")
-    found = (
-        _check_archive(Path(experiment), kit, fingerprint) if verify else _make_archive(experiment, kit, output, attack or [])
-    )
+    if verify and (kit is None) == (not fingerprint):
+        raise ConfigError(
+            "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
+        )
+    archive = Path(experiment) if verify else output or Path(f"{experiment}.evidence.zip")
+    if not verify:
+        if kit is None:
+            raise ConfigError("--kit: give the site's startup kit, whose key signs")
+        said = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attack or [])}
+        pack(kit, experiment, evidence_files(experiment, kit) | said, archive)
+    found = {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
     whole = not found["record"] and not found["ledger"]
     broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
     chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
     text = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
     emit(found | {"intact": whole}, text, format)
     raise typer.Exit(0 if whole else 1)
-
-
-def _check_archive(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
-    if (kit is None) == (not fingerprint):
-        raise ConfigError(
-            "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
-        )
-    return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
-
-
-def _make_archive(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
-    if kit is None:
-        raise ConfigError("--kit: give the site's startup kit, whose key signs")
-    archive = output or Path(f"{experiment}.evidence.zip")
-    said = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attacks)}
-    pack(kit, experiment, evidence_files(experiment, kit) | said, archive)
-    return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit))
 
 
 def _read_attack(experiment: str, path: Path) -> bytes:
@@ -197,7 +188,12 @@ def forget(
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
     if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
         raise ConfigError("--reason: empty; say why, for the record")
-    names = delete_run.expired_runs(*_read_state_and_retention(kit)) if expired else [experiment]
+    names = [experiment]
+    if expired:
+        site, root, _ = find_site_records(kit)
+        if site.retention_days is None:
+            raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
+        names = delete_run.expired_runs(root, site.retention_days)
     found, lines = [], []
     for name in names:
         if kit_role(kit) == "server":
@@ -210,11 +206,3 @@ def forget(
         lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
         lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
     emit(found, lines or "nothing is past its time", format)
-
-
-def _read_state_and_retention(kit: Path) -> tuple[Path, int]:
-    """Return a site's state folder and the days for which it keeps runs. Raises ConfigError if site.yaml sets no limit."""
-    site, root, _ = find_site_records(kit)
-    if site.retention_days is None:
-        raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
-    return root, site.retention_days
