@@ -85,18 +85,17 @@ def sums(
         sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
     sum_ledger.check_whole(root)
     found = sum_ledger.read(root / sum_ledger.FILE)
-    none = ["no sum under masks and without noise has been joined here"]
-    emit(found, [line(_sum_line(one), limit=2000) for one in found] or none, format)
-
-
-def _sum_line(one: dict[str, Any]) -> str:
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"]))
-    if "sites" not in one:
-        return f"{stamp}  {one['kind']}: {len(one['lost'])} lines were lost"
-    named = f"{stamp}  {one['kind']}: {', '.join(one['sites'])}"
-    if "reason" in one:
-        return f"{named}; by {one['by']}: {one['reason']}"
-    return f"{named}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
+    lines = []
+    for one in found:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"]))
+        if "sites" not in one:
+            text = f"{len(one['lost'])} lines were lost"
+        elif "reason" in one:
+            text = f"{', '.join(one['sites'])}; by {one['by']}: {one['reason']}"
+        else:
+            text = f"{', '.join(one['sites'])}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
+        lines.append(line(f"{stamp}  {one['kind']}: {text}", limit=2000))
+    emit(found, lines or ["no sum under masks and without noise has been joined here"], format)
 
 
 def accept(

@@ -216,7 +216,7 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     metas = ((folder.name, read_json(folder / "meta.json")) for folder in subfolders(kit))
     stored = {name: meta for name, meta in metas if meta.get("job_id") == name}
     waiting = _find_unapproved(kit, stored) if records.site.approve else {}
-    jobs = [*_run_rows(kit, runs, read[own][0]), *_recordless_rows(stored, runs, waiting)]
+    jobs = list(_job_rows(kit, runs, read[own][0], stored, waiting))
     heads = ("run", "state", "from", "first seen", "last message", "cause")
     none = [] if jobs else ["No job has come to this site."]
     yield Section("jobs", "Jobs", none, [(_table("", *heads, rows=jobs), ())] if jobs else [])
@@ -256,8 +256,18 @@ def _read_record(path: Path) -> tuple[list[audit_log.Line], bool]:
     return [], False
 
 
-def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit_log.Line]) -> Iterator[list[str]]:
-    """Yield a row of the table of jobs for each run that has a folder. `own`: the site's record of deletions."""
+def _job_rows(
+    kit: Path,
+    runs: Sequence[Run],
+    own: Sequence[audit_log.Line],
+    stored: Mapping[str, Mapping[str, Any]],
+    waiting: Mapping[str, str],
+) -> Iterator[list[str]]:
+    """Yield a row for each run that has a folder, then for each job in FLARE's folders that has left no message.
+
+    `own`: the site's record of deletions. `stored`: FLARE's metadata, and `waiting`: the digest of a job without approval, both
+    by job id.
+    """
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
     for run in runs:
@@ -273,12 +283,6 @@ def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit_log.Line]) -> 
             cause = f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
         times = [_time_text(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
         yield [run.name, state, run.owner, *times, cause]
-
-
-def _recordless_rows(
-    stored: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], waiting: Mapping[str, str]
-) -> Iterator[list[str]]:
-    """Yield a row of the table of jobs for each job in FLARE's folders that has left no message."""
     known = {str(one.get("flare_job")) for run in runs for one in run.messages}
     for job, meta in stored.items():
         if job not in known:

@@ -166,20 +166,18 @@ class Ranks:
     def share_out_batch(self, batch: Batch) -> Share:
         """Send the other ranks their shares of a batch, and return the share of this rank."""
         self.count += 1
-        own, *others = (self._share_of(batch, rank) for rank in range(len(self.children) + 1))
+        size, ranks, shares = len(next(iter(batch.values()))), len(self.children) + 1, list[Share]()
+        for rank in range(ranks):  # rank 0 gets the last samples, so it has samples if any rank has
+            begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
+            samples: Batch = {}
+            if end > begin or self.sharded:  # with a sharded base every rank must run every block: one sample of weight 0
+                samples = {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
+            seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
+            shares.append(Share(samples, (end - begin) / size, seed))
+        own, *others = shares
         for child, one in zip(self.children, others, strict=True):
             send_by_value(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
         return own
-
-    def _share_of(self, batch: Batch, rank: int) -> Share:
-        """Return the share of `rank` in a batch. Rank 0 gets the last samples, so it has samples if any rank has."""
-        size, ranks = len(next(iter(batch.values()))), len(self.children) + 1
-        begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
-        seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
-        samples: Batch = {}
-        if end > begin or self.sharded:  # with a sharded base every rank must run every block: one sample of weight 0
-            samples = {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
-        return Share(samples, (end - begin) / size, seed)
 
     @property
     def group(self) -> "ProcessGroup":

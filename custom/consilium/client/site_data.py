@@ -47,12 +47,23 @@ def site_data(
     read = _read_list(config, name, site, folder, lost if skip else None, quiet)
     read = _accept_all_masks(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
-        read, lost = _only_test_split(config, name, read), [one for one in lost if one[0] == "test"]
+        if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
+            raise ConfigError(
+                f"{name}: test_only: a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; "
+                "leave it out"
+            )
+        if not read.splits["test"]:
+            raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
+        read = replace(read, splits={split: read.splits[split] if split == "test" else () for split in SPLITS})
+        lost = [one for one in lost if one[0] == "test"]
     for _, note in read.notes:
         _log.warning(f"{name}: data list: {note}")
     data = replace(limit_training(read, config.data.most_training, config.training.seed, name), loading=loading)
     found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, record_lost(data, lost)))
-    found = _skip_bad_samples(config, found) if skip else found
+    look = TASKS[config.task.name].look if skip else None
+    if look is not None and not any(isinstance(item, Text) for items in found.splits.values() for item in items):
+        store = open_store(found.loading.folder, found.loading.most)
+        found = without_faults(found, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
     return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
 
@@ -79,29 +90,6 @@ def cropped(data: DataList, side: int | None, seed: int) -> DataList:
     seeds = {split: seed if split == "training" else SCORED for split in SPLITS}
     splits = {split: tuple(cropped_item(item, side, seeds[split]) for item in items) for split, items in data.splits.items()}
     return replace(data, splits=splits)
-
-
-def _skip_bad_samples(config: JobConfig, data: DataList) -> DataList:
-    look = TASKS[config.task.name].look
-    if look is None or any(isinstance(item, Text) for items in data.splits.values() for item in items):
-        return data
-    store = open_store(data.loading.folder, data.loading.most)
-    return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
-
-
-def _only_test_split(config: JobConfig, name: str, data: DataList) -> DataList:
-    """Return a list with only the test split, for a test-only site.
-
-    Raises ConfigError if there is no test split, or if sites run DP-SGD on their own.
-    """
-    if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
-        raise ConfigError(
-            f"{name}: test_only: a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; "
-            "leave it out"
-        )
-    if not data.splits["test"]:
-        raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
-    return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
 
 
 def _read_list(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, quiet: bool) -> DataList:

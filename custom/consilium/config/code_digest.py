@@ -20,7 +20,11 @@ def code_of(config: JobConfig) -> str:
     these import does not change the digest.
     """
     others = [type(one) for one in (config.model, config.task, config.adapter) if _package(type(one)) != OWN]
-    files = {name: path for kind in (type(config.strategy), *others) for name, path in _class_files(kind).items()}
+    files = dict[str, Path]()
+    for kind in (type(config.strategy), *others):
+        modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
+        found = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in modules)
+        files |= {name: path for name, file in found if file and (path := Path(file)).is_file()}
     parts = [name.encode() + path.read_bytes() for name, path in sorted(files.items())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -64,13 +68,6 @@ def _list_installed_files(top: str) -> Iterator[tuple[str, Path]]:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield f"{top}/{path.relative_to(folder).as_posix()}", path
-
-
-def _class_files(kind: type) -> dict[str, Path]:
-    """Return by module name the files of a class and of its base classes in the same package."""
-    modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
-    found = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
-    return {name: path for name, file in found.items() if file and (path := Path(file)).is_file()}
 
 
 def _package(kind: type) -> str:

@@ -129,9 +129,12 @@ def _describe_model(card: Card) -> list[str]:
         if card.base_sha256
         else f"the weights of the package consilium {markdown_cell(card.version)}"
     )
+    which = _WHICH[Stage(card.stage)]
+    if card.best is not None:
+        which += f"; of all rounds the best on the site's validation data ({number(card.best)})"
     rows = [
         ("model of", whose),
-        ("which", _WHICH[Stage(card.stage)] + (_describe_choice(card) if card.best is not None else "")),
+        ("which", which),
         ("method", markdown_cell(card.method)),
         ("rounds", f"{card.rounds} of {card.of_rounds}"),
         ("task", markdown_cell(card.task)),
@@ -149,10 +152,6 @@ _WHICH = {
     Stage.GLOBAL: "global: what the server sent last, with the site's own parts where it keeps any",
     Stage.PERSONALIZED: "personalized: the site's own model",
 }
-
-
-def _describe_choice(card: Card) -> str:
-    return f"; of all rounds the best on the site's validation data ({number(card.best)})"
 
 
 def _describe_scores(card: Card) -> list[str]:

@@ -63,16 +63,14 @@ class Kept(NamedTuple):
 
 def record_sites(sites: Mapping[str, SiteConfig]) -> Kept:
     """Return the record of a run's sites that its folder stores."""
+    generated = [name for name, one in sites.items() if one.model_copy(update={"checkpoints": None}) == SiteConfig()]
     return Kept(
-        {name: _list_paths(site) for name, site in sites.items()},
+        {
+            name: None if name in generated else sorted(os.path.abspath(path) for path in _paths(site))
+            for name, site in sites.items()
+        },
         {name: " ".join(fingerprint(path) for path in _paths(site)) for name, site in sites.items()},
     )
-
-
-def _list_paths(site: SiteConfig) -> list[str] | None:
-    if site.model_copy(update={"checkpoints": None}) == SiteConfig():
-        return None
-    return sorted(os.path.abspath(path) for path in _paths(site))
 
 
 def _paths(site: SiteConfig) -> list[Path]:

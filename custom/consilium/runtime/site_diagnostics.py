@@ -4,7 +4,6 @@ import copy
 import random
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -57,7 +56,12 @@ class SiteDiagnostics:
     def _store_start(self, name: str, run: str, payload: Payload) -> None:
         """Store the tensors that a site starts a phase from. If the site repeats the task, the first values are kept."""
         site, self._runs[name] = self.sites[name], run
-        own = _store_once(site.context.folder / run / "before.safetensors", payload, site.stored_tensors(run))
+        own, path = site.stored_tensors(run), site.context.folder / run / "before.safetensors"
+        kept, meta = load_state(path) if path.exists() else (own, None)
+        if meta is not None and (meta["round"], meta["phase"]) == (payload.round, payload.phase):
+            own = kept
+        else:
+            save_state(path, own, {"round": payload.round, "phase": payload.phase})
         self._starts[name] = self.job.strategy.receive(own, payload)
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
@@ -96,7 +100,11 @@ class SiteDiagnostics:
         whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, self._oracle_start(config.rank)))
         drifts = []
         for name in names:
-            best = SiteResult(_without_events(self.sites[name]).train(ORACLE, whole), 1, whole, self._results[name].site)
+            unseen = copy.copy(self.sites[name].context)  # this training has no events and no validation
+            training = unseen.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
+            unseen.config = unseen.config.model_copy(update={"training": training})
+            unseen.observer = lambda event: None
+            best = SiteResult(Client(unseen).train(ORACLE, whole), 1, whole, self._results[name].site)
             drifts.append(oracle_drift(moves(self._results[name]), moves(best)))
         absolute, relative = (sum(values) / len(values) for values in zip(*drifts, strict=True))
         scaling = self.job.config.adapter.product_scaling
@@ -116,22 +124,3 @@ class SiteDiagnostics:
             more = begin(name, (rank, into), seed)
             found[layer] = torch.cat([self.job.initial[name][:rank], more[len(self.job.initial[name]) :]])
         return found
-
-
-def _store_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
-    """Return a site's own tensors from before this phase: those stored at `path`, or `own`, which is then stored."""
-    if path.exists():
-        kept, meta = load_state(path)
-        if (meta["round"], meta["phase"]) == (payload.round, payload.phase):
-            return kept
-    save_state(path, own, {"round": payload.round, "phase": payload.phase})
-    return own
-
-
-def _without_events(site: Client) -> Client:
-    """Return a copy of the site that trains without events and without validation."""
-    training = site.context.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
-    unseen = copy.copy(site.context)
-    unseen.config = site.context.config.model_copy(update={"training": training})
-    unseen.observer = lambda event: None
-    return Client(unseen)

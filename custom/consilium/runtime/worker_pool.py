@@ -185,23 +185,21 @@ class WorkerPool:
         while who not in self.answers:
             pipes = {worker.pipe: worker for worker in self.workers}
             for pipe in connection.wait(list(pipes)):
-                self._receive(pipes[pipe])  # type: ignore[index]
+                worker = pipes[pipe]  # type: ignore[index]
+                try:
+                    sender, answer = receive(worker.pipe)
+                except (EOFError, OSError):
+                    raise _Gone(f"--workers: {worker.end()} `--resume` goes on from the last finished round") from None
+                if sender is None:
+                    self.observer(answer)
+                    continue
+                self.answers[sender] = answer
+                worker.busy = False
+                worker.next()
         found = self.answers.pop(who)
         if isinstance(found, Failed):
             raise ConsiliumError(found.text, found.reason) if found.reason else RuntimeError(found.text)
         return found
-
-    def _receive(self, worker: Worker) -> None:
-        try:
-            who, answer = receive(worker.pipe)
-        except (EOFError, OSError):
-            raise _Gone(f"--workers: {worker.end()} `--resume` goes on from the last finished round") from None
-        if who is None:
-            self.observer(answer)
-            return
-        self.answers[who] = answer
-        worker.busy = False
-        worker.next()
 
 
 class RemoteSite(NamedTuple):

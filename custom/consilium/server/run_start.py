@@ -55,11 +55,8 @@ def server_start(job: Job, own: SiteConfig) -> Start:
         return Start(job.initial)
     if job.config.adapter.start is not None:
         return _start_from_adapter(job, in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's"))
-    return _start_from_base(job, own) if job.strategy.traits.needs_base_weights else Start(job.initial)
-
-
-def _start_from_base(job: Job, own: SiteConfig) -> Start:
-    """Return the start for a strategy that computes it from the base's weights."""
+    if not job.strategy.traits.needs_base_weights:
+        return Start(job.initial)
     config = job.config
     base, _, adapter = kinds_of(config)
     path = checkpoint_of(config.model, own, "the server's")

@@ -102,7 +102,12 @@ def check_rows(calls: Sequence[Call]) -> None:
     """
     own = [tensor for call in calls for tensor in adapter_state.tensors(call.model).values()]
     kept, noise = [tensor.detach().clone() for tensor in own], torch.Generator().manual_seed(0)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own)), _as_exactly_as_stored(calls[0].model):
+    # A float32 model runs without autocast, so that rounding is small. Autocast's cache would hold casts from before a change.
+    model = calls[0].model
+    device = next(model.parameters()).device.type
+    wanted = torch.is_autocast_enabled(device) and any(one.dtype != torch.float32 for one in model.parameters())
+    exact = torch.autocast(device, torch.get_autocast_dtype(device), enabled=wanted, cache_enabled=False)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own)), exact:
         try:
             for tensor in own:
                 size = float(tensor.abs().mean()) if tensor.numel() else 0.0
@@ -133,16 +138,6 @@ def check_drew_nothing(before: Sequence[Tensor]) -> None:
     """Raise ValueError if random numbers were drawn, on the CPU or a GPU, since the state `before`."""
     if not all(map(torch.equal, before, random_state())):
         raise ValueError("the model draws random numbers, as dropout does")
-
-
-def _as_exactly_as_stored(model: nn.Module) -> torch.autocast:
-    """Return a context without autocast for a float32 model, so that rounding is small; otherwise autocast without its cache.
-
-    The cache would hold casts of tensors from before they were changed.
-    """
-    device = next(model.parameters()).device.type
-    wanted = torch.is_autocast_enabled(device) and any(one.dtype != torch.float32 for one in model.parameters())
-    return torch.autocast(device, torch.get_autocast_dtype(device), enabled=wanted, cache_enabled=False)
 
 
 def _check_equal(joined: Any, alone: Any) -> None:

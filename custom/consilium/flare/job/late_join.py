@@ -97,23 +97,19 @@ class LateSites(FLComponent):
         """Deploy and start a job's app at a site. A failure is logged at the server."""
         with engine.new_context() as fl_ctx:
             try:
-                _deploy_job(engine, job, client, app, fl_ctx)
+                admin = engine.server.admin_server
+                message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
+                replies = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout)
+                reply = replies.get(client.token)
+                if reply is None or reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK) != ReturnCode.OK:
+                    reason = "no answer" if reply is None else shown(reply.body, 200)
+                    raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
                 _start_job(engine, job, client, app, fl_ctx)
                 self.log_info(fl_ctx, f"{client.name}: came while job {job.job_id} runs, and has been sent it")
             except ConsiliumError as error:
                 self.log_warning(fl_ctx, str(error))
             except Exception:  # raised by FLARE's functions, or by a site's malformed reply
                 self.log_exception(fl_ctx, f"{client.name}: job {job.job_id} could not be sent to it")
-
-
-def _deploy_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx: FLContext) -> None:
-    """Send the job's folder to a site. Raises ConsiliumError with the site's reason if it refuses the job."""
-    admin = engine.server.admin_server
-    message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
-    reply = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout).get(client.token)
-    if reply is None or reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK) != ReturnCode.OK:
-        reason = "no answer" if reply is None else shown(reply.body, 200)
-        raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
 
 
 def _start_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx: FLContext) -> None:
