@@ -22,7 +22,12 @@ def audit(
     ] = "md",
 ) -> None:
     """Show all messages that left this site: tensors, bytes, norms, noise, epsilon. Exit code 1 if a record was altered."""
-    found = [_read_record(path) for path in _find_record_files(where)]
+    folder = find_site_records(where).root if is_site(where) else where
+    records = (path for path in folder.rglob(FILE) if path.is_file())
+    paths = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
+    if not paths or not all(path.is_file() for path in paths):
+        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
+    found = [_read_record(path) for path in paths]
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(_page, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
@@ -45,16 +50,6 @@ def _page(found: dict[str, Any]) -> str:
             f"{found['file']}: a message in it has not the form that a guard writes ({type(error).__name__}), so it was "
             "altered; look at it with --format json, and compare it with a copy"
         ) from None
-
-
-def _find_record_files(where: Path) -> list[Path]:
-    """Return the audit.jsonl files in `where`, sorted by modification time. Raises ConfigError for none."""
-    folder = find_site_records(where).root if is_site(where) else where
-    records = (path for path in folder.rglob(FILE) if path.is_file())
-    found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
-    if not found or not all(path.is_file() for path in found):
-        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
-    return found
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -82,16 +81,16 @@ def serve(
     console = Console(soft_wrap=True, highlight=False)
     console.print(line(f"http://{HOST}:{port}/?token={token}"))
     console.print(line("open this address in a browser on this machine, and tell it to no one else; Ctrl-C ends it"))
-    asyncio.run(_serve_until_signal(KitSite(kit, token, port), listener))
 
+    async def serve_until_signal() -> None:
+        loop, end = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end.set)
+        async with KitSite(kit, token, port).serving(listener):
+            await end.wait()
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C does not wait for a page that is being made
 
-async def _serve_until_signal(site: "KitSite", listener: socket.socket) -> None:
-    loop, end = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end.set)
-    async with site.serving(listener):
-        await end.wait()
-        loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C does not wait for a page that is being made
+    asyncio.run(serve_until_signal())
 
 
 class KitSite:
@@ -225,9 +224,4 @@ def _page(text: str, status: int = 200) -> web.Response:
 
 
 def _error(status: int) -> web.Response:
-    return _page(_error_text(status), status)
-
-
-@cache  # a stranger's request must cost little
-def _error_text(status: int) -> str:
-    return serve_pages.message(*ERRORS[status])
+    return _page(serve_pages.message(*ERRORS[status]), status)

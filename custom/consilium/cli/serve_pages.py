@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
@@ -73,6 +74,7 @@ def require_kit_role(kit: Path) -> str:
     return role
 
 
+@cache  # a stranger's request must cost little
 def message(title: str, text: str) -> str:
     """Return a page with a title and a text, such as an error."""
     return _page(title, text, [])
@@ -412,33 +414,31 @@ def _find_unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict
 
 def _server_sections(kit: Path) -> Iterator[Section]:
     try:
-        rows = site_rows(read_attendance(kit), now := time.time())
+        sites = site_rows(read_attendance(kit), now := time.time())
         notes = [
-            *(f"{row['site']}: {note}" for row in rows for note in row["notes"]),
-            *(f"{row['site']}: {describe_health(row['health'], now)}" for row in rows if row["health"]),
+            *(f"{row['site']}: {note}" for row in sites for note in row["notes"]),
+            *(f"{row['site']}: {describe_health(row['health'], now)}" for row in sites if row["health"]),
         ]
-        yield Section("sites", "Sites", notes, [(site_table(rows), ())])
+        yield Section("sites", "Sites", notes, [(site_table(sites), ())])
     except ConfigError:
         yield Section("sites", "Sites", ["There is no readable list of sites: no site has been seen by this server."])
     folders = [folder for folder in subfolders(kit / STATE / RUNS) if (folder / "job.yaml").is_file()]
     if not folders:
         yield Section("runs", "Runs", ["There is no run."])
         return
-    table = _table(
-        "", "run", "from", "state", "rounds", "last event", "refusals", "cause", rows=list(map(_server_run_row, folders))
-    )
+    rows = []
+    for folder in folders:
+        owner, lines = str(read_json(folder / OWNER).get("submitter", "-")), read_events(folder / "metrics.jsonl")[0]
+        state, _, cause = run_state(folder, lines)
+        try:
+            rounds = str(load_job(folder / "job.yaml", plugins=None).training.rounds)
+        except ConsiliumError:
+            rounds = "?"
+        done, refused = ([one for one in lines if one["event"] == event] for event in ("concluded", "refused"))
+        last = _time_text(lines[-1]["time"]) if lines else "-"
+        counts = f"{len({one['round'] for one in done})} of {rounds}"
+        state = "not ended" if state == "running" else state
+        rows.append([folder.name, owner, state, counts, last, str(len(refused)), cause])
+    table = _table("", "run", "from", "state", "rounds", "last event", "refusals", "cause", rows=rows)
     links = [f"runs/{quote(folder.name, safe='')}" for folder in folders]
     yield Section("runs", "Runs", ["Each run's name leads to its scores and curves."], [(table, links)])
-
-
-def _server_run_row(folder: Path) -> list[str]:
-    owner, lines = str(read_json(folder / OWNER).get("submitter", "-")), read_events(folder / "metrics.jsonl")[0]
-    state, _, cause = run_state(folder, lines)
-    try:
-        rounds = str(load_job(folder / "job.yaml", plugins=None).training.rounds)
-    except ConsiliumError:
-        rounds = "?"
-    done, refused = ([one for one in lines if one["event"] == event] for event in ("concluded", "refused"))
-    last = _time_text(lines[-1]["time"]) if lines else "-"
-    counts = f"{len({one['round'] for one in done})} of {rounds}"
-    return [folder.name, owner, "not ended" if state == "running" else state, counts, last, str(len(refused)), cause]

@@ -141,9 +141,11 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
     claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
     found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": packages.encode()}
-    return found | _read_submitted_jobs(
-        kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")}
-    )
+    # the job.yaml of each submission that FLARE still has
+    ids = sorted({str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
+    names = [name for name in ids if name.replace("-", "").isalnum()]
+    jobs = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
+    return found | {f"job{'' if len(jobs) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(jobs)}
 
 
 def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
@@ -160,13 +162,6 @@ def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
         f"**{len(void_rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": void_rows,
     }
     return "".join(f"{one}\n\n" for one in only_true(warnings))
-
-
-def _read_submitted_jobs(kit: Path, ids: set[str]) -> dict[str, bytes]:
-    """Return the job.yaml of each submission that FLARE still has, by file name. `ids`: FLARE's job ids."""
-    names = [name for name in sorted(ids) if name.replace("-", "").isalnum()]
-    files = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
-    return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
 
 
 def forget(

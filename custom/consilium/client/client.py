@@ -134,10 +134,8 @@ class Client:
         if context.limits.has_limits and known and unequal:
             path = context.folder / run / "capacity.json"
             if not path.exists():  # measured once per run: a resumed run needs the same ranks
-                most, loss = (
-                    getattr(config.adapter, "rank", 1),
-                    capacity_probe.make_step_loss(config, context.task, context.model),
-                )
+                loss = capacity_probe.make_step_loss(config, context.task, context.model)
+                most = getattr(config.adapter, "rank", 1)
                 write_json(path, capacity_probe.measured_ranks(context.limits, context.model, most, loss))
             carries = read_json(path)
         base, plugins = self.models.base_sha256(), context.config.packages

@@ -314,21 +314,17 @@ def build_ranks(config: JobConfig, site: SiteConfig, data: DataList | None, fold
     elif config.strategy.traits.parts:
         whom = f"strategy {config.strategy.name!r}"
         what = f"devices: {whom} trains more beside the adapter, which one device does; give one device"
-    elif site.base == "sharded" and (why := _why_whole_base(config, site)):
-        what = f"base: 'sharded': {why}, which takes the whole base at one device; use replicated"
+    elif site.base == "sharded":
+        why = ""
+        if config.model.dtype in QUANTIZED:
+            why = f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
+        elif config.training.compile:
+            why = "training.compile makes one program of the model"
+        elif config.strategy.traits.probe_fraction:
+            why = f"strategy {config.strategy.name!r} looks at gradients before it trains"
+        elif site.capacity.has_limits and config.strategy.traits.ranks_differ:
+            why = "capacity is measured by steps"
+        what = f"base: 'sharded': {why}, which takes the whole base at one device; use replicated" if why else ""
     if what:
         raise ConsiliumError(f"site.yaml: {what} for this job", Reason.POLICY)
     return Ranks(config, site, data, folder)
-
-
-def _why_whole_base(config: JobConfig, site: SiteConfig) -> str:
-    """Return the setting of the job or the site that needs the whole base on one device, "" if there is none."""
-    if config.model.dtype in QUANTIZED:
-        return f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
-    if config.training.compile:
-        return "training.compile makes one program of the model"
-    if config.strategy.traits.probe_fraction:
-        return f"strategy {config.strategy.name!r} looks at gradients before it trains"
-    if site.capacity.has_limits and config.strategy.traits.ranks_differ:
-        return "capacity is measured by steps"
-    return ""

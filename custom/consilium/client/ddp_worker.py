@@ -175,8 +175,8 @@ def run_rank(pipe: connection.Connection) -> None:
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)
         try:
-            site, packages = setup.site, setup.packages
-            config = validate(JobConfig, setup.settings, Path("job.yaml"), packages)
+            site = setup.site
+            config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
             task = build_task(config, setup.data, site)
             send_by_value(pipe, None)
             store = rendezvous_store(setup.place, setup.size)

@@ -50,10 +50,15 @@ class Evaluator:
 
     def validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} if the job does not validate this stage in this round. Pictures stay at the site."""
-        config = self.context.config.training
+        context, config = self.context, self.context.config.training
         if not config.validates(payload.round, stage):
             return {}
-        self.context.events.pictures(payload.round, stage, lambda: self._examples("validation"))
+
+        def examples() -> Examples | None:
+            with torch.no_grad(), autocast(next(context.model.parameters()).device, config.precision):
+                return context.task.examples(context.model, "validation")
+
+        context.events.pictures(payload.round, stage, examples)
         return self.evaluate("validation", stage, payload, config.validation.full)
 
     def validate_final(self, stage: Stage, payload: Payload) -> dict[str, float]:
@@ -112,12 +117,6 @@ class Evaluator:
             best, how = max(names, key=lambda name: found[name]), "the best of its validation split"
         context.observer({"event": "chosen", "site": context.name, "text": f"tests {best}, {how}"})
         return offered[best]
-
-    def _examples(self, split: str) -> Examples | None:
-        """Return the model's predictions for a few pictures."""
-        context = self.context
-        with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
-            return context.task.examples(context.model, split)
 
     def use_personalized(self, interpolation: Interpolation | None, payload: Payload) -> AbstractContextManager[None]:
         """Return a context manager in which the model is the client's personalized model."""

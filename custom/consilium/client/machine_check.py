@@ -205,7 +205,8 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
     config = load_job(job, plugins=frozenset(site.plugins or ()))
     require_library(config.model.dtype)
     device = pick_device(site.main_device)
-    free, spread = _free_bytes(device), (site.device_count, site.base == "sharded", device.type == "cuda")
+    free = torch.cuda.mem_get_info(device)[0] - KERNELS if device.type == "cuda" else psutil.virtual_memory().available
+    spread = (site.device_count, site.base == "sharded", device.type == "cuda")
     peak = memory_of(assemble_job(config, job), *spread).peak
     said = f"{config.name}: a step takes {peak / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
     if peak <= free:
@@ -214,13 +215,6 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
         if (less := memory_of(assemble_job(changed, job), *spread).peak) <= free:
             return Finding("memory", said, f"ask for the job with {name} ({less / GIB:.2f} GiB), or use a larger device")
     return Finding("memory", said, "use a larger device; nothing that `consilium fit` knows makes it fit")
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that a job may use on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] - KERNELS
-    return psutil.virtual_memory().available
 
 
 def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:

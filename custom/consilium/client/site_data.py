@@ -114,15 +114,14 @@ def _accept_all_masks(data: DataList, classes: Collection[str] | None) -> DataLi
 
     A mask with a `labels` map of the site may still refuse values, because that depends on the site's map only.
     """
-    splits = {split: tuple(_accept_mask(item, classes) for item in items) for split, items in data.splits.items()}
-    return replace(data, splits=splits)
 
+    def accept(item: Any) -> Any:
+        if not isinstance(item, Item) or not isinstance(item.label, Path):
+            return item
+        shown = item.annotated and tuple(name for name in item.annotated if name in (classes or ()))
+        return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
 
-def _accept_mask(item: Any, classes: Collection[str] | None) -> Any:
-    if not isinstance(item, Item) or not isinstance(item.label, Path):
-        return item
-    shown = item.annotated and tuple(name for name in item.annotated if name in (classes or ()))
-    return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
+    return replace(data, splits={split: tuple(map(accept, items)) for split, items in data.splits.items()})
 
 
 def _mark_alone(config: JobConfig, data: DataList) -> DataList:

@@ -35,26 +35,24 @@ def plugins_of(config: JobConfig) -> dict[str, str]:
     The code is all files of the packages and modules that the distribution's entry points name, imported or not. Other
     distributions that it requires are not included. Raises ConfigError if the code is not in a folder (a zip file).
     """
-    return {package: f"{version} {_hash_distribution(package)}" for package, version in config.packages.items()}
-
-
-def _hash_distribution(package: str) -> str:
-    """Return the SHA-256 over relative names and contents of the files of an installed plug-in distribution."""
-    try:
-        points = [point for point in distribution(package).entry_points if point.group.startswith(f"{OWN}.")]
-    except PackageNotFoundError:
-        points = []
-    tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
-    lines = [
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
-        for top in tops
-        for name, path in _list_installed_files(top)
-    ]
-    if not lines and tops != []:
-        raise ConfigError(
-            f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
-        )
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    found = dict[str, str]()
+    for package, version in config.packages.items():
+        try:
+            points = [point for point in distribution(package).entry_points if point.group.startswith(f"{OWN}.")]
+        except PackageNotFoundError:
+            points = []
+        tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
+        lines = [
+            f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
+            for top in tops
+            for name, path in _list_installed_files(top)
+        ]
+        if not lines and tops != []:
+            raise ConfigError(
+                f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
+            )
+        found[package] = f"{version} {hashlib.sha256(''.join(lines).encode()).hexdigest()}"
+    return found
 
 
 def _list_installed_files(top: str) -> Iterator[tuple[str, Path]]:

@@ -60,7 +60,13 @@ def flops_per_sample(job: Job) -> Work:
         for name, tensor in adapter_state.tensors(model).items():
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in trained)
-        training = _count_flops(lambda: _run_backward(model, given))
+
+        def run_backward() -> None:
+            answer = _run_forward(model, given).float().sum()
+            if answer.requires_grad:
+                answer.backward()
+
+        training = _count_flops(run_backward)
     return Work(training, scoring)
 
 
@@ -121,12 +127,6 @@ def _run_forward(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
         read = getattr(model, "read", dict)  # a vision-language model's pictures are not counted
         return model(**read(**given), use_cache=False).logits
     return model(*given.values())
-
-
-def _run_backward(model: nn.Module, given: dict[str, Tensor]) -> None:
-    answer = _run_forward(model, given).float().sum()
-    if answer.requires_grad:
-        answer.backward()
 
 
 def _count_flops(run: Any) -> int:

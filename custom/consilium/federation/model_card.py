@@ -98,31 +98,6 @@ def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> 
 
 def page(card: Card) -> str:
     """Return the card as a Markdown page. Its first lines are the metadata that model hubs read."""
-    lines = [
-        "---",
-        "license: unknown",
-        "library_name: consilium",
-        f"base_model: {markdown_cell(card.model)}",
-        "---",
-        "",
-        f"# {markdown_cell(card.job)}: {markdown_cell(card.name)}",
-        "",
-        *_describe_model(card),
-        *_describe_scores(card),
-        "## Limits",
-        "",
-        *LIMITS,
-        *(part for note in card.notes for part in ("", note)),
-        "",
-        FILES,
-        "",
-        *ABOUT_FILES,
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _describe_model(card: Card) -> list[str]:
     whose = f"site {markdown_cell(card.site)}" if card.site else "the federation"
     base = (
         f"SHA-256 `{card.base_sha256}`"
@@ -145,26 +120,47 @@ def _describe_model(card: Card) -> list[str]:
         ("privacy", markdown_cell(card.privacy) or "no guarantee: the job has no `privacy:` section"),
         ("made by", f"consilium {markdown_cell(card.version)}"),
     ]
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+    scores = ["No scores: none were shared, or this model was not tested."]
+    if card.scores:
+        scores = [
+            f"Scores on the {card.split} split{f', {card.grid}' if card.grid else ''}:",
+            "",
+            f"| score | value | {card.interval} |",
+            "|---|---|---|",
+            *(
+                f"| {markdown_cell(name)} | {number(value)} | {'-' if None in ends else ' to '.join(map(number, ends))} |"
+                for name, (value, *ends) in card.scores.items()
+            ),
+        ]
+    lines = [
+        "---",
+        "license: unknown",
+        "library_name: consilium",
+        f"base_model: {markdown_cell(card.model)}",
+        "---",
+        "",
+        f"# {markdown_cell(card.job)}: {markdown_cell(card.name)}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        *scores,
+        "",
+        "## Limits",
+        "",
+        *LIMITS,
+        *(part for note in card.notes for part in ("", note)),
+        "",
+        FILES,
+        "",
+        *ABOUT_FILES,
+        "",
+    ]
+    return "\n".join(lines)
 
 
 _WHICH = {
     Stage.GLOBAL: "global: what the server sent last, with the site's own parts where it keeps any",
     Stage.PERSONALIZED: "personalized: the site's own model",
 }
-
-
-def _describe_scores(card: Card) -> list[str]:
-    if not card.scores:
-        return ["No scores: none were shared, or this model was not tested.", ""]
-    head = [
-        f"Scores on the {card.split} split{f', {card.grid}' if card.grid else ''}:",
-        "",
-        f"| score | value | {card.interval} |",
-        "|---|---|---|",
-    ]
-    rows = [
-        f"| {markdown_cell(name)} | {number(value)} | {'-' if None in ends else ' to '.join(map(number, ends))} |"
-        for name, (value, *ends) in card.scores.items()
-    ]
-    return [*head, *rows, ""]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from consilium.adapters import adapter_state
 from consilium.adapters.names import factor
@@ -97,7 +96,15 @@ class SiteDiagnostics:
         assert isinstance(self.job.strategy, UnequalRanks)  # as __init__ has made sure
         draw = random.Random(seed_for(self.job.config.training.seed, "oracle", state.round))
         names = sorted(draw.sample(sorted(self._results), min(config.sites, len(self._results))))
-        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, self._oracle_start(config.rank)))
+        # The oracle trains all ranks, see OracleConfig. The first rows of its A (rank, in) are the job's initial A, and the
+        # adapter's rule draws the others.
+        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or adapter_state.start, self.job.config.training.seed
+        start = {}
+        for layer, (out, into) in shapes(self.job.initial).items():
+            name, rank = f"{layer}.lora_A", min(out, into, config.rank or out)
+            more = begin(name, (rank, into), seed)
+            start[layer] = torch.cat([self.job.initial[name][:rank], more[len(self.job.initial[name]) :]])
+        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, start))
         drifts = []
         for name in names:
             unseen = copy.copy(self.sites[name].context)  # this training has no events and no validation
@@ -109,18 +116,3 @@ class SiteDiagnostics:
         absolute, relative = (sum(values) / len(values) for values in zip(*drifts, strict=True))
         scaling = self.job.config.adapter.product_scaling
         return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
-
-    def _oracle_start(self, most: int | None) -> dict[str, Tensor]:
-        """Return the oracle's initial A (rank, in) of each layer. The oracle trains all ranks, see OracleConfig.
-
-        Its first rows are the job's initial A. The adapter's rule draws the others.
-
-        `most`: the largest rank; None for the layer's size.
-        """
-        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or adapter_state.start, self.job.config.training.seed
-        found = {}
-        for layer, (out, into) in shapes(self.job.initial).items():
-            name, rank = f"{layer}.lora_A", min(out, into, most or out)
-            more = begin(name, (rank, into), seed)
-            found[layer] = torch.cat([self.job.initial[name][:rank], more[len(self.job.initial[name]) :]])
-        return found

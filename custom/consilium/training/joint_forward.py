@@ -7,7 +7,6 @@ step, become few large ones. The results equal those of single passes up to the 
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, cast
@@ -89,8 +88,18 @@ def forward_together(calls: Sequence[Call]) -> list[Any]:
     sizes, lengths = [call.rows for call in calls], [call.length for call in calls]
     first = calls[0]
     arguments, options = _join([(call.arguments, call.options) for call in calls], max(lengths))
-    with _route_rows(calls, sizes):
+    # The first call's modules with adapter tensors pass each site's rows to the site's own module. A module whose instance has
+    # its own `forward` is skipped by the model, or is the whole part.
+    groups = zip(*(adapter_state.adapter_modules(call.model) for call in calls), strict=True)
+    inside = set(first.part.modules())
+    replaced = [group for group in groups if group[0] in inside and "forward" not in vars(group[0])]
+    try:
+        for group in replaced:
+            vars(group[0])["forward"] = partial(_run_each_on_its_rows, group, [type(one).forward for one in group], sizes)
         output = first.run(*arguments, **options)
+    finally:
+        for group in replaced:
+            vars(group[0]).pop("forward", None)
     return [_cut(output, sum(sizes[:n]), size, sum(sizes), lengths[n]) for n, size in enumerate(sizes)]
 
 
@@ -201,22 +210,6 @@ def _cut(value: Any, start: int, size: int, of: int, length: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(cut(one) for one in value)
     raise ValueError(f"an output of type {type(value).__name__}")
-
-
-@contextmanager
-def _route_rows(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]:
-    """Within the context, the first call's modules with adapter tensors pass each site's rows to the site's own module."""
-    adapter_modules = [adapter_state.adapter_modules(call.model) for call in calls]
-    inside = set(calls[0].part.modules())
-    # a module whose instance has its own `forward` is skipped by the model, or is the whole part
-    replaced = [group for group in zip(*adapter_modules, strict=True) if group[0] in inside and "forward" not in vars(group[0])]
-    try:
-        for group in replaced:
-            vars(group[0])["forward"] = partial(_run_each_on_its_rows, group, [type(one).forward for one in group], sizes)
-        yield
-    finally:
-        for group in replaced:
-            vars(group[0]).pop("forward", None)
 
 
 def _run_each_on_its_rows(

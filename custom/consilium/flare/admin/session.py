@@ -167,7 +167,13 @@ class Admin:
             except FLARE_ERRORS:  # before the job's controller has started, and while the job ends
                 running = None
             if running and (waiting := running.get("waiting")):
-                waiting["silent_seconds"] = self._silent_seconds(waiting["sites"])
+                # seconds since the last heartbeat of each site whose heartbeat is overdue; a slow site still sends heartbeats
+                ages = dict[str, int]()
+                with suppress(ConsiliumError):  # a kit of an old version has no list of sites
+                    seen = self.attendance()
+                    beats = {name: one["last_seen"] for name, one in seen["sites"].items() if "last_seen" in one}
+                    ages = {name: round(seen["server"]["clock"] - beat) for name, beat in beats.items()}
+                waiting["silent_seconds"] = {name: ages[name] for name in waiting["sites"] if ages.get(name, 0) > OVERDUE}
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._ended_outcome(meta["job_id"])
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
@@ -196,15 +202,6 @@ class Admin:
         """Return the last lines of FLARE's scheduler about a job that has not started, joined by "; ". "" if there are none."""
         history = self.session.get_job_meta(job_id).get("schedule_history") or []
         return "; ".join(text for text in dict.fromkeys(str(line)[TIMESTAMP:] for line in history[-2:]) if text != "scheduled")
-
-    def _silent_seconds(self, names: list[str]) -> dict[str, int]:
-        """Return the seconds since the last heartbeat of each named site whose heartbeat is overdue. A slow site is not."""
-        with suppress(ConsiliumError):  # a kit of an old version has no list of sites
-            found = self.attendance()
-            now, sites = found["server"]["clock"], found["sites"]
-            ages = {name: round(now - one["last_seen"]) for name, one in sites.items() if "last_seen" in one}
-            return {name: ages[name] for name in names if ages.get(name, 0) > OVERDUE}
-        return {}
 
     def _ended_outcome(self, job_id: str) -> Job:
         """Return an ended job's "progress" and, if it ended early, its "reason".

@@ -64,7 +64,11 @@ class LateSites(FLComponent):
                     self._beats[token] = client.last_connect_time, now
             self._beats = {token: beat for token, beat in self._beats.items() if token in here}
             self._tried = {(job, token) for job, token in self._tried if job in engine.run_processes}
-            self._stop_waiting(engine)
+            # stop FLARE's wait for silent sites in jobs whose server process has ended
+            for client in [one for token, one in here.items() if now - self._beats.get(token, (0.0, math.inf))[1] > SILENT]:
+                for job_id in engine.job_runner.get_client_outcome_jobs(client.name) - engine.run_processes.keys():
+                    engine.job_runner.resolve_client_outcome(job_id, client.name)
+                    self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
             for job_id, job in list(engine.job_runner.running_jobs.items()):
                 for token, client in here.items():
                     if (job_id, token) not in self._tried and (app := self._missing_app(engine, job, client)):
@@ -72,14 +76,6 @@ class LateSites(FLComponent):
                         self._send_job(engine, job, client, app)
         finally:
             self._busy.release()
-
-    def _stop_waiting(self, engine: ServerEngine) -> None:
-        """Stop FLARE's wait for silent sites in jobs whose server process has ended."""
-        for client in engine.get_clients():
-            if time.monotonic() - self._beats.get(client.token, (0.0, math.inf))[1] > SILENT:
-                for job_id in engine.job_runner.get_client_outcome_jobs(client.name) - engine.run_processes.keys():
-                    engine.job_runner.resolve_client_outcome(job_id, client.name)
-                    self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
 
     def _missing_app(self, engine: ServerEngine, job: Job, client: Client) -> str | None:
         """Return the app of a job that a site should run and was not sent since its last login; None if there is none."""
