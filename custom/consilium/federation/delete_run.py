@@ -30,9 +30,9 @@ _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """The format of FLARE's job ids. An id from a record becomes part of a path here, so it is checked."""
 
 
-def expired_runs(state: Path, days: int, now: float | None = None) -> list[str]:
+def expired_runs(state: Path, days: int) -> list[str]:
     """Return the runs in which no file was written for `days` days and which have files to delete."""
-    ends = (now or time.time()) - days * 86400
+    ends = time.time() - days * 86400
     return [
         one.name
         for one in all_runs(state)
