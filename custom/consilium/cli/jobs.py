@@ -86,7 +86,11 @@ def download(
 
 
 def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
-    """Yield one job's status as tables and lines."""
+    """Yield one job's status as tables and lines.
+
+    The table has a row per site: its weight in the mean, which federation.max_weight limits, its loss and leading score if it
+    shares them, and its bytes up and down.
+    """
     progress = found["progress"]
     yield line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})")
     yield from (line(f"not deployed: {problem}", "red") for problem in found["problems"])
@@ -107,7 +111,7 @@ def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
             row = [
                 name,
                 str(min(one["round"] + 1, last_round(progress))),
-                "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})",  # federation.max_weight limits it
+                "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})",
                 number(one["metrics"].get(TRAIN_LOSS)),
                 *(number(score_of(one["metrics"], stage, score)) for stage in stages),
             ]

@@ -16,7 +16,11 @@ from consilium.tasks.registry import TASKS
 
 
 def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
-    """Return the job and its run's folder. Raises ConfigError for a job that cannot run, before anything is written."""
+    """Return the job and its run's folder, which is made for a new run.
+
+    Raises ConfigError, before anything is written, for a job that cannot run, and for a folder that has another run, has no run
+    to resume or cannot be written to.
+    """
     config, source = load(request.job, request.overrides)
     folder = request.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = call("consilium.federation.job:assemble_job", config, source)
