@@ -11,12 +11,13 @@ import peft
 import pytest
 import yaml
 
-from consilium.cli.audit import _find_record_files, _read_record, markdown
+from consilium.cli.audit import markdown
 from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export
 from consilium.flare.kit.local_folder import apply_local
 from consilium.models.sam.network import build_sam
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
 from tests.conftest import JOBS, small_cells, small_config, training_only
 from tests.deployment.federation import LEAD, Federation
@@ -162,7 +163,8 @@ def check_pins(federation: Federation) -> None:
         )
     pin(federation, sites)
     assert federation.wait(federation.submit(job)) == "FINISHED:COMPLETED"
-    page = markdown(_read_record(_find_record_files(federation.kit("site-1"))[-1]))
+    records = (federation.kit("site-1") / STATE).rglob(audit_log.FILE)
+    page = markdown(audit_log.read(max(records, key=lambda path: path.stat().st_mtime)))
     assert "masked; read by nobody alone; threshold 3 of 3" in page
     for name in sites:
         rows = [row for row in Ledger(federation.kit(name) / STATE / "ledger.sqlite").entries() if row.count]

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.cli.audit import _find_record_files, _read_record, markdown
+from consilium.cli.audit import markdown
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.core.errors import Reason
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
+from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
@@ -71,7 +72,8 @@ def test_masked_noise_survives_killed_sites(federation: Federation, tmp_path: Pa
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     claims = [json.loads((one / "privacy.json").read_text()) for one in (folder, reference)]
     assert claims[0] == claims[1]
-    page = markdown(_read_record(_find_record_files(federation.kit("site-1"))[-1]))
+    records = (federation.kit("site-1") / STATE).rglob(audit_log.FILE)
+    page = markdown(audit_log.read(max(records, key=lambda path: path.stat().st_mtime)))
     assert "masked; read by nobody alone; threshold 3 of 4" in page
     assert (
         f"epsilon {claims[0]['epsilon']['1e-05']:.4g} at delta 1e-05 so far in this run (site level, zero-out, trust distr"

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,7 +255,7 @@ def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
-    monkeypatch.setattr(machine_check, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(machine_check.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr(machine_check, "pick_device", lambda wanted: torch.device("cpu"))
     monkeypatch.setattr(memory, "multiplies_bf16", lambda: multiplies)
     found = machine_check.examine_memory(job, SiteConfig())

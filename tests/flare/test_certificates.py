@@ -224,9 +224,11 @@ def test_doctor_uses_the_sites_proxy(kit: Path, answering: int, monkeypatch: pyt
             "http://u:hunter2@a..b:1",
         ):
             monkeypatch.setenv("https_proxy", wrong)
-            assert not (found := examine_servers(kit)).ok
+            found = examine_servers(kit)
+            assert not found.ok
             assert "hunter2" not in found.found + found.remedy
-            assert ("407" in found.found) is ("ward%203" in wrong)
+            said = found.found.partition(": ")[2]  # the server's port may have these digits too
+            assert ("407" in said) is ("ward%203" in wrong)
 
 
 def test_renewal_keeps_the_roots_key(hub: Path) -> None:

@@ -39,12 +39,11 @@ def approve(
     if sum((job is not None, listed, bool(revoke))) != 1:
         raise ConfigError("JOB, --list, --revoke: give exactly one")
     local = kit / "local"
-    if job is not None:
-        _review_and_approve(job, kit, yes, format)
-    elif revoke:
+    if revoke:
         digest = approval.revoke(revoke, local)
         emit({"revoked": digest}, f"revoked: {digest}", format)
-    else:
+        return
+    if job is None:
         found = approval.read_approvals(local)
         lines = [
             line
@@ -52,12 +51,8 @@ def approve(
             for line in (f"{shown(one.get('job'))}: approved {shown(one.get('time'))} by {shown(one.get('by'))}", f"  {digest}")
         ]
         emit(found, lines or "nothing is approved", format)
-
-
-def _review_and_approve(job: Path, kit: Path, yes: bool, format: str) -> None:
-    """Show the review of a job, ask, and record the approval of exactly what was shown."""
-    local, plugins = kit / "local", kit_plugins(kit / "local")
-    with app_of(job, plugins) as app:
+        return
+    with app_of(job, plugins := kit_plugins(local)) as app:
         review = call(REVIEW, app, kit)
         if format == "txt":
             emit(None, review.lines(page().width), "txt")
@@ -66,7 +61,7 @@ def _review_and_approve(job: Path, kit: Path, yes: bool, format: str) -> None:
             raise ConfigError("--yes: there is no terminal to ask at, so nothing is approved; repeat the command with --yes")
         agreed = yes or typer.confirm("Approve?", default=False)
         if agreed:
-            approval.approve(app, local, plugins, review.digest)
+            approval.approve(app, local, plugins, review.digest)  # the digest of exactly the job that was shown
         text = f"approved; recorded in {local / approval.FILE}" if agreed else "not approved"
         emit(review.to_dict() | {"approved": review.digest}, text, "json" if format == "json" else "txt")
     raise typer.Exit(ExitCode.DONE if agreed else ExitCode.FAILED)

@@ -22,7 +22,12 @@ def audit(
     ] = "md",
 ) -> None:
     """Show all messages that left this site: tensors, bytes, norms, noise, epsilon. Exit code 1 if a record was altered."""
-    found = [_read_record(path) for path in _find_record_files(where)]
+    folder = find_site_records(where).root if is_site(where) else where
+    records = (path for path in folder.rglob(FILE) if path.is_file())
+    paths = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
+    if not paths or not all(path.is_file() for path in paths):
+        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
+    found = [_read_record(path) for path in paths]
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(_page, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
@@ -47,16 +52,6 @@ def _page(found: dict[str, Any]) -> str:
         ) from None
 
 
-def _find_record_files(where: Path) -> list[Path]:
-    """Return the audit.jsonl files in `where`, sorted by modification time. Raises ConfigError for none."""
-    folder = find_site_records(where).root if is_site(where) else where
-    records = (path for path in folder.rglob(FILE) if path.is_file())
-    found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
-    if not found or not all(path.is_file() for path in found):
-        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
-    return found
-
-
 def markdown(found: dict[str, Any]) -> str:
     """Return one run's record as a Markdown page."""
     messages = found["messages"]
@@ -79,7 +74,15 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     """Return the lines on the privacy guarantee, or on its absence."""
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:
-        return [f"- privacy: {_explain_missing_noise([m for m in messages if m.get('tensors')])}"]
+        left = [m for m in messages if m.get("tensors")]
+        if not left:
+            return ["- privacy: no update and no model left"]
+        if not all("masked" in message for message in left):
+            return ["- privacy: none; updates left as trained"]
+        sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
+        named = "; summed with: " + " | ".join(markdown_cell(", ".join(one)) for one in sets) if sets else ""
+        why = "which hide within this run; over many runs only noise protects"
+        return [f"- privacy: no noise; updates left under masks, {why}{named}"]
     last = private[-1]
     named = f"{markdown_cell(last['unit'])} level, {markdown_cell(last['adjacency'])}, trust {markdown_cell(last['trust'])}"
     noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
@@ -90,14 +93,3 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
         f"- **{void} messages are {VOID}**": void,
     }
     return only_true(lines)
-
-
-def _explain_missing_noise(left: list[dict[str, Any]]) -> str:
-    """Return a text on the protection of messages that left without noise."""
-    if not left:
-        return "no update and no model left"
-    if not all("masked" in message for message in left):
-        return "none; updates left as trained"
-    sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
-    named = "; summed with: " + " | ".join(markdown_cell(", ".join(one)) for one in sets) if sets else ""
-    return f"no noise; updates left under masks, which hide within this run; over many runs only noise protects{named}"

@@ -171,33 +171,30 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
     return kind.check(path, config.task, tokenizer, room, **more)
 
 
-def _lines(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> Iterator[Text]:
-    """Yield the findings as lines."""
+def _lines(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], folder: Path | None) -> Iterator[Text]:
+    """Yield the findings as lines. `folder`: the one with the reports."""
     for name, one in found.items():
         if len(found) > 1:
             yield line(name, "bold")
-        yield from _lines_of_one(one.to_dict())
+        report = one.to_dict()
+        counts = ", ".join(f"{n} {split}" for split, n in report["samples"].items())
+        yield line(f"{report['path']}: {counts}", limit=LONGEST_LINE)
+        if sum(report["planes"].values()) > sum(report["samples"].values()):
+            yield line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items()))
+        for heading, key in (("sizes", "sizes"), ("images with label value", "images_with_label_value")):
+            if of_value := report[key]:
+                yield line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in of_value.items()), limit=LONGEST_LINE)
+        for klass, by_split in report["images_of_class"].items():
+            yield line(f"class {shown(klass)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()))
+        for key, style in (("problems", "red"), ("warnings", "yellow")):
+            for what, cases in report[key].items():
+                yield from _lines_of_kind(what, cases, style)
+        yield from (line(sentence, limit=LONGEST_LINE) for sentence in report["verdict"])
     for kind, lines in shared.items():
         yield from _lines_of_kind(kind, {"count": len(lines), "first": lines[:10]}, "yellow")
     yield from (line(sentence, limit=LONGEST_LINE) for sentence in told)
-    if report is not None:
-        yield line(f"{report}: check.html and check.json; they name files and show patients, keep them at the site")
-
-
-def _lines_of_one(report: dict[str, Any]) -> Iterator[Text]:
-    counts = ", ".join(f"{n} {split}" for split, n in report["samples"].items())
-    yield line(f"{report['path']}: {counts}", limit=LONGEST_LINE)
-    if sum(report["planes"].values()) > sum(report["samples"].values()):
-        yield line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items()))
-    for heading, key in (("sizes", "sizes"), ("images with label value", "images_with_label_value")):
-        if found := report[key]:
-            yield line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in found.items()), limit=LONGEST_LINE)
-    for name, by_split in report["images_of_class"].items():
-        yield line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()))
-    for key, style in (("problems", "red"), ("warnings", "yellow")):
-        for what, found in report[key].items():
-            yield from _lines_of_kind(what, found, style)
-    yield from (line(sentence, limit=LONGEST_LINE) for sentence in report["verdict"])
+    if folder is not None:
+        yield line(f"{folder}: check.html and check.json; they name files and show patients, keep them at the site")
 
 
 def _lines_of_kind(what: str, found: dict[str, Any], style: str) -> Iterator[Text]:

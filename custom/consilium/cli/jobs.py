@@ -87,7 +87,11 @@ def download(
 
 
 def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
-    """Yield one job's status as tables and lines."""
+    """Yield one job's status as tables and lines.
+
+    The table has a row per site: its weight in the mean, which federation.max_weight limits, its loss and leading score if it
+    shares them, and its bytes up and down.
+    """
     progress = found["progress"]
     yield line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})")
     yield from (line(f"not deployed: {problem}", "red") for problem in found["problems"])
@@ -98,33 +102,26 @@ def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
     if progress is None:
         return
     yield line(progress_line(progress))
-    if progress["sites"]:
-        yield _site_table(progress)
+    if sites := progress["sites"]:
+        told = progress["scores"]
+        leading = (*map(str, told["leading"]), "loss")  # a server can send values that are not text
+        scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
+        score = scores.lead({metric for one in sites.values() for metric in reported_scores(one["metrics"])})
+        rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)
+        for name, one in sorted(sites.items()):
+            row = [
+                name,
+                str(min(one["round"] + 1, last_round(progress))),
+                "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})",
+                number(one["metrics"].get(TRAIN_LOSS)),
+                *(number(score_of(one["metrics"], stage, score)) for stage in stages),
+            ]
+            rows.append([*row, *(f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down"))])
+        of_stage = [f"{scores.heading(score)} {stage}" for stage in stages]
+        heads = columns("site", "round", "weight", "loss", *of_stage, "KiB up", "KiB down")
+        yield Table("", heads, rows, [scores.label(score)] if scores.grid_of(score) else [], whole=True)
     for one in progress["refused"]:
         yield line(f"refused {refusal_time_text(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow")
-
-
-def _site_table(progress: dict[str, Any]) -> Table:
-    """Return a row per site: its weight in the mean, its loss and leading score if it shares them, and its bytes up and down.
-
-    federation.max_weight limits the weight.
-    """
-    told, sites = progress["scores"], progress["sites"]
-    leading = (*map(str, told["leading"]), "loss")  # a server can send values that are not text
-    scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
-    score = scores.lead({metric for one in sites.values() for metric in reported_scores(one["metrics"])})
-    rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)
-    for name, one in sorted(sites.items()):
-        row = [
-            name,
-            str(min(one["round"] + 1, last_round(progress))),
-            "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})",
-            number(one["metrics"].get(TRAIN_LOSS)),
-            *(number(score_of(one["metrics"], stage, score)) for stage in stages),
-        ]
-        rows.append([*row, *(f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down"))])
-    heads = columns("site", "round", "weight", "loss", *(f"{scores.heading(score)} {s}" for s in stages), "KiB up", "KiB down")
-    return Table("", heads, rows, [scores.label(score)] if scores.grid_of(score) else [], whole=True)
 
 
 def _lines_of_all(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:

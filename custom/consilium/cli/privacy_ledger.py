@@ -42,7 +42,14 @@ def ledger(
     format: FormatOption = "txt",
 ) -> None:
     """Show the epsilon that each data set has spent in all jobs, per record and for the whole site, and its budgets."""
-    paths, budgets = _ledgers(where)
+    budgets: dict[str, Any] = {}
+    if is_site(where):
+        site, _, path = find_site_records(where)
+        paths, budgets = [path] if path.is_file() else [], {str(unit): one for unit, one in site.privacy.budgets.items()}
+    else:
+        paths = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
+        if not paths or not all(p.is_file() for p in paths):
+            raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
     if seal and not any(seal in Ledger(path).seals() for path in paths):
         raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
@@ -78,18 +85,17 @@ def sums(
         sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
     sum_ledger.check_whole(root)
     found = sum_ledger.read(root / sum_ledger.FILE)
-    none = ["no sum under masks and without noise has been joined here"]
-    emit(found, [line(_sum_line(one), limit=2000) for one in found] or none, format)
-
-
-def _sum_line(one: dict[str, Any]) -> str:
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"]))
-    if "sites" not in one:
-        return f"{stamp}  {one['kind']}: {len(one['lost'])} lines were lost"
-    named = f"{stamp}  {one['kind']}: {', '.join(one['sites'])}"
-    if "reason" in one:
-        return f"{named}; by {one['by']}: {one['reason']}"
-    return f"{named}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
+    lines = []
+    for one in found:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"]))
+        if "sites" not in one:
+            text = f"{len(one['lost'])} lines were lost"
+        elif "reason" in one:
+            text = f"{', '.join(one['sites'])}; by {one['by']}: {one['reason']}"
+        else:
+            text = f"{', '.join(one['sites'])}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
+        lines.append(line(f"{stamp}  {one['kind']}: {text}", limit=2000))
+    emit(found, lines or ["no sum under masks and without noise has been joined here"], format)
 
 
 def accept(
@@ -116,17 +122,6 @@ def accept(
     if said["lost_sums"] or aside:
         lines.append(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
     emit(said, lines, format)
-
-
-def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Return the ledgers' files that `where` names; and the site's budgets, if it is a site.yaml or a kit."""
-    if is_site(where):
-        site, _, path = find_site_records(where)
-        return [path] if path.is_file() else [], {str(unit): budget for unit, budget in site.privacy.budgets.items()}
-    found = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
-    if not found or not all(p.is_file() for p in found):
-        raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
-    return found, {}
 
 
 def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:

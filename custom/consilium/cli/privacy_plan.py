@@ -104,7 +104,23 @@ def _plan_as_json(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     whose noise counts with trust distributed; None if there are too few sites.
     """
     kinds = ["distributed"] if asked["sample_rate"] else ["local", "central", *(["distributed"] if asked["shares"] else [])]
-    plans = {trust: _plan_for_trust(accountant, trust, asked) for trust in kinds}
+    releases, paper, source = asked["rounds"] * asked["phases"], asked["paper"], Path("privacy plan")
+    plans = dict[str, Plan]()
+    for trust in kinds:
+        numbers: dict[str, Any] = {name: asked[name] for name in ("epsilon", "delta", "clip")} | {"trust": trust}
+        if asked["sample_rate"]:
+            counts = "rdp" if accountant == "rdp" else "prv"  # sampled steps have no closed form, so "exact" means prv
+            numbers |= {"unit": "record", "accountant": counts, "sample_rate": asked["sample_rate"], "divisor": 1.0}
+            plans[trust] = step_plan(validate(RecordLevelDpConfig, numbers, source), releases)
+            continue
+        numbers |= {"unit": "site", "accountant": accountant}
+        if paper:
+            numbers |= {"calibration": "paper", "sites": asked["sites"], "samples": paper["samples"]}
+            config, steps = validate(SiteLevelDpConfig, numbers, source), asked["rounds"] * paper["local_steps"]
+            plans[trust] = printed_plan(config, paper["batch_size"], steps, releases, paper["tensors"])
+        else:
+            config = validate(SiteLevelDpConfig, numbers, source)
+            plans[trust] = replace(site_plan(config, releases), shares=asked["shares"] or 1)
     first, sites = next(iter(plans.values())), asked["sites"]
     deltas = sorted({asked["delta"], 1e-5, 1e-6, *([1 / sites] if sites > 1 else [])}, reverse=True)
     ratios = {
@@ -112,23 +128,6 @@ def _plan_as_json(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     }
     spent = {f"{d:g}": first.epsilon(delta=d) for d in deltas}
     return {"noise_multiplier": first.noise_multiplier, "epsilon": spent, "noise_to_signal": ratios}
-
-
-def _plan_for_trust(accountant: str, trust: str, asked: Mapping[str, Any]) -> Plan:
-    """Return the privacy plan of one accountant for one kind of trust."""
-    numbers: dict[str, Any] = {name: asked[name] for name in ("epsilon", "delta", "clip")} | {"trust": trust}
-    releases, paper = asked["rounds"] * asked["phases"], asked["paper"]
-    if asked["sample_rate"]:
-        counts = "rdp" if accountant == "rdp" else "prv"  # sampled steps have no closed form, so "exact" means prv
-        numbers |= {"unit": "record", "accountant": counts, "sample_rate": asked["sample_rate"], "divisor": 1.0}
-        return step_plan(validate(RecordLevelDpConfig, numbers, Path("privacy plan")), releases)
-    numbers |= {"unit": "site", "accountant": accountant}
-    if paper:
-        numbers |= {"calibration": "paper", "sites": asked["sites"], "samples": paper["samples"]}
-    config = validate(SiteLevelDpConfig, numbers, Path("privacy plan"))
-    if not paper:
-        return replace(site_plan(config, releases), shares=asked["shares"] or 1)
-    return printed_plan(config, paper["batch_size"], asked["rounds"] * paper["local_steps"], releases, paper["tensors"])
 
 
 def _count_honest_shares(sites: int, threshold: int, colluders: int) -> int | None:

@@ -20,7 +20,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -82,16 +81,16 @@ def serve(
     console = Console(soft_wrap=True, highlight=False)
     console.print(line(f"http://{HOST}:{port}/?token={token}"))
     console.print(line("open this address in a browser on this machine, and tell it to no one else; Ctrl-C ends it"))
-    asyncio.run(_serve_until_signal(KitSite(kit, token, port), listener))
 
+    async def serve_until_signal() -> None:
+        loop, end = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end.set)
+        async with KitSite(kit, token, port).serving(listener):
+            await end.wait()
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C does not wait for a page that is being made
 
-async def _serve_until_signal(site: "KitSite", listener: socket.socket) -> None:
-    loop, end = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end.set)
-    async with site.serving(listener):
-        await end.wait()
-        loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C does not wait for a page that is being made
+    asyncio.run(serve_until_signal())
 
 
 class KitSite:
@@ -109,7 +108,11 @@ class KitSite:
     @asynccontextmanager
     async def serving(self, listener: socket.socket) -> AsyncIterator[None]:
         """Serve all pages within the block."""
-        runner = web.AppRunner(self._app(), shutdown_timeout=2.0)
+        app = web.Application(middlewares=[self._guard])
+        app.on_response_prepare.append(self._add_headers)
+        routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
+        app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
+        runner = web.AppRunner(app, shutdown_timeout=2.0)
         await runner.setup()
         loop, server = asyncio.get_running_loop(), runner.server
         assert server is not None
@@ -135,13 +138,6 @@ class KitSite:
             listening.close()
             await runner.cleanup()
 
-    def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard])
-        app.on_response_prepare.append(self._add_headers)
-        routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
-        app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
-        return app
-
     async def _add_headers(self, request: web.Request, reply: web.StreamResponse) -> None:
         reply.headers.update(HEADERS)
         if request.protocol not in self.admitted:  # a connection without the cookie gets one reply
@@ -156,8 +152,15 @@ class KitSite:
         if request.method not in ("GET", "HEAD"):
             return _error(405)
         if request.path == "/" and "token" in request.query:
-            return self._enter(request.query["token"])
-        if not self._has_cookie(request):
+            if not _is_equal(request.query["token"], self.token):
+                return _error(401)
+            # exchange the token for a cookie, and redirect to an address without it
+            reply = web.Response(status=303, headers={"Location": self.root})
+            reply.set_cookie(COOKIE, self.session, path=self.root, httponly=True, samesite="Strict")
+            return reply
+        pairs = (pair.strip().partition("=") for text in request.headers.getall("Cookie", ()) for pair in text.split(";"))
+        # every cookie of our name is compared: programs at other ports can set one of that name
+        if not any([_is_equal(value, self.session) for name, _, value in pairs if name == COOKIE]):
             return _error(401)
         self.admitted.add(request.protocol)
         try:
@@ -169,19 +172,6 @@ class KitSite:
         except Exception as error:
             Console(stderr=True, soft_wrap=True).print(line(f"{type(error).__name__}: {error}", "red", limit=1000))
             return _error(500)
-
-    def _has_cookie(self, request: web.Request) -> bool:
-        """Tell whether a request has the cookie. Others may have its name: programs at other ports can set them."""
-        pairs = (pair.strip().partition("=") for text in request.headers.getall("Cookie", ()) for pair in text.split(";"))
-        return any([_is_equal(value, self.session) for name, _, value in pairs if name == COOKIE])
-
-    def _enter(self, token: str) -> web.Response:
-        """Exchange the token for a cookie, and redirect to an address without it."""
-        if not _is_equal(token, self.token):
-            return _error(401)
-        reply = web.Response(status=303, headers={"Location": self.root})
-        reply.set_cookie(COOKIE, self.session, path=self.root, httponly=True, samesite="Strict")
-        return reply
 
     async def _overview(self, request: web.Request) -> web.Response:
         async with self.lock:
@@ -234,9 +224,4 @@ def _page(text: str, status: int = 200) -> web.Response:
 
 
 def _error(status: int) -> web.Response:
-    return _page(_error_text(status), status)
-
-
-@cache  # a stranger's request must cost little
-def _error_text(status: int) -> str:
-    return serve_pages.message(*ERRORS[status])
+    return _page(serve_pages.message(*ERRORS[status]), status)

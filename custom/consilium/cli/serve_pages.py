@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
@@ -73,6 +74,7 @@ def require_kit_role(kit: Path) -> str:
     return role
 
 
+@cache  # a stranger's request must cost little
 def message(title: str, text: str) -> str:
     """Return a page with a title and a text, such as an error."""
     return _page(title, text, [])
@@ -81,7 +83,16 @@ def message(title: str, text: str) -> str:
 def overview(kit: Path) -> str:
     """Return the first page of a kit: at a site jobs, messages, budgets and approvals; at a server sites and runs."""
     role, name = require_kit_role(kit), kit_name(kit)
-    sections = [*(_server_sections(kit) if role == "server" else _site_sections(kit)), *_kit_sections(kit)]
+    files = {"this participant": certificate_path(kit), "the project's root": kit / "startup" / "rootCA.pem"}
+    found = {whose: load_certificate(path) for whose, path in files.items()}
+    rows = [[whose, f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", str(days_left(one))] for whose, one in found.items()]
+    table = _table("", "certificate of", "valid until", "days left", rows=rows)
+    text = "The check connects to the server as this participant would. It takes up to a minute."
+    sections = [
+        *(_server_sections(kit) if role == "server" else _site_sections(kit)),
+        Section("certificates", "Certificates", tables=[(table, ())]),
+        Section("health", "Health", [text], links=[("health", "Check this machine, the kit and the server")]),
+    ]
     state = "It runs." if processes(kit) else "It does not run now."
     if (cause := noted_cause(kit)) is not None:
         state += f" At its last attempt the server did not let this site in: {cause.text}. {cause.remedy}."
@@ -178,17 +189,6 @@ def _time_text(value: Any) -> str:
     return "-" if number is None else stamp(number)
 
 
-def _kit_sections(kit: Path) -> Iterator[Section]:
-    """Yield the sections that sites and servers share: certificates, and the link to the doctor's page."""
-    files = {"this participant": certificate_path(kit), "the project's root": kit / "startup" / "rootCA.pem"}
-    found = {whose: load_certificate(path) for whose, path in files.items()}
-    rows = [[whose, f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", str(days_left(one))] for whose, one in found.items()]
-    table = _table("", "certificate of", "valid until", "days left", rows=rows)
-    yield Section("certificates", "Certificates", tables=[(table, ())])
-    text = "The check connects to the server as this participant would. It takes up to a minute."
-    yield Section("health", "Health", [text], links=[("health", "Check this machine, the kit and the server")])
-
-
 # site ------------------------------------------------------------------------------------------------------------------
 # The sections of a site's overview.
 
@@ -214,9 +214,11 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     for run in runs:
         read |= run.records
     links = [f"runs/{quote(run.name, safe='')}" for run in runs]
-    stored = _stored_jobs(kit)
+    # FLARE's metadata of the jobs that are in the kit, by job id
+    metas = ((folder.name, read_json(folder / "meta.json")) for folder in subfolders(kit))
+    stored = {name: meta for name, meta in metas if meta.get("job_id") == name}
     waiting = _find_unapproved(kit, stored) if records.site.approve else {}
-    jobs = [*_run_rows(kit, runs, read[own][0]), *_recordless_rows(stored, runs, waiting)]
+    jobs = list(_job_rows(kit, runs, read[own][0], stored, waiting))
     heads = ("run", "state", "from", "first seen", "last message", "cause")
     none = [] if jobs else ["No job has come to this site."]
     yield Section("jobs", "Jobs", none, [(_table("", *heads, rows=jobs), ())] if jobs else [])
@@ -256,31 +258,33 @@ def _read_record(path: Path) -> tuple[list[audit_log.Line], bool]:
     return [], False
 
 
-def _run_rows(kit: Path, runs: Sequence[Run], own: Sequence[audit_log.Line]) -> Iterator[list[str]]:
-    """Yield a row of the table of jobs for each run that has a folder. `own`: the site's record of deletions."""
+def _job_rows(
+    kit: Path,
+    runs: Sequence[Run],
+    own: Sequence[audit_log.Line],
+    stored: Mapping[str, Mapping[str, Any]],
+    waiting: Mapping[str, str],
+) -> Iterator[list[str]]:
+    """Yield a row for each run that has a folder, then for each job in FLARE's folders that has left no message.
+
+    `own`: the site's record of deletions. `stored`: FLARE's metadata, and `waiting`: the digest of a job without approval, both
+    by job id.
+    """
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
     for run in runs:
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
         last = next((one for one in reversed(run.messages) if one.get("kind") == "refusal"), None)
         state = "runs" if any(job in commands for job in jobs) else "files deleted" if run.name in deleted else "ended"
-        cause = f"refused at {_time_text(last.get('time'))}: {_reason(last)}" if last else ""
+        cause = ""
+        if last:
+            code = last.get("reason")
+            why = Reason(code).text if code in list(Reason) else str(last.get("what") or code or "no reason is on record")
+            cause = f"refused at {_time_text(last.get('time'))}: {why}"
         if run.name in deleted:
             cause = f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
         times = [_time_text(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
         yield [run.name, state, run.owner, *times, cause]
-
-
-def _reason(refusal: Mapping[str, Any]) -> str:
-    """Return why a site refused, from the line in its record."""
-    code = refusal.get("reason")
-    return Reason(code).text if code in list(Reason) else str(refusal.get("what") or code or "no reason is on record")
-
-
-def _recordless_rows(
-    stored: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], waiting: Mapping[str, str]
-) -> Iterator[list[str]]:
-    """Yield a row of the table of jobs for each job in FLARE's folders that has left no message."""
     known = {str(one.get("flare_job")) for run in runs for one in run.messages}
     for job, meta in stored.items():
         if job not in known:
@@ -292,12 +296,6 @@ def _recordless_rows(
 def _experiment(job: str, meta: Mapping[str, Any]) -> str:
     """Return the name of the run of a job in FLARE's folders. `meta`: FLARE's metadata, which the server has sent."""
     return str(experiment_of({"experiment": meta.get("experiment"), "name": str(meta.get("name", "job")), "job_id": job}))
-
-
-def _stored_jobs(kit: Path) -> dict[str, dict[str, Any]]:
-    """Return FLARE's metadata of the jobs that are in a site's kit, by job id."""
-    found = {folder.name: read_json(folder / "meta.json") for folder in subfolders(kit)}
-    return {name: meta for name, meta in found.items() if meta.get("job_id") == name}
 
 
 def _left_row(run: Run) -> list[str]:
@@ -416,33 +414,31 @@ def _find_unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict
 
 def _server_sections(kit: Path) -> Iterator[Section]:
     try:
-        rows = site_rows(read_attendance(kit), now := time.time())
+        sites = site_rows(read_attendance(kit), now := time.time())
         notes = [
-            *(f"{row['site']}: {note}" for row in rows for note in row["notes"]),
-            *(f"{row['site']}: {describe_health(row['health'], now)}" for row in rows if row["health"]),
+            *(f"{row['site']}: {note}" for row in sites for note in row["notes"]),
+            *(f"{row['site']}: {describe_health(row['health'], now)}" for row in sites if row["health"]),
         ]
-        yield Section("sites", "Sites", notes, [(site_table(rows), ())])
+        yield Section("sites", "Sites", notes, [(site_table(sites), ())])
     except ConfigError:
         yield Section("sites", "Sites", ["There is no readable list of sites: no site has been seen by this server."])
     folders = [folder for folder in subfolders(kit / STATE / RUNS) if (folder / "job.yaml").is_file()]
     if not folders:
         yield Section("runs", "Runs", ["There is no run."])
         return
-    table = _table(
-        "", "run", "from", "state", "rounds", "last event", "refusals", "cause", rows=list(map(_server_run_row, folders))
-    )
+    rows = []
+    for folder in folders:
+        owner, lines = str(read_json(folder / OWNER).get("submitter", "-")), read_events(folder / "metrics.jsonl")[0]
+        state, _, cause = run_state(folder, lines)
+        try:
+            rounds = str(load_job(folder / "job.yaml", plugins=None).training.rounds)
+        except ConsiliumError:
+            rounds = "?"
+        done, refused = ([one for one in lines if one["event"] == event] for event in ("concluded", "refused"))
+        last = _time_text(lines[-1]["time"]) if lines else "-"
+        counts = f"{len({one['round'] for one in done})} of {rounds}"
+        state = "not ended" if state == "running" else state
+        rows.append([folder.name, owner, state, counts, last, str(len(refused)), cause])
+    table = _table("", "run", "from", "state", "rounds", "last event", "refusals", "cause", rows=rows)
     links = [f"runs/{quote(folder.name, safe='')}" for folder in folders]
     yield Section("runs", "Runs", ["Each run's name leads to its scores and curves."], [(table, links)])
-
-
-def _server_run_row(folder: Path) -> list[str]:
-    owner, lines = str(read_json(folder / OWNER).get("submitter", "-")), read_events(folder / "metrics.jsonl")[0]
-    state, _, cause = run_state(folder, lines)
-    try:
-        rounds = str(load_job(folder / "job.yaml", plugins=None).training.rounds)
-    except ConsiliumError:
-        rounds = "?"
-    done, refused = ([one for one in lines if one["event"] == event] for event in ("concluded", "refused"))
-    last = _time_text(lines[-1]["time"]) if lines else "-"
-    counts = f"{len({one['round'] for one in done})} of {rounds}"
-    return [folder.name, owner, "not ended" if state == "running" else state, counts, last, str(len(refused)), cause]

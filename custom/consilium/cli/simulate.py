@@ -100,26 +100,17 @@ def simulate(
     for note in describe_renames({folder_of(data, name).name: name for name in names} if data else {}):
         typer.echo(f"note: {shown(note)}", err=True)
     if resume and workspace:
-        names = _sites_to_resume(workspace, names, given, bool(sites))
+        was = read_recorded_sites(workspace)
+        generated = given.data is None and all(lists is None for lists in was.sites.values())
+        if was.sites and (sites or not generated):
+            check_same(workspace, was, {name: find_site(name, given) for name in names})
+        names = list(was.sites) or names  # in the order of the run; a run of a former version stores no sites
     request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, together, format == "json")
     with stop_on_signals(), print_resume_hint(workspace or Path("runs"), engine == "inprocess"):
         if note := unused_state_warning({name: find_site(name, given) for name in names}):
             show([line(note, "yellow")], errors=True)
         folder, losses = _simulate_over_flare(request) if engine == "flare" else _simulate_in_process(request)
     call("consilium.cli.run_results:show_results", folder, losses, names, format)
-
-
-def _sites_to_resume(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:
-    """Return the sites of the run in `folder`, in its order; `names` for a run of a former version, which stores no sites.
-
-    Raises ConfigError if the sites of this command, or their data, differ from the run's. `chosen`: whether the command names
-    sites.
-    """
-    was = read_recorded_sites(folder)
-    generated = given.data is None and all(lists is None for lists in was.sites.values())
-    if was.sites and (chosen or not generated):
-        check_same(folder, was, {name: find_site(name, given) for name in names})
-    return list(was.sites) or names
 
 
 @contextmanager

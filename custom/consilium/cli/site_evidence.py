@@ -65,32 +65,23 @@ def evidence(
     """Make a signed archive of a run at this site: policies, job, record of what left, ledger, versions. Or check one."""
     if verify and attack:
         raise ConfigError("--attack: not with --verify, which adds nothing to an archive; leave it out")
-    found = (
-        _check_archive(Path(experiment), kit, fingerprint) if verify else _make_archive(experiment, kit, output, attack or [])
-    )
+    if verify and (kit is None) == (not fingerprint):
+        raise ConfigError(
+            "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
+        )
+    archive = Path(experiment) if verify else output or Path(f"{experiment}.evidence.zip")
+    if not verify:
+        if kit is None:
+            raise ConfigError("--kit: give the site's startup kit, whose key signs")
+        said = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attack or [])}
+        pack(kit, experiment, evidence_files(experiment, kit) | said, archive)
+    found = {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
     whole = not found["record"] and not found["ledger"]
     broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
     chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
     text = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
     emit(found | {"intact": whole}, text, format)
     raise typer.Exit(0 if whole else 1)
-
-
-def _check_archive(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
-    if (kit is None) == (not fingerprint):
-        raise ConfigError(
-            "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
-        )
-    return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
-
-
-def _make_archive(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
-    if kit is None:
-        raise ConfigError("--kit: give the site's startup kit, whose key signs")
-    archive = output or Path(f"{experiment}.evidence.zip")
-    said = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attacks)}
-    pack(kit, experiment, evidence_files(experiment, kit) | said, archive)
-    return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit))
 
 
 def _read_attack(experiment: str, path: Path) -> bytes:
@@ -150,9 +141,11 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
     claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
     found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": packages.encode()}
-    return found | _read_submitted_jobs(
-        kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")}
-    )
+    # the job.yaml of each submission that FLARE still has
+    ids = sorted({str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
+    names = [name for name in ids if name.replace("-", "").isalnum()]
+    jobs = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
+    return found | {f"job{'' if len(jobs) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(jobs)}
 
 
 def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
@@ -169,13 +162,6 @@ def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
         f"**{len(void_rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": void_rows,
     }
     return "".join(f"{one}\n\n" for one in only_true(warnings))
-
-
-def _read_submitted_jobs(kit: Path, ids: set[str]) -> dict[str, bytes]:
-    """Return the job.yaml of each submission that FLARE still has, by file name. `ids`: FLARE's job ids."""
-    names = [name for name in sorted(ids) if name.replace("-", "").isalnum()]
-    files = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
-    return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
 
 
 def forget(
@@ -197,7 +183,12 @@ def forget(
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
     if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
         raise ConfigError("--reason: empty; say why, for the record")
-    names = delete_run.expired_runs(*_read_state_and_retention(kit)) if expired else [experiment]
+    names = [experiment]
+    if expired:
+        site, root, _ = find_site_records(kit)
+        if site.retention_days is None:
+            raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
+        names = delete_run.expired_runs(root, site.retention_days)
     found, lines = [], []
     for name in names:
         if kit_role(kit) == "server":
@@ -210,11 +201,3 @@ def forget(
         lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
         lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
     emit(found, lines or "nothing is past its time", format)
-
-
-def _read_state_and_retention(kit: Path) -> tuple[Path, int]:
-    """Return a site's state folder and the days for which it keeps runs. Raises ConfigError if site.yaml sets no limit."""
-    site, root, _ = find_site_records(kit)
-    if site.retention_days is None:
-        raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
-    return root, site.retention_days

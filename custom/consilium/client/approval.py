@@ -9,7 +9,7 @@ value anywhere, for example by `--set`, gives a different digest. So does an upd
 import getpass
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,20 @@ def digest(app: Path, config: JobConfig) -> str:
 
 def _digests(app: Path, config: JobConfig) -> tuple[str, str, Mapping[str, str]]:
     """Return (the digest of a job, the digest without plug-ins, the plug-ins). Without plug-ins both digests are equal."""
-    parts = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in _file_contents(app, config))
+    try:
+        # FLARE accepts other names and formats of this file, but a site cannot approve them
+        client = json.loads((app / CLIENT).read_text(encoding="utf-8"), object_hook=_sort_tasks)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{app / CLIENT}: cannot be read ({error}); a job to approve has its components there", Reason.APPROVAL
+        ) from None
+    # the content of the two configurations is their values in one fixed form
+    values = {JOB: config.model_dump(mode="json", exclude={"experiment"}), CLIENT: client}
+    parts = ""
+    for name in _file_names(app):
+        known = values.get(name)
+        content = (app / name).read_bytes() if known is None else json.dumps(known, sort_keys=name == CLIENT).encode()
+        parts += f"{hashlib.sha256(content).hexdigest()}  {name}\n"
     configuration, plugins = hashlib.sha256(parts.encode()).hexdigest(), plugins_of(config)
     if not plugins:
         return configuration, configuration, plugins
@@ -61,23 +74,20 @@ def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) 
     if site.approve is None:
         return
     (found, configuration, plugins), known = _digests(app, config), read_approvals(local)
-    if found not in known:
-        raise RefusedError(
-            f"the job's digest {found} is not approved here (site.yaml: approve)"
-            f"{_describe_change(configuration, plugins, known)}; "
-            f"review it and run: consilium approve {app} --kit {local.parent}",
-            Reason.APPROVAL,
-        )
-
-
-def _describe_change(configuration: str, plugins: Mapping[str, str], known: Mapping[str, Mapping[str, str]]) -> str:
-    """Return how the plug-ins differ from those with which the same job was approved, "" if it was never approved."""
-    if not plugins:
-        return ""
-    if configuration in known:
-        return f": its approval is of a version that did not look at plug-ins, and it uses {_describe_plugins(plugins)}"
-    before = next((one[PLUGINS] for one in known.values() if one.get(CONFIGURATION) == configuration and PLUGINS in one), "")
-    return f": it was approved with {before}, and here is {_describe_plugins(plugins)}" if before else ""
+    if found in known:
+        return
+    change = ""  # how the plug-ins differ from those with which the same job was approved
+    if plugins and configuration in known:
+        change = f": its approval is of a version that did not look at plug-ins, and it uses {_describe_plugins(plugins)}"
+    elif plugins:
+        same = (one for one in known.values() if one.get(CONFIGURATION) == configuration and PLUGINS in one)
+        before = next((one[PLUGINS] for one in same), "")
+        change = f": it was approved with {before}, and here is {_describe_plugins(plugins)}" if before else ""
+    raise RefusedError(
+        f"the job's digest {found} is not approved here (site.yaml: approve){change}; "
+        f"review it and run: consilium approve {app} --kit {local.parent}",
+        Reason.APPROVAL,
+    )
 
 
 def _describe_plugins(plugins: Mapping[str, str]) -> str:
@@ -138,27 +148,6 @@ def _write_approvals(local: Path, values: dict[str, dict[str, str]]) -> None:
 def _file_names(app: Path) -> list[str]:
     files = (path for path in app.rglob("*") if path.is_file() and path.name not in FLARE_ADDS)
     return sorted(name for path in files if (name := path.relative_to(app).as_posix()) != SERVER)
-
-
-def _file_contents(app: Path, config: JobConfig) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of every file. For the two configurations, the content is their values in one fixed form."""
-    values: dict[str, Any] = {
-        JOB: config.model_dump(mode="json", exclude={"experiment"}),
-        CLIENT: _read_client_config(app / CLIENT),
-    }
-    for name in _file_names(app):
-        known = values.get(name)
-        yield name, (app / name).read_bytes() if known is None else json.dumps(known, sort_keys=name == CLIENT).encode()
-
-
-def _read_client_config(path: Path) -> Any:
-    """Return the content of config_fed_client.json. FLARE accepts other names and formats, but a site cannot approve them."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), object_hook=_sort_tasks)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); a job to approve has its components there", Reason.APPROVAL
-        ) from None
 
 
 def _sort_tasks(section: dict[str, Any]) -> dict[str, Any]:

@@ -37,19 +37,17 @@ def make_step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[
 
     def loss() -> Tensor:
         with autocast(device, "fp32" if config.dpsgd else config.training.precision):
-            return _rehearsal_loss(config, model, device) if config.privacy else task.loss(model, batch)
+            if not config.privacy:
+                return task.loss(model, batch)
+            if (rehearse := TASKS[config.task.name].rehearse) is None:
+                raise ConfigError(
+                    f"site.yaml: capacity: task {config.task.name!r} cannot be measured without records, which privacy hides; "
+                    "give `train` instead of step_seconds and memory_bytes"
+                )
+            with device:
+                return rehearse(config.task, config.model, model, size)
 
     return loss
-
-
-def _rehearsal_loss(config: JobConfig, model: nn.Module, device: torch.device) -> Tensor:
-    if (rehearse := TASKS[config.task.name].rehearse) is None:
-        raise ConfigError(
-            f"site.yaml: capacity: task {config.task.name!r} cannot be measured without records, which privacy hides; "
-            "give `train` instead of step_seconds and memory_bytes"
-        )
-    with device:
-        return rehearse(config.task, config.model, model, config.training.batch_size)
 
 
 def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss: Callable[[], Tensor]) -> dict[str, float]:
@@ -88,7 +86,10 @@ def _affordable_ranks(name: str, most: float, least: float, slope: float, rank: 
 
 def _measure_step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> dict[str, float]:
     """Return the cost of one training step at a rank: its "time" in seconds, and its peak "memory" in bytes."""
-    values = {name: torch.zeros(_shape_at_rank(name, tensor, rank)) for name, tensor in adapter_state.tensors(model).items()}
+    values = {}
+    for name, tensor in adapter_state.tensors(model).items():
+        side = {"A": 0, "B": 1}.get(factor(name) or "")  # the axis of the rank
+        values[name] = torch.zeros([rank if axis == side else length for axis, length in enumerate(tensor.shape)])
     adapter_state.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
     trained = [p for p in adapter_state.tensors(model).values() if isinstance(p, nn.Parameter)]
     for parameter in trained:
@@ -114,9 +115,3 @@ def _time_step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> 
     if value.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def _shape_at_rank(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
-    """Return the shape of an adapter tensor at another rank."""
-    side = {"A": 0, "B": 1}.get(factor(name) or "")
-    return tuple(rank if axis == side else size for axis, size in enumerate(tensor.shape))

@@ -123,9 +123,21 @@ class Client:
             self.context.ranks.end()
 
     def hello(self, run: str) -> Hello:
-        """Return the client's hello for the server. `joined` is set if the client already has tensors of this run."""
-        run, context = self.models.scored_run(run), self.context
-        joined, carries = self._state_path(run).exists(), self._measure_capacity(run)
+        """Return the client's hello for the server. `joined` is set if the client already has tensors of this run.
+
+        In a job with unequal ranks it has the client's capacity.
+        """
+        run, context, config = self.models.scored_run(run), self.context, self.context.config
+        joined, carries = self._state_path(run).exists(), dict[str, float]()
+        known = config.privacy is not None or context.task.num_samples  # a private job hides whether there are any
+        unequal = context.strategy.traits.ranks_differ and config.adapter_kind.unequal_ranks
+        if context.limits.has_limits and known and unequal:
+            path = context.folder / run / "capacity.json"
+            if not path.exists():  # measured once per run: a resumed run needs the same ranks
+                loss = capacity_probe.make_step_loss(config, context.task, context.model)
+                most = getattr(config.adapter, "rank", 1)
+                write_json(path, capacity_probe.measured_ranks(context.limits, context.model, most, loss))
+            carries = read_json(path)
         base, plugins = self.models.base_sha256(), context.config.packages
         return Hello(
             context.name, context.task.num_samples, joined, __version__, base, carries, plugins=plugins, libraries=libraries()
@@ -134,20 +146,6 @@ class Client:
     def stored_tensors(self, run: str) -> Tensors:
         """Return the client's stored adapter tensors of this run; before its first round only the base's own values."""
         return self._restore_state(run).params
-
-    def _measure_capacity(self, run: str) -> dict[str, float]:
-        """Return the client's capacity for unequal ranks, measured once per run: a resumed run needs the same ranks."""
-        context, config = self.context, self.context.config
-        known = config.privacy is not None or context.task.num_samples  # a private job hides whether there are any
-        unequal = context.strategy.traits.ranks_differ and config.adapter_kind.unequal_ranks
-        if not (context.limits.has_limits and known and unequal):
-            return {}
-        path = context.folder / run / "capacity.json"
-        if not path.exists():
-            most, loss = getattr(config.adapter, "rank", 1), capacity_probe.make_step_loss(config, context.task, context.model)
-            found = capacity_probe.measured_ranks(context.limits, context.model, most, loss)
-            write_json(path, found)
-        return read_json(path)
 
     def statistics(self) -> Tally:
         """Return the counts of the client's data, for its guard. Raises RefusedError if the job asks for none, or DataError."""

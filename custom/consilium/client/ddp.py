@@ -166,20 +166,18 @@ class Ranks:
     def share_out_batch(self, batch: Batch) -> Share:
         """Send the other ranks their shares of a batch, and return the share of this rank."""
         self.count += 1
-        own, *others = (self._share_of(batch, rank) for rank in range(len(self.children) + 1))
+        size, ranks, shares = len(next(iter(batch.values()))), len(self.children) + 1, list[Share]()
+        for rank in range(ranks):  # rank 0 gets the last samples, so it has samples if any rank has
+            begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
+            samples: Batch = {}
+            if end > begin or self.sharded:  # with a sharded base every rank must run every block: one sample of weight 0
+                samples = {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
+            seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
+            shares.append(Share(samples, (end - begin) / size, seed))
+        own, *others = shares
         for child, one in zip(self.children, others, strict=True):
             send_by_value(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
         return own
-
-    def _share_of(self, batch: Batch, rank: int) -> Share:
-        """Return the share of `rank` in a batch. Rank 0 gets the last samples, so it has samples if any rank has."""
-        size, ranks = len(next(iter(batch.values()))), len(self.children) + 1
-        begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
-        seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
-        samples: Batch = {}
-        if end > begin or self.sharded:  # with a sharded base every rank must run every block: one sample of weight 0
-            samples = {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
-        return Share(samples, (end - begin) / size, seed)
 
     @property
     def group(self) -> "ProcessGroup":
@@ -316,21 +314,17 @@ def build_ranks(config: JobConfig, site: SiteConfig, data: DataList | None, fold
     elif config.strategy.traits.parts:
         whom = f"strategy {config.strategy.name!r}"
         what = f"devices: {whom} trains more beside the adapter, which one device does; give one device"
-    elif site.base == "sharded" and (why := _why_whole_base(config, site)):
-        what = f"base: 'sharded': {why}, which takes the whole base at one device; use replicated"
+    elif site.base == "sharded":
+        why = ""
+        if config.model.dtype in QUANTIZED:
+            why = f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
+        elif config.training.compile:
+            why = "training.compile makes one program of the model"
+        elif config.strategy.traits.probe_fraction:
+            why = f"strategy {config.strategy.name!r} looks at gradients before it trains"
+        elif site.capacity.has_limits and config.strategy.traits.ranks_differ:
+            why = "capacity is measured by steps"
+        what = f"base: 'sharded': {why}, which takes the whole base at one device; use replicated" if why else ""
     if what:
         raise ConsiliumError(f"site.yaml: {what} for this job", Reason.POLICY)
     return Ranks(config, site, data, folder)
-
-
-def _why_whole_base(config: JobConfig, site: SiteConfig) -> str:
-    """Return the setting of the job or the site that needs the whole base on one device, "" if there is none."""
-    if config.model.dtype in QUANTIZED:
-        return f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
-    if config.training.compile:
-        return "training.compile makes one program of the model"
-    if config.strategy.traits.probe_fraction:
-        return f"strategy {config.strategy.name!r} looks at gradients before it trains"
-    if site.capacity.has_limits and config.strategy.traits.ranks_differ:
-        return "capacity is measured by steps"
-    return ""

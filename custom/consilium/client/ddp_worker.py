@@ -175,27 +175,23 @@ def run_rank(pipe: connection.Connection) -> None:
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)
         try:
-            worker = _join_ranks(pipe, setup)
+            site = setup.site
+            config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
+            task = build_task(config, setup.data, site)
+            send_by_value(pipe, None)
+            store = rendezvous_store(setup.place, setup.size)
+            group, mesh = join_process_group(store, setup.rank, setup.size), None
+            if site.base == "sharded":
+                mesh = mesh_of(store, setup.rank, setup.size, site)
+            receive(pipe)  # None: with a sharded base one rank reads after the other, so the machine holds one base at a time
+            model = build_model(config, site)
+            blocks = shard(model, mesh, pick_device(site.main_device)) if mesh else []
+            worker = RankWorker(model, task, config, group, blocks)
             send_by_value(pipe, None)
         except Exception as error:
             send_by_value(pipe, as_failure(error))
             return
         worker.process_messages(pipe)
-
-
-def _join_ranks(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
-    """Join the other ranks, read the base when rank 0 permits it, and return the worker, with its part of a sharded base."""
-    site = setup.site
-    config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
-    task = build_task(config, setup.data, site)
-    send_by_value(pipe, None)
-    store = rendezvous_store(setup.place, setup.size)
-    group, mesh = join_process_group(store, setup.rank, setup.size), None
-    if site.base == "sharded":
-        mesh = mesh_of(store, setup.rank, setup.size, site)
-    receive(pipe)  # None: with a sharded base one rank reads after the other, so the machine holds one whole base at a time
-    model = build_model(config, site)
-    return RankWorker(model, task, config, group, shard(model, mesh, pick_device(site.main_device)) if mesh else [])
 
 
 class RankWorker:

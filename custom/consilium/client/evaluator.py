@@ -50,10 +50,15 @@ class Evaluator:
 
     def validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} if the job does not validate this stage in this round. Pictures stay at the site."""
-        config = self.context.config.training
+        context, config = self.context, self.context.config.training
         if not config.validates(payload.round, stage):
             return {}
-        self.context.events.pictures(payload.round, stage, lambda: self._examples("validation"))
+
+        def examples() -> Examples | None:
+            with torch.no_grad(), autocast(next(context.model.parameters()).device, config.precision):
+                return context.task.examples(context.model, "validation")
+
+        context.events.pictures(payload.round, stage, examples)
         return self.evaluate("validation", stage, payload, config.validation.full)
 
     def validate_final(self, stage: Stage, payload: Payload) -> dict[str, float]:
@@ -102,25 +107,16 @@ class Evaluator:
             return offered[best]
         how = "having no validation split"
         if context.task.has("validation"):
-            found = {name: self._score_to_maximize(own, one) for name, one in offered.items()}
+            task, found = context.config.task, dict[str, float]()
+            for name, one in offered.items():
+                context.receive(own, one)
+                metrics = scores(context.model, context.task, context.config, "validation", False)
+                lead = TASKS[task.name].scores(task).lead(metrics)
+                value = metrics.get(lead, math.nan)
+                found[name] = -math.inf if math.isnan(value) else -value if lead in LOWER else value  # larger is better
             best, how = max(names, key=lambda name: found[name]), "the best of its validation split"
         context.observer({"event": "chosen", "site": context.name, "text": f"tests {best}, {how}"})
         return offered[best]
-
-    def _score_to_maximize(self, own: Tensors, payload: Payload) -> float:
-        """Return the leading validation score so that larger is better: negated if less is better, -infinity for NaN."""
-        context, task = self.context, self.context.config.task
-        context.receive(own, payload)
-        found = scores(context.model, context.task, context.config, "validation", False)
-        lead = TASKS[task.name].scores(task).lead(found)
-        value = found.get(lead, math.nan)
-        return -math.inf if math.isnan(value) else -value if lead in LOWER else value
-
-    def _examples(self, split: str) -> Examples | None:
-        """Return the model's predictions for a few pictures."""
-        context = self.context
-        with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
-            return context.task.examples(context.model, split)
 
     def use_personalized(self, interpolation: Interpolation | None, payload: Payload) -> AbstractContextManager[None]:
         """Return a context manager in which the model is the client's personalized model."""
@@ -157,11 +153,7 @@ def remember_embeddings(config: JobConfig, model: nn.Module, task: Task) -> None
     if not (name and hasattr(model, "embed") and task_remembers) or config.strategy.traits.parts:
         return  # a SAM from a folder has no separate `embed`
     if not any(one.startswith(f"{name}.") or f".{name}." in one for one in adapter_state.tensors(model)):
-        task_remembers(f"{_weights_hash(model.get_submodule(name))} {config.model.model_dump_json()}")
-
-
-def _weights_hash(encoder: nn.Module) -> str:
-    """Return the SHA-256 of an encoder's weights, computed once, because they are frozen."""
-    if encoder not in _identities:
-        _identities[encoder] = digest({n: t.detach().cpu() for n, t in encoder.state_dict().items()})
-    return _identities[encoder]
+        encoder = model.get_submodule(name)
+        if encoder not in _identities:  # computed once, because the weights are frozen
+            _identities[encoder] = digest({n: t.detach().cpu() for n, t in encoder.state_dict().items()})
+        task_remembers(f"{_identities[encoder]} {config.model.model_dump_json()}")

@@ -58,18 +58,24 @@ def examine_versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version(), old)
     yield Finding("consilium", __version__)
     pins = tested_versions()
-    for name in LIBRARIES:
-        yield _compare_with_pin(name, installed_version(name), pins.get(name))
-    yield _check_torchvision()
-
-
-def _compare_with_pin(name: str, found: str | None, pin: str | None) -> Finding:
-    """Return the finding for a package's version, compared with the pinned one by the rule of the server."""
-    verdict = Verdict.REFUSE if found is None else judge(name, found, pin or found)
-    remedy = f"pip install {name}=={pin or ''}"
-    if verdict is Verdict.WARN:
-        return Finding(name, str(found), advice=f"numbers may differ in the last bits from other sites'; {remedy}")
-    return Finding(name, found or "not installed", remedy if verdict is Verdict.REFUSE else "")
+    for name in LIBRARIES:  # by the rule of the server
+        found, pin = installed_version(name), pins.get(name)
+        verdict = Verdict.REFUSE if found is None else judge(name, found, pin or found)
+        remedy = f"pip install {name}=={pin or ''}"
+        if verdict is Verdict.WARN:
+            yield Finding(name, str(found), advice=f"numbers may differ in the last bits from other sites'; {remedy}")
+        else:
+            yield Finding(name, found or "not installed", remedy if verdict is Verdict.REFUSE else "")
+    if importlib.util.find_spec("torchvision") is None:
+        yield Finding("torchvision", "not installed, and not needed")
+        return
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # one that fails breaks transformers and PEFT
+        remedy = "pip uninstall torchvision: it breaks transformers and PEFT"
+        yield Finding("torchvision", f"cannot load ({error})", remedy)
+    else:
+        yield Finding("torchvision", installed_version("torchvision") or "loads")
 
 
 def examine_data(site: SiteConfig) -> Finding:
@@ -147,11 +153,7 @@ def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:
         yield Finding("checkpoints", f"{folder}: no such folder, or an empty one", "put the base models there")
     else:
         for path in sorted(folder.iterdir()):
-            yield run_check("checkpoint", partial(_hash_checkpoint, path))
-
-
-def _hash_checkpoint(path: Path) -> str:
-    return f"{path}: sha256 {file_hash(path)}"
+            yield run_check("checkpoint", lambda: f"{path}: sha256 {file_hash(path)}")  # noqa: B023 - called at once
 
 
 def examine_device(site: SiteConfig, promised: int) -> Finding:
@@ -185,17 +187,6 @@ def tested_versions() -> dict[str, str]:
     return dict(line.split("==") for line in text.splitlines() if "==" in line)
 
 
-def _check_torchvision() -> Finding:
-    """Return whether torchvision is absent or can be imported. A torchvision that fails breaks transformers and PEFT."""
-    if importlib.util.find_spec("torchvision") is None:
-        return Finding("torchvision", "not installed, and not needed")
-    try:
-        importlib.import_module("torchvision")
-    except Exception as error:
-        return Finding("torchvision", f"cannot load ({error})", "pip uninstall torchvision: it breaks transformers and PEFT")
-    return Finding("torchvision", installed_version("torchvision") or "loads")
-
-
 # memory check ----------------------------------------------------------------------------------------------------------
 # Whether a job's training step fits into the memory of a site's device: predicted before the site joins, and compared with the
 # peak that a run measured.
@@ -214,7 +205,8 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
     config = load_job(job, plugins=frozenset(site.plugins or ()))
     require_library(config.model.dtype)
     device = pick_device(site.main_device)
-    free, spread = _free_bytes(device), (site.device_count, site.base == "sharded", device.type == "cuda")
+    free = torch.cuda.mem_get_info(device)[0] - KERNELS if device.type == "cuda" else psutil.virtual_memory().available
+    spread = (site.device_count, site.base == "sharded", device.type == "cuda")
     peak = memory_of(assemble_job(config, job), *spread).peak
     said = f"{config.name}: a step takes {peak / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
     if peak <= free:
@@ -223,13 +215,6 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
         if (less := memory_of(assemble_job(changed, job), *spread).peak) <= free:
             return Finding("memory", said, f"ask for the job with {name} ({less / GIB:.2f} GiB), or use a larger device")
     return Finding("memory", said, "use a larger device; nothing that `consilium fit` knows makes it fit")
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that a job may use on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] - KERNELS
-    return psutil.virtual_memory().available
 
 
 def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:

@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, SiteInfo, Stage, Tensors
 from consilium.core.storage import checkpoint_hash
-from consilium.federation.model_card import BEST, Card, Score, scores_of
+from consilium.federation.model_card import BEST, Card, scores_of
 from consilium.federation.saved_model import (
     ADAPTERS,
     SavedModel,
@@ -152,29 +152,19 @@ def keep_shared(
     """
     told = sum(site.num_samples for site in sites.values()) if config.privacy is None else None
     trained = {site: one for site, one in results.items() if site not in sites or sites[site].num_samples}
-    split, scores = _scores_over_sites(config, trained or results)
-    card = Card.of(
-        config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(sites), training=told, split=split, scores=scores,
-        interval="lowest and highest site; the value is their mean", privacy=_shared_claim(config, plan, seeded),
-    )  # fmt: skip
-    write_kept(folder / ADAPTERS / Stage.GLOBAL, kept, as_changes(kept.values), config, card, plan)
-
-
-def _scores_over_sites(config: JobConfig, results: Results) -> tuple[str, dict[str, Score]]:
-    found = [scores_of(config, metrics, Stage.GLOBAL) for metrics in results.values()]
-    by_name: dict[str, list[float]] = {}
+    found = [scores_of(config, metrics, Stage.GLOBAL) for metrics in (trained or results).values()]
+    values: dict[str, list[float]] = {}
     for _, scores in found:
         for name, (value, _, _) in scores.items():
-            by_name.setdefault(name, []).append(value)
+            values.setdefault(name, []).append(value)
     split = next((split for split, scores in found if scores), "")
-    return split, {name: (fsum(values) / len(values), min(values), max(values)) for name, values in by_name.items()}
-
-
-def _shared_claim(config: JobConfig, plan: Plan | None, seeded: Collection[str]) -> str:
-    """Return the privacy claim of the shared adapter. With DP-SGD at each site, only the sites know their epsilon."""
-    if plan is not None:
-        return plan.claim()
-    if config.privacy is None:
-        return ""
-    void = f"{not_private_sentence(seeded)} " if seeded else ""
-    return f"{void}{config.privacy.unit} level; each site's own model card has its epsilon"
+    means = {name: (fsum(each) / len(each), min(each), max(each)) for name, each in values.items()}
+    claim = "" if plan is None else plan.claim()
+    if plan is None and config.privacy is not None:  # with DP-SGD at each site, only the sites know their epsilon
+        void = f"{not_private_sentence(seeded)} " if seeded else ""
+        claim = f"{void}{config.privacy.unit} level; each site's own model card has its epsilon"
+    card = Card.of(
+        config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(sites), training=told, split=split, scores=means,
+        interval="lowest and highest site; the value is their mean", privacy=claim,
+    )  # fmt: skip
+    write_kept(folder / ADAPTERS / Stage.GLOBAL, kept, as_changes(kept.values), config, card, plan)

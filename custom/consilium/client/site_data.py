@@ -47,12 +47,23 @@ def site_data(
     read = _read_list(config, name, site, folder, lost if skip else None, quiet)
     read = _accept_all_masks(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
-        read, lost = _only_test_split(config, name, read), [one for one in lost if one[0] == "test"]
+        if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
+            raise ConfigError(
+                f"{name}: test_only: a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; "
+                "leave it out"
+            )
+        if not read.splits["test"]:
+            raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
+        read = replace(read, splits={split: read.splits[split] if split == "test" else () for split in SPLITS})
+        lost = [one for one in lost if one[0] == "test"]
     for _, note in read.notes:
         _log.warning(f"{name}: data list: {note}")
     data = replace(limit_training(read, config.data.most_training, config.training.seed, name), loading=loading)
     found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, record_lost(data, lost)))
-    found = _skip_bad_samples(config, found) if skip else found
+    look = TASKS[config.task.name].look if skip else None
+    if look is not None and not any(isinstance(item, Text) for items in found.splits.values() for item in items):
+        store = open_store(found.loading.folder, found.loading.most)
+        found = without_faults(found, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
     return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
 
@@ -81,29 +92,6 @@ def cropped(data: DataList, side: int | None, seed: int) -> DataList:
     return replace(data, splits=splits)
 
 
-def _skip_bad_samples(config: JobConfig, data: DataList) -> DataList:
-    look = TASKS[config.task.name].look
-    if look is None or any(isinstance(item, Text) for items in data.splits.values() for item in items):
-        return data
-    store = open_store(data.loading.folder, data.loading.most)
-    return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
-
-
-def _only_test_split(config: JobConfig, name: str, data: DataList) -> DataList:
-    """Return a list with only the test split, for a test-only site.
-
-    Raises ConfigError if there is no test split, or if sites run DP-SGD on their own.
-    """
-    if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
-        raise ConfigError(
-            f"{name}: test_only: a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; "
-            "leave it out"
-        )
-    if not data.splits["test"]:
-        raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
-    return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
-
-
 def _read_list(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, quiet: bool) -> DataList:
     """Return the data list. Unusable entries are errors, or, if `lost` is a list, are left out and added to it."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
@@ -126,15 +114,14 @@ def _accept_all_masks(data: DataList, classes: Collection[str] | None) -> DataLi
 
     A mask with a `labels` map of the site may still refuse values, because that depends on the site's map only.
     """
-    splits = {split: tuple(_accept_mask(item, classes) for item in items) for split, items in data.splits.items()}
-    return replace(data, splits=splits)
 
+    def accept(item: Any) -> Any:
+        if not isinstance(item, Item) or not isinstance(item.label, Path):
+            return item
+        shown = item.annotated and tuple(name for name in item.annotated if name in (classes or ()))
+        return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
 
-def _accept_mask(item: Any, classes: Collection[str] | None) -> Any:
-    if not isinstance(item, Item) or not isinstance(item.label, Path):
-        return item
-    shown = item.annotated and tuple(name for name in item.annotated if name in (classes or ()))
-    return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
+    return replace(data, splits={split: tuple(map(accept, items)) for split, items in data.splits.items()})
 
 
 def _mark_alone(config: JobConfig, data: DataList) -> DataList:

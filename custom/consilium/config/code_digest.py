@@ -20,7 +20,11 @@ def code_of(config: JobConfig) -> str:
     these import does not change the digest.
     """
     others = [type(one) for one in (config.model, config.task, config.adapter) if _package(type(one)) != OWN]
-    files = {name: path for kind in (type(config.strategy), *others) for name, path in _class_files(kind).items()}
+    files = dict[str, Path]()
+    for kind in (type(config.strategy), *others):
+        modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
+        found = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in modules)
+        files |= {name: path for name, file in found if file and (path := Path(file)).is_file()}
     parts = [name.encode() + path.read_bytes() for name, path in sorted(files.items())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -31,26 +35,24 @@ def plugins_of(config: JobConfig) -> dict[str, str]:
     The code is all files of the packages and modules that the distribution's entry points name, imported or not. Other
     distributions that it requires are not included. Raises ConfigError if the code is not in a folder (a zip file).
     """
-    return {package: f"{version} {_hash_distribution(package)}" for package, version in config.packages.items()}
-
-
-def _hash_distribution(package: str) -> str:
-    """Return the SHA-256 over relative names and contents of the files of an installed plug-in distribution."""
-    try:
-        points = [point for point in distribution(package).entry_points if point.group.startswith(f"{OWN}.")]
-    except PackageNotFoundError:
-        points = []
-    tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
-    lines = [
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
-        for top in tops
-        for name, path in _list_installed_files(top)
-    ]
-    if not lines and tops != []:
-        raise ConfigError(
-            f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
-        )
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    found = dict[str, str]()
+    for package, version in config.packages.items():
+        try:
+            points = [point for point in distribution(package).entry_points if point.group.startswith(f"{OWN}.")]
+        except PackageNotFoundError:
+            points = []
+        tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
+        lines = [
+            f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
+            for top in tops
+            for name, path in _list_installed_files(top)
+        ]
+        if not lines and tops != []:
+            raise ConfigError(
+                f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
+            )
+        found[package] = f"{version} {hashlib.sha256(''.join(lines).encode()).hexdigest()}"
+    return found
 
 
 def _list_installed_files(top: str) -> Iterator[tuple[str, Path]]:
@@ -64,13 +66,6 @@ def _list_installed_files(top: str) -> Iterator[tuple[str, Path]]:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield f"{top}/{path.relative_to(folder).as_posix()}", path
-
-
-def _class_files(kind: type) -> dict[str, Path]:
-    """Return by module name the files of a class and of its base classes in the same package."""
-    modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
-    found = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
-    return {name: path for name, file in found.items() if file and (path := Path(file)).is_file()}
 
 
 def _package(kind: type) -> str:

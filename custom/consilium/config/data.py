@@ -108,15 +108,14 @@ Mapped = Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)]
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,9})")
 
 
-def _to_number(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key
-
-
 def _parse_label_map(value: Any) -> Any:
     """Return a label map with every single class as a list, and with numeric text keys (from JSON) as numbers."""
     if not isinstance(value, Mapping):
         return value
-    found = {_to_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
+    found = {
+        int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key: [names] if isinstance(names, str) else names
+        for key, names in value.items()
+    }
     if len(found) < len(value):
         raise ValueError("every label once; one is there as a number and as a text")
     return found

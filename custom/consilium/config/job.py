@@ -285,16 +285,9 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
     if author:
         embed_architecture(raw, path)
     config = validate(JobConfig, raw, path, plugins)
-    if author:
-        _check_no_unused_setting(config, path)
-    return config
-
-
-def _check_no_unused_setting(config: JobConfig, path: Path) -> None:
-    """Raise ConfigError for a setting that has no effect with the others. Jobs of finished runs are not checked.
-
-    Raises CheckpointError if `model.checkpoint` is a path on this machine and is an adapter's folder.
-    """
+    if not author:
+        return config
+    # Settings without effect are errors for a job's author only, so a finished run with one can still be read.
     if config.model.checkpoint and "${SITE}" not in config.model.checkpoint:
         refuse_adapter(Path(config.model.checkpoint), f"{path}: model.checkpoint")
     training, most = config.training, config.federation.max_weight
@@ -303,6 +296,7 @@ def _check_no_unused_setting(config: JobConfig, path: Path) -> None:
         raise ConfigError(f"{path}: training.momentum: {training.momentum} {what}")
     if most is not None and config.weighting == "uniform":
         raise ConfigError(f"{path}: federation.max_weight: {most} bounds weights, and every site counts once here; use null")
+    return config
 
 
 def job_file(path: Path) -> Path:

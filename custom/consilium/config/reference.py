@@ -86,31 +86,13 @@ def describe_type(field: Mapping[str, Any]) -> str:
         return "section"
     if field.get("format") == "path":
         return "path"
-    bounds = [
-        f"{word} {_format_number(field[key])}"
-        for key, word in BOUNDS.items()
-        if key in field and f"exclusive{key.capitalize()}" not in field
-    ]
+    bounds = []
+    for key, word in BOUNDS.items():
+        if key in field and f"exclusive{key.capitalize()}" not in field:
+            value = field[key]
+            plain = f"{int(value):,}" if value == int(value) else f"{value:g}"
+            bounds.append(f"{word} {POWERS.get(int(value), '') or plain}")
     return WORDS.get(field.get("type", ""), "anything") + (", " + " ".join(bounds) if bounds else "")
-
-
-def _format_number(value: float) -> str:
-    return POWERS.get(int(value), "") or (f"{int(value):,}" if value == int(value) else f"{value:g}")
-
-
-def _format_default(field: Mapping[str, Any]) -> str:
-    """Return a field's default as YAML, or "required".
-
-    Return "" for an empty default (null, {} or []) and for a section, whose fields show their own defaults.
-    """
-    if "default" not in field:
-        return "required"
-    value = field.get("default_kind", field["default"])
-    if value in (None, {}, []) or "$ref" in field:
-        return ""
-    if isinstance(value, float):
-        return f"`{value:.6g}`"
-    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 
 def rows_of(section: type, nested: bool = True) -> dict[str, tuple[str, str, str]]:
@@ -120,7 +102,16 @@ def rows_of(section: type, nested: bool = True) -> dict[str, tuple[str, str, str
 
     def add(prefix: str, fields: Mapping[str, dict[str, Any]]) -> None:
         for name, field in fields.items():
-            found[prefix + name] = (describe_type(field), _format_default(field), field.get("description", ""))
+            value = field.get("default_kind", field.get("default"))
+            if "default" not in field:
+                default = "required"
+            elif value in (None, {}, []) or "$ref" in field:  # a section's fields show their own defaults
+                default = ""
+            elif isinstance(value, float):
+                default = f"`{value:.6g}`"
+            else:
+                default = f"`{value if isinstance(value, str) else json.dumps(value)}`"
+            found[prefix + name] = (describe_type(field), default, field.get("description", ""))
             if (inner := _section_in(field)) and inner[0] != SiteConfig.__name__:  # has a page of its own
                 add(f"{prefix}{name}{inner[1]}.", _with_defaults(sections.get(inner[0], {})))
 

@@ -60,7 +60,13 @@ def flops_per_sample(job: Job) -> Work:
         for name, tensor in adapter_state.tensors(model).items():
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in trained)
-        training = _count_flops(lambda: _run_backward(model, given))
+
+        def run_backward() -> None:
+            answer = _run_forward(model, given).float().sum()
+            if answer.requires_grad:
+                answer.backward()
+
+        training = _count_flops(run_backward)
     return Work(training, scoring)
 
 
@@ -84,22 +90,19 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     fits = strategy.traits.phases_of(0) * strategy.traits.fits
     rounds = training.rounds * asked * (fits * seen + strategy.traits.probe_fraction * own) * work.training
     closing = sites * strategy.traits.fits_after_last_round * seen * work.training
+    # scored samples: in the rounds, and in the final evaluation; a sample counts each time that it is scored
+    scored_rounds = sum(training.validates(r, stage) for r in range(training.rounds) for stage in Stage)
+    held = math.ceil(federation.fraction_evaluate * (sites - asked)) * training.rounds
+    scored = (scored_rounds * asked + held) * (samples.validation / sites)
+    scored += len(Stage) * (samples.test or samples.validation)
     writes = getattr(job.config.task, "evaluate", "") in GENERATES
-    return rounds + closing + _count_scored(job, samples, sites, asked) * work.scoring * (2 if writes else 1)
+    return rounds + closing + scored * work.scoring * (2 if writes else 1)
 
 
 def own_samples(config: JobConfig, sites: int) -> Samples | None:
     """Return the samples of a job with generated data (`data.phantoms`); None for other jobs."""
     made = config.data.phantoms
     return None if made is None else Samples(sites, *(n * sites for n in (made.training, made.validation, made.test)))
-
-
-def _count_scored(job: Job, samples: Samples, sites: int, asked: int) -> float:
-    """Return the number of scored samples in a run; a sample counts each time that it is scored."""
-    config, validation = job.config, samples.validation / sites
-    rounds = sum(config.training.validates(r, stage) for r in range(config.training.rounds) for stage in Stage)
-    held = math.ceil(config.federation.fraction_evaluate * (sites - asked)) * config.training.rounds
-    return (rounds * asked + held) * validation + len(Stage) * (samples.test or samples.validation)
 
 
 def _sample_inputs(config: JobConfig) -> dict[str, Tensor]:
@@ -124,12 +127,6 @@ def _run_forward(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
         read = getattr(model, "read", dict)  # a vision-language model's pictures are not counted
         return model(**read(**given), use_cache=False).logits
     return model(*given.values())
-
-
-def _run_backward(model: nn.Module, given: dict[str, Tensor]) -> None:
-    answer = _run_forward(model, given).float().sum()
-    if answer.requires_grad:
-        answer.backward()
 
 
 def _count_flops(run: Any) -> int:

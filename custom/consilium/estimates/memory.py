@@ -221,7 +221,11 @@ def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iter
     quick = gpu or multiplies_bf16()
     nf4 = {"model": {"dtype": "nf4"}, **({"training": {"precision": "bf16"}} if quick else {})}
     first, last = [*([BF16] if quick else []), CHECKPOINTING], [] if sharded else [nf4]
-    for change in (*first, *_smaller_batches(raw["training"]), *last):
+    smaller, batch, accumulate = [], raw["training"]["batch_size"], raw["training"]["accumulate"]
+    while batch > 1 and batch % 2 == 0:  # `accumulate` keeps the samples per step
+        batch, accumulate = batch // 2, accumulate * 2
+        smaller.append({"training": {"batch_size": batch, "accumulate": accumulate}})
+    for change in (*first, *smaller, *last):
         changed = raw | {section: raw[section] | fields for section, fields in change.items()}
         if changed == raw or (_bits_per_number(changed) > _bits_per_number(raw)):
             continue
@@ -238,11 +242,3 @@ def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iter
 def _bits_per_number(raw: dict[str, Any]) -> int:
     """Return the bits per number of the base."""
     return {"fp32": 32, "bf16": 16, "int8": 8, "nf4": 4}[raw["model"]["dtype"]]
-
-
-def _smaller_batches(training: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings with the batch size halved again and again; `accumulate` keeps the samples per step."""
-    batch, accumulate = training["batch_size"], training["accumulate"]
-    while batch > 1 and batch % 2 == 0:
-        batch, accumulate = batch // 2, accumulate * 2
-        yield {"training": {"batch_size": batch, "accumulate": accumulate}}

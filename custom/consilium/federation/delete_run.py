@@ -30,9 +30,9 @@ _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """The format of FLARE's job ids. An id from a record becomes part of a path here, so it is checked."""
 
 
-def expired_runs(state: Path, days: int, now: float | None = None) -> list[str]:
+def expired_runs(state: Path, days: int) -> list[str]:
     """Return the runs in which no file was written for `days` days and which have files to delete."""
-    ends = (now or time.time()) - days * 86400
+    ends = time.time() - days * 86400
     return [
         one.name
         for one in all_runs(state)
@@ -47,7 +47,9 @@ def delete_at_site(kit: Path, folder: Path, state: Path, reason: str) -> dict[st
     """
     messages = [line for path in folder.rglob(FILE) for line in load_record(path)["messages"]]
     jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
-    if going := next((one for one in jobs if _is_running(one)), None):
+    # a running job has its id in the command lines of its processes
+    words = [word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ()]
+    if going := next((job for job in jobs if any(job in word for word in words)), None):
         raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
     flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
     flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
@@ -93,8 +95,3 @@ def _files_to_delete(folder: Path) -> Iterator[Path]:
     """Return the files to delete in a run's folder. A symbolic link is deleted itself, not its target."""
     found = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
     return (path for path in found if path.name not in KEPT and path.suffix != ".lock")
-
-
-def _is_running(job: str) -> bool:
-    """Return whether a process on this machine has the FLARE job's id in its command line."""
-    return any(job in word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ())

@@ -47,20 +47,16 @@ def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, Site
     if not sent:
         return {}
     for layer in sent:
-        pairs = [(p, _factors(state, layer, results[name])) for name, p in share.items()]
+        names, pairs = (f"{layer}.lora_B", f"{layer}.lora_A"), []
+        for site, p in share.items():  # B and A after the site's training; a frozen factor is as the server knows it
+            known = state.initial | state.shared | results[site].sent.tensors
+            moved = results[site].update.tensors
+            b, a = (known[n].double() + (moved[n].double() if n in moved else 0.0) for n in names)
+            pairs.append((p, (b, a)))
         mean_b, mean_a = (torch.stack([p * pair[i] for p, pair in pairs]).sum(0) for i in (0, 1))
         apart += norm(_concatenate_products([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
         whole += norm(_concatenate_products([(p * b, a) for p, (b, a) in pairs])) ** 2
     return {"deviation/absolute": scale * apart**0.5, "deviation/relative": (apart / whole) ** 0.5 if whole > 0 else 0.0}
-
-
-def _factors(state: ServerState, layer: str, result: SiteResult) -> Product:
-    """Return a site's B and A after its training, float64. A frozen factor has the value known at the server."""
-    known = state.initial | state.shared | result.sent.tensors
-    moved = result.update.tensors
-    names = (f"{layer}.lora_B", f"{layer}.lora_A")
-    b, a = (known[n].double() + (moved[n].double() if n in moved else 0.0) for n in names)
-    return b, a
 
 
 def _concatenate_products(products: list[Product]) -> Product:

@@ -3,7 +3,6 @@
 client/build.py builds sites and their guards.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,10 +83,15 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= base_shapes(model, names) | adapter_state.head_shapes(model)
-        warnings = (*config.task.warnings(), *warnings_of(model, own), *_pooled_steps_warning(config))
+        warnings = [*config.task.warnings(), *warnings_of(model, own)]
+        if config.strategy.traits.pools_data and (steps := config.training.local_steps):
+            warnings.append(
+                f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "
+                f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
+            )
         require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or adapter_state.start, config.training.seed
-    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, warnings)
+    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, tuple(warnings))
     _check_adapter(config, adapter, source)
     check_base(config, names, source)
     for name in job.initial:
@@ -99,15 +103,6 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
-
-
-def _pooled_steps_warning(config: JobConfig) -> Iterator[str]:
-    """Yield a warning if pooled data would get only one site's number of steps per round."""
-    if config.strategy.traits.pools_data and (steps := config.training.local_steps):
-        yield (
-            f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "
-            f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
-        )
 
 
 def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:

@@ -98,6 +98,40 @@ def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> 
 
 def page(card: Card) -> str:
     """Return the card as a Markdown page. Its first lines are the metadata that model hubs read."""
+    whose = f"site {markdown_cell(card.site)}" if card.site else "the federation"
+    base = (
+        f"SHA-256 `{card.base_sha256}`"
+        if card.base_sha256
+        else f"the weights of the package consilium {markdown_cell(card.version)}"
+    )
+    which = _WHICH[Stage(card.stage)]
+    if card.best is not None:
+        which += f"; of all rounds the best on the site's validation data ({number(card.best)})"
+    rows = [
+        ("model of", whose),
+        ("which", which),
+        ("method", markdown_cell(card.method)),
+        ("rounds", f"{card.rounds} of {card.of_rounds}"),
+        ("task", markdown_cell(card.task)),
+        ("base model", f"{markdown_cell(card.model)}, {base}"),
+        ("adapter", markdown_cell(card.adapter)),
+        ("sites", "not told" if card.sites is None else str(card.sites)),
+        ("training samples", "not told" if card.training is None else f"{card.training:,}"),
+        ("privacy", markdown_cell(card.privacy) or "no guarantee: the job has no `privacy:` section"),
+        ("made by", f"consilium {markdown_cell(card.version)}"),
+    ]
+    scores = ["No scores: none were shared, or this model was not tested."]
+    if card.scores:
+        scores = [
+            f"Scores on the {card.split} split{f', {card.grid}' if card.grid else ''}:",
+            "",
+            f"| score | value | {card.interval} |",
+            "|---|---|---|",
+            *(
+                f"| {markdown_cell(name)} | {number(value)} | {'-' if None in ends else ' to '.join(map(number, ends))} |"
+                for name, (value, *ends) in card.scores.items()
+            ),
+        ]
     lines = [
         "---",
         "license: unknown",
@@ -107,8 +141,12 @@ def page(card: Card) -> str:
         "",
         f"# {markdown_cell(card.job)}: {markdown_cell(card.name)}",
         "",
-        *_describe_model(card),
-        *_describe_scores(card),
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        *scores,
+        "",
         "## Limits",
         "",
         *LIMITS,
@@ -122,50 +160,7 @@ def page(card: Card) -> str:
     return "\n".join(lines)
 
 
-def _describe_model(card: Card) -> list[str]:
-    whose = f"site {markdown_cell(card.site)}" if card.site else "the federation"
-    base = (
-        f"SHA-256 `{card.base_sha256}`"
-        if card.base_sha256
-        else f"the weights of the package consilium {markdown_cell(card.version)}"
-    )
-    rows = [
-        ("model of", whose),
-        ("which", _WHICH[Stage(card.stage)] + (_describe_choice(card) if card.best is not None else "")),
-        ("method", markdown_cell(card.method)),
-        ("rounds", f"{card.rounds} of {card.of_rounds}"),
-        ("task", markdown_cell(card.task)),
-        ("base model", f"{markdown_cell(card.model)}, {base}"),
-        ("adapter", markdown_cell(card.adapter)),
-        ("sites", "not told" if card.sites is None else str(card.sites)),
-        ("training samples", "not told" if card.training is None else f"{card.training:,}"),
-        ("privacy", markdown_cell(card.privacy) or "no guarantee: the job has no `privacy:` section"),
-        ("made by", f"consilium {markdown_cell(card.version)}"),
-    ]
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-
-
 _WHICH = {
     Stage.GLOBAL: "global: what the server sent last, with the site's own parts where it keeps any",
     Stage.PERSONALIZED: "personalized: the site's own model",
 }
-
-
-def _describe_choice(card: Card) -> str:
-    return f"; of all rounds the best on the site's validation data ({number(card.best)})"
-
-
-def _describe_scores(card: Card) -> list[str]:
-    if not card.scores:
-        return ["No scores: none were shared, or this model was not tested.", ""]
-    head = [
-        f"Scores on the {card.split} split{f', {card.grid}' if card.grid else ''}:",
-        "",
-        f"| score | value | {card.interval} |",
-        "|---|---|---|",
-    ]
-    rows = [
-        f"| {markdown_cell(name)} | {number(value)} | {'-' if None in ends else ' to '.join(map(number, ends))} |"
-        for name, (value, *ends) in card.scores.items()
-    ]
-    return [*head, *rows, ""]

@@ -81,23 +81,17 @@ def _check_owner(folder: Path, owner: dict[str, str], submitter: str, site: str,
         raise ConfigError(f"{field}: {folder.name!r} is a run of {shown(whose)}, not of {shown(submitter)}; {remedy}")
     if not site:
         return
-    known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
+    known = {owner["site"]} if "site" in owner else set[str]()
+    for path in () if "site" in owner else folder.rglob(FILE):
+        try:
+            known |= {str(line["site"]) for line in load_record(path)["messages"] if "site" in line}
+        except (OSError, ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{path}: cannot be read, so whose run it is of is not known; restore it") from None
     if known and site not in known:
         raise ConfigError(
             f"{folder}: is the state of {shown(min(known))}, not of {shown(site)}, in this run; "
             f"give each site a `state` of its own in its site.yaml, or name {shown(site)} in {OWNER} if it is its own"
         )
-
-
-def _recorded_sites(folder: Path) -> set[str]:
-    """Return the sites named in the audit logs of a run."""
-    found = set[str]()
-    for path in folder.rglob(FILE):
-        try:
-            found |= {str(line["site"]) for line in load_record(path)["messages"] if "site" in line}
-        except (OSError, ValueError, TypeError, AttributeError):
-            raise ConfigError(f"{path}: cannot be read, so whose run it is of is not known; restore it") from None
-    return found
 
 
 def _owner(folder: Path) -> dict[str, str] | None:

@@ -25,7 +25,17 @@ def site_names(sites: str, data: Path | None) -> list[str]:
 
     Without `data` and `sites` there are three sites. Raises ConfigError for names or numbers that are not possible.
     """
-    there = None if data is None else _site_folders(data)
+    there = None
+    if data is not None:
+        if not data.is_dir():
+            raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
+        found = [p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p)]
+        if not found:
+            raise ConfigError(
+                f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; "
+                f"{import_command(data)} makes lists of pictures beside masks or tables"
+            )
+        there = sorted(valid_site_names(found, data, VALID).values())
     sites = sites.strip()
     if re.fullmatch(r"[+-]?[0-9]+", sites):
         count = int(sites) if len(sites) < 9 else MOST_SITES + 1
@@ -63,16 +73,14 @@ class Kept(NamedTuple):
 
 def record_sites(sites: Mapping[str, SiteConfig]) -> Kept:
     """Return the record of a run's sites that its folder stores."""
+    generated = [name for name, one in sites.items() if one.model_copy(update={"checkpoints": None}) == SiteConfig()]
     return Kept(
-        {name: _list_paths(site) for name, site in sites.items()},
+        {
+            name: None if name in generated else sorted(os.path.abspath(path) for path in _paths(site))
+            for name, site in sites.items()
+        },
         {name: " ".join(fingerprint(path) for path in _paths(site)) for name, site in sites.items()},
     )
-
-
-def _list_paths(site: SiteConfig) -> list[str] | None:
-    if site.model_copy(update={"checkpoints": None}) == SiteConfig():
-        return None
-    return sorted(os.path.abspath(path) for path in _paths(site))
 
 
 def _paths(site: SiteConfig) -> list[Path]:
@@ -147,15 +155,3 @@ def _check_names(names: list[str], where: str) -> None:
     twice = [name for name, count in Counter(name.casefold() for name in names).items() if count > 1]
     if twice:
         raise ConfigError(f"{where}: {twice[0]!r} is there twice; name every site once")
-
-
-def _site_folders(data: Path) -> list[str]:
-    if not data.is_dir():
-        raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
-    found = [p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p)]
-    if not found:
-        raise ConfigError(
-            f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; "
-            f"{import_command(data)} makes lists of pictures beside masks or tables"
-        )
-    return sorted(valid_site_names(found, data, VALID).values())

@@ -45,10 +45,7 @@ def simulate(
     quorum). Raises ConsiliumError otherwise.
     """
     folder, former = workspace / "sites", former_run(job.config, workspace)
-    if resume:
-        _check_resumable(job, workspace)
-    if workers:
-        _check_workers_allowed(job, sites)
+    _check_options(job, sites, workspace, resume, workers)
     if together > 1 and (why := why_one_by_one(job)):
         observer(one_by_one_event(why))
         together = 1
@@ -88,18 +85,18 @@ def simulate(
         return coordinator
 
 
-def _check_resumable(job: Job, workspace: Path) -> None:
-    """Raise ConsiliumError if this job cannot resume the run in `workspace`. It is called before any file is written."""
-    rounds = run_start.load_for_resume(workspace, job).state.round
-    if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
-        raise ConfigError(
-            f"--resume: the run in {workspace} ended after {count_with_noun(rounds, 'round')}, and its sites' keys are gone; "
-            "start anew in another --workspace"
-        )
+def _check_options(job: Job, sites: Mapping[str, SiteConfig], workspace: Path, resume: bool, workers: int) -> None:
+    """Raise ConsiliumError if the run in `workspace` cannot be resumed, or the sites cannot run in worker processes.
 
-
-def _check_workers_allowed(job: Job, sites: Mapping[str, SiteConfig]) -> None:
-    """Raise ConfigError if the sites cannot run in worker processes: they must be in this process, or have several devices."""
+    It is called before any file is written.
+    """
+    if resume:
+        rounds = run_start.load_for_resume(workspace, job).state.round
+        if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
+            ended = f"ended after {count_with_noun(rounds, 'round')}, and its sites' keys are gone"
+            raise ConfigError(f"--resume: the run in {workspace} {ended}; start anew in another --workspace")
+    if not workers:
+        return
     if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
         raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
     if job.strategy.traits.pools_data:

@@ -69,8 +69,17 @@ class RunLoop:
             survey.begin(names := self.pooled or list(c.sites))
             ask(Kind.STATISTICS, dict.fromkeys(names), survey.accept, lambda: len(survey.found) >= c.quorum)
             survey.finish()
-        if self.crossing:
-            self._score_across_sites(self.crossing)
+        if crossing := self.crossing:
+
+            def score(payloads: Mapping[str, Payload]) -> None:
+                ask(Kind.EVALUATE, payloads, crossing.accept, lambda: crossing.answered >= c.quorum)
+
+            # every site scores the shared models, and then each personalized model that its owner sends
+            score(crossing.shared_model_payloads())
+            for owner in crossing.owners:
+                ask(Kind.MODEL, {owner: None}, crossing.take_model, lambda: False)
+                score(crossing.owner_model_payloads())
+            crossing.finish()
         while not c.done:
             self.phase()
             self.transport.register(first=False)
@@ -97,19 +106,6 @@ class RunLoop:
 
     def _begin_held_out(self) -> Callable[[], None]:
         return self.transport.begin(Kind.EVALUATE, self.coordinator.evaluation_payloads(), self.coordinator.accept_held_out)
-
-    def _score_across_sites(self, crossing: CrossSites) -> None:
-        """Let every site score the shared models, and then each personalized model that its owner sends."""
-        c, ask = self.coordinator, self.transport.ask
-
-        def score(payloads: Mapping[str, Payload]) -> None:
-            ask(Kind.EVALUATE, payloads, crossing.accept, lambda: crossing.answered >= c.quorum)
-
-        score(crossing.shared_model_payloads())
-        for owner in crossing.owners:
-            ask(Kind.MODEL, {owner: None}, crossing.take_model, lambda: False)
-            score(crossing.owner_model_payloads())
-        crossing.finish()
 
     def finish(self) -> None:
         """Run the final evaluation and write the results."""

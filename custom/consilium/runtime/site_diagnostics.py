@@ -4,10 +4,8 @@ import copy
 import random
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from consilium.adapters import adapter_state
 from consilium.adapters.names import factor
@@ -57,7 +55,12 @@ class SiteDiagnostics:
     def _store_start(self, name: str, run: str, payload: Payload) -> None:
         """Store the tensors that a site starts a phase from. If the site repeats the task, the first values are kept."""
         site, self._runs[name] = self.sites[name], run
-        own = _store_once(site.context.folder / run / "before.safetensors", payload, site.stored_tensors(run))
+        own, path = site.stored_tensors(run), site.context.folder / run / "before.safetensors"
+        kept, meta = load_state(path) if path.exists() else (own, None)
+        if meta is not None and (meta["round"], meta["phase"]) == (payload.round, payload.phase):
+            own = kept
+        else:
+            save_state(path, own, {"round": payload.round, "phase": payload.phase})
         self._starts[name] = self.job.strategy.receive(own, payload)
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
@@ -93,45 +96,23 @@ class SiteDiagnostics:
         assert isinstance(self.job.strategy, UnequalRanks)  # as __init__ has made sure
         draw = random.Random(seed_for(self.job.config.training.seed, "oracle", state.round))
         names = sorted(draw.sample(sorted(self._results), min(config.sites, len(self._results))))
-        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, self._oracle_start(config.rank)))
+        # The oracle trains all ranks, see OracleConfig. The first rows of its A (rank, in) are the job's initial A, and the
+        # adapter's rule draws the others.
+        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or adapter_state.start, self.job.config.training.seed
+        start = {}
+        for layer, (out, into) in shapes(self.job.initial).items():
+            name, rank = f"{layer}.lora_A", min(out, into, config.rank or out)
+            more = begin(name, (rank, into), seed)
+            start[layer] = torch.cat([self.job.initial[name][:rank], more[len(self.job.initial[name]) :]])
+        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, start))
         drifts = []
         for name in names:
-            best = SiteResult(_without_events(self.sites[name]).train(ORACLE, whole), 1, whole, self._results[name].site)
+            unseen = copy.copy(self.sites[name].context)  # this training has no events and no validation
+            training = unseen.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
+            unseen.config = unseen.config.model_copy(update={"training": training})
+            unseen.observer = lambda event: None
+            best = SiteResult(Client(unseen).train(ORACLE, whole), 1, whole, self._results[name].site)
             drifts.append(oracle_drift(moves(self._results[name]), moves(best)))
         absolute, relative = (sum(values) / len(values) for values in zip(*drifts, strict=True))
         scaling = self.job.config.adapter.product_scaling
         return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
-
-    def _oracle_start(self, most: int | None) -> dict[str, Tensor]:
-        """Return the oracle's initial A (rank, in) of each layer. The oracle trains all ranks, see OracleConfig.
-
-        Its first rows are the job's initial A. The adapter's rule draws the others.
-
-        `most`: the largest rank; None for the layer's size.
-        """
-        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or adapter_state.start, self.job.config.training.seed
-        found = {}
-        for layer, (out, into) in shapes(self.job.initial).items():
-            name, rank = f"{layer}.lora_A", min(out, into, most or out)
-            more = begin(name, (rank, into), seed)
-            found[layer] = torch.cat([self.job.initial[name][:rank], more[len(self.job.initial[name]) :]])
-        return found
-
-
-def _store_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
-    """Return a site's own tensors from before this phase: those stored at `path`, or `own`, which is then stored."""
-    if path.exists():
-        kept, meta = load_state(path)
-        if (meta["round"], meta["phase"]) == (payload.round, payload.phase):
-            return kept
-    save_state(path, own, {"round": payload.round, "phase": payload.phase})
-    return own
-
-
-def _without_events(site: Client) -> Client:
-    """Return a copy of the site that trains without events and without validation."""
-    training = site.context.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
-    unseen = copy.copy(site.context)
-    unseen.config = site.context.config.model_copy(update={"training": training})
-    unseen.observer = lambda event: None
-    return Client(unseen)

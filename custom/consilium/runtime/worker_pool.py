@@ -185,23 +185,21 @@ class WorkerPool:
         while who not in self.answers:
             pipes = {worker.pipe: worker for worker in self.workers}
             for pipe in connection.wait(list(pipes)):
-                self._receive(pipes[pipe])  # type: ignore[index]
+                worker = pipes[pipe]  # type: ignore[index]
+                try:
+                    sender, answer = receive(worker.pipe)
+                except (EOFError, OSError):
+                    raise _Gone(f"--workers: {worker.end()} `--resume` goes on from the last finished round") from None
+                if sender is None:
+                    self.observer(answer)
+                    continue
+                self.answers[sender] = answer
+                worker.busy = False
+                worker.next()
         found = self.answers.pop(who)
         if isinstance(found, Failed):
             raise ConsiliumError(found.text, found.reason) if found.reason else RuntimeError(found.text)
         return found
-
-    def _receive(self, worker: Worker) -> None:
-        try:
-            who, answer = receive(worker.pipe)
-        except (EOFError, OSError):
-            raise _Gone(f"--workers: {worker.end()} `--resume` goes on from the last finished round") from None
-        if who is None:
-            self.observer(answer)
-            return
-        self.answers[who] = answer
-        worker.busy = False
-        worker.next()
 
 
 class RemoteSite(NamedTuple):
@@ -239,19 +237,19 @@ def work(pipe: connection.Connection) -> None:
         send_by_value(pipe, (None, dict(event)))
 
     members: dict[str, SimulatedSite] = {}
+
+    def make_sites() -> None:
+        # None: all installed plug-ins are allowed, because this is the researcher's own machine
+        config = validate(JobConfig, setup.settings, Path("job.yaml"), None)
+        members.update(simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former))
+
     with suppress(EOFError, OSError):
-        send_by_value(pipe, (setup.number, _result_or_failure(lambda: members.update(_make_sites(setup, tell)))))
+        send_by_value(pipe, (setup.number, _result_or_failure(make_sites)))
         while (question := receive(pipe)) is not None:
             site, *words = question
             send_by_value(pipe, (site, _result_or_failure(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
     for member in members.values():
         member.close()
-
-
-def _make_sites(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
-    # None: all installed plug-ins are allowed, because this is the researcher's own machine
-    config = validate(JobConfig, setup.settings, Path("job.yaml"), None)
-    return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 
 
 def _result_or_failure(do: Callable[[], Any]) -> Any:

@@ -92,8 +92,20 @@ def step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[Serve
     if config.optimizer is None:
         return state, mean
     kept, steps = dict(state.optimizer), dict[str, Tensor]()
-    for name, update in mean.items():
-        steps[name] = _tensor_step(config, kept, name, state.shared[name], update.double())
+    for name, value in mean.items():
+        whole, update, part = state.shared[name], value.double(), tuple(slice(size) for size in value.shape)
+        first = _copy_moment(kept, f"{FIRST}/{name}", whole, 0.0)[part]
+        share = 1.0 if config.optimizer == "momentum" else 1 - config.beta1
+        first.mul_(config.beta1).add_(update, alpha=share)
+        if config.optimizer == "momentum":
+            steps[name] = config.learning_rate * first
+            continue
+        second, square = _copy_moment(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
+        if config.optimizer == "adam":
+            second.mul_(config.beta2).add_(square, alpha=1 - config.beta2)
+        else:
+            second.sub_((1 - config.beta2) * square * torch.sign(second - square))
+        steps[name] = config.learning_rate * first / (second.sqrt() + config.tau)
     return replace(state, optimizer=kept), steps
 
 
@@ -111,22 +123,6 @@ def gradient_step(config: TrainingConfig, state: ServerState, descent: Tensors) 
     optimizer.step()
     steps = {name: parameter.detach().double() - state.shared[name].double() for name, parameter in parameters.items()}
     return replace(state, optimizer=state.optimizer | state_of(optimizer, list(parameters))), steps
-
-
-def _tensor_step(config: ServerConfig, kept: Tensors, name: str, whole: Tensor, update: Tensor) -> Tensor:
-    """Return the step of one tensor, and store its new moments in `kept`."""
-    part = tuple(slice(size) for size in update.shape)
-    first = _copy_moment(kept, f"{FIRST}/{name}", whole, 0.0)[part]
-    share = 1.0 if config.optimizer == "momentum" else 1 - config.beta1
-    first.mul_(config.beta1).add_(update, alpha=share)
-    if config.optimizer == "momentum":
-        return config.learning_rate * first
-    second, square = _copy_moment(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
-    if config.optimizer == "adam":
-        second.mul_(config.beta2).add_(square, alpha=1 - config.beta2)
-    else:
-        second.sub_((1 - config.beta2) * square * torch.sign(second - square))
-    return config.learning_rate * first / (second.sqrt() + config.tau)
 
 
 def _copy_moment(kept: Tensors, name: str, whole: Tensor, start: float) -> Tensor:

@@ -86,7 +86,16 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
     for name, tensor in result.tensors.items():
         if tuple(tensor.shape) != expected.get(name):
             raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
-    _check_norm(job, plan, result)
+    # The norm is compared with that of the initial adapter (1 if that is 0). The norm of the current adapter would grow with
+    # accepted updates, so a site could send larger ones each round. Site-level noise is large by design, so its expected norm
+    # is added to the limit.
+    adapter, update = job.norm or 1.0, norm(result.tensors)
+    numbers = sum(tensor.numel() for tensor in result.tensors.values())
+    noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
+    limit = job.config.federation.max_norm_ratio
+    if update > limit * (adapter + noise):  # it would ruin the mean for all sites
+        against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
+        raise RefusedError(f"update has norm {update:.3g}, over {against}; see that site, or raise federation.max_norm_ratio")
 
 
 def check_result(job: Job, result: Payload) -> None:
@@ -160,22 +169,6 @@ def _check_finite(tensors: Tensors) -> None:
     """Raise RefusedError if a tensor has NaN or Inf. `_check_tensor` must have checked each tensor before."""
     if wrong := non_finite(tensors):
         raise RefusedError(f"tensor {_first_name(wrong)!r} has NaN or Inf")
-
-
-def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
-    """Raise RefusedError for an update whose norm is far larger than the adapter's; it would ruin the mean for all sites.
-
-    The norm is compared with that of the initial adapter (1 if that is 0). The norm of the current adapter would grow with
-    accepted updates, so a site could send larger ones each round. Site-level noise is large by design, so its expected norm is
-    added to the limit.
-    """
-    adapter, update = job.norm or 1.0, norm(result.tensors)
-    numbers = sum(tensor.numel() for tensor in result.tensors.values())
-    noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
-    limit = job.config.federation.max_norm_ratio
-    if update > limit * (adapter + noise):
-        against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
-        raise RefusedError(f"update has norm {update:.3g}, over {against}; see that site, or raise federation.max_norm_ratio")
 
 
 def _check_metrics(job: Job, metrics: Mapping[str, Any]) -> None:

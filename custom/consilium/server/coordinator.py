@@ -236,7 +236,13 @@ class Coordinator:
             try:
                 sent = self.check(name, result)
                 weight = self.job.config.weight(self.asked[name].num_samples)
-                self.aggregate.add(self.asked[name], self._clip_again(result), weight, sent)
+                plan, summed = self._central, result
+                if plan is not None and not sent_as_sums(self.job.config):
+                    # Sites clip but send float32. So their whitened coordinates are clipped once more, in integers on the grid.
+                    maps = self._whitening_maps(result.tensors)
+                    coordinates, _ = privatize(result.tensors, maps, plan.config.clip, 0, each=plan.by_tensor)
+                    summed = replace(result, tensors=coordinates)
+                self.aggregate.add(self.asked[name], summed, weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             if self.job.config.diagnostics.deviation:
@@ -293,7 +299,10 @@ class Coordinator:
                 mean: RoundResults = restore_update(self._whitening_maps(noised), means)
             else:
                 mean = self.aggregate.take()
-            self.log.record_phase_end(self.state, sorted(self.accepted), self._epsilon_after_phase(), mean)
+            # the epsilon, after this phase, of a site that answered every phase
+            before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
+            epsilon = None if self.plan is None else self.plan.epsilon(before + self.state.phase + 1)
+            self.log.record_phase_end(self.state, sorted(self.accepted), epsilon, mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
             if config.diagnostics.deviation:
                 curves |= deviation(self.job.strategy, self.state, self._results, config.adapter.product_scaling)
@@ -308,31 +317,10 @@ class Coordinator:
             self._write_checkpoint()
             self.asked, self.sent, self._results = {}, {}, {}
 
-    def _epsilon_after_phase(self) -> float | None:
-        """Return the epsilon, after this phase, of a site that answered every phase; None without a plan."""
-        if self.plan is None:
-            return None
-        before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
-        return self.plan.epsilon(before + self.state.phase + 1)
-
     @property
     def _central(self) -> Plan | None:
         """The plan if the server adds the noise (trust central), otherwise None."""
         return self.plan if self.plan and self.plan.config.trust == "central" else None
-
-    def _clip_again(self, result: Payload) -> Payload:
-        """Return a result in the form in which it is summed.
-
-        With trust central and without masks, that is whitened coordinates on the grid, clipped once more in integers, because
-        sites clip but send float32. Raises RefusedError for values that are not finite.
-        """
-        plan = self._central
-        if plan is None or sent_as_sums(self.job.config):
-            return result
-        coordinates, _ = privatize(
-            result.tensors, self._whitening_maps(result.tensors), plan.config.clip, 0, each=plan.by_tensor
-        )
-        return replace(result, tensors=coordinates)
 
     def _whitening_maps(self, tensors: Tensors) -> dict[str, Geometry]:
         """Return the whitening maps of the tensors that this phase sums."""

@@ -92,6 +92,7 @@ class MaskedRounds:
 
     def phase(self, ask: Ask, begun: Callable[[], None]) -> None:
         """Run one phase to its conclusion. `begun` is called after the sites are chosen. Raises ConsiliumError."""
+        c = self.coordinator
         self._ask_roster_entries(ask)
         attempt, payloads = self._begin()
         begun()
@@ -101,10 +102,21 @@ class MaskedRounds:
             )
             if opened is None:
                 raise self._too_few_error("secure aggregation: too few sites stay to the end of a phase", attempt)
-            self._open_and_conclude(opened)
+            summed, survivors = opened
+            words = summed.attempt.unmask(summed.parties, survivors, summed.masks, summed.order)
+            for name in survivors:
+                result = summed.attempt.load_masked(name)
+                assert result is not None  # it is in the sum
+                if (reason := c.accept(name, result)) is not None:
+                    raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")
+            assert isinstance(c.aggregate, MaskedAggregate)
+            c.aggregate.fill(*opened_sums(c.job, c.state, *unflat(words, summed.order)))
+            self.collector.prove(summed.attempt, summed.attempt.proof(summed.parties, survivors))
+            c.conclude()
+            self.collector.forget(summed.attempt)
         finally:
             for name in self._away:
-                self.coordinator.sites.pop(name, None)
+                c.sites.pop(name, None)
             self._away = set()
 
     def _ask_roster_entries(self, ask: Ask) -> None:
@@ -231,18 +243,3 @@ class MaskedRounds:
         reasons = self.coordinator.reasons
         step = suggest_remedy(reasons, self.coordinator.asked, attempt.terms.least)
         return ConsiliumError(f"{refusals_text(reasons)}{what}; {step}")
-
-    def _open_and_conclude(self, opened: tuple[Sum, list[str]]) -> None:
-        """Open the sum, and conclude the phase with it."""
-        (summed, survivors), c = opened, self.coordinator
-        words = summed.attempt.unmask(summed.parties, survivors, summed.masks, summed.order)
-        for name in survivors:
-            result = summed.attempt.load_masked(name)
-            assert result is not None  # it is in the sum
-            if (reason := c.accept(name, result)) is not None:
-                raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")
-        assert isinstance(c.aggregate, MaskedAggregate)
-        c.aggregate.fill(*opened_sums(c.job, c.state, *unflat(words, summed.order)))
-        self.collector.prove(summed.attempt, summed.attempt.proof(summed.parties, survivors))
-        c.conclude()
-        self.collector.forget(summed.attempt)

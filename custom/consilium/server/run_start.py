@@ -54,12 +54,18 @@ def server_start(job: Job, own: SiteConfig) -> Start:
     if not job.config.trains:
         return Start(job.initial)
     if job.config.adapter.start is not None:
-        return _start_from_adapter(job, in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's"))
-    return _start_from_base(job, own) if job.strategy.traits.needs_base_weights else Start(job.initial)
-
-
-def _start_from_base(job: Job, own: SiteConfig) -> Start:
-    """Return the start for a strategy that computes it from the base's weights."""
+        folder = in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's")
+        kept, card = read_kept(folder)
+        _check_comparable(job.config, kept, card, folder)
+        if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_part(name)):
+            raise ConfigError(
+                f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section"
+            )
+        # parts that only this job's strategy has start as usual
+        found = {name: _initial_value(name, fresh, kept, folder) for name, fresh in job.initial.items()}
+        return Start(found, card.base_sha256, file_hash(folder / TENSORS))
+    if not job.strategy.traits.needs_base_weights:
+        return Start(job.initial)
     config = job.config
     base, _, adapter = kinds_of(config)
     path = checkpoint_of(config.model, own, "the server's")
@@ -69,16 +75,6 @@ def _start_from_base(job: Job, own: SiteConfig) -> Start:
     weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
     start = job.strategy.start(job.initial, weights, config.adapter.product_scaling)
     return Start(start, checkpoint_hash(path) if path else "")
-
-
-def _start_from_adapter(job: Job, folder: Path) -> Start:
-    """Return the start with the tensors of an adapter folder. Parts that only this job's strategy has start as usual."""
-    kept, card = read_kept(folder)
-    _check_comparable(job.config, kept, card, folder)
-    if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_part(name)):
-        raise ConfigError(f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section")
-    found = {name: _initial_value(name, fresh, kept, folder) for name, fresh in job.initial.items()}
-    return Start(found, card.base_sha256, file_hash(folder / TENSORS))
 
 
 def _initial_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -45,28 +44,27 @@ class DataDigests:
 
     def digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
         """Return a digest of the sites' settings, data and checkpoints. Raises ConsiliumError."""
-        parts = [(name, self._site(config, name, site)) for name, site in sites.items()]
+        parts = []
+        for name, site in sites.items():
+            settings = site.model_dump(mode="json", exclude=_PLACES)
+            checkpoint = checkpoint_of(config.model, site)
+            found = [self._path_digest(checkpoint)] if checkpoint else []
+            _, own = site.dataset(config.data.dataset, name)
+            if own is None and config.data.phantoms is not None:  # generated data follow from the job
+                parts.append((name, [settings, found]))
+                continue
+            with TemporaryDirectory(dir=private_folder(self._path.parent)) as folder:  # private, for decoded patients' pictures
+                data = site_data(config, name, site, Path(folder))
+            labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
+            files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
+            for item in (item for split in data.splits.values() for item in split):
+                files |= {path: None for part in ("image", "label") if isinstance(path := getattr(item, part, None), Path)}
+            parts.append((name, [settings, found, labels, [self._path_digest(path) for path in files]]))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def save(self) -> None:
         """Store the digests of files in the workspace."""
         write_atomic(self._path, json.dumps(self._known).encode())
-
-    def _site(self, config: JobConfig, name: str, site: SiteConfig) -> list[Any]:
-        """Return the settings of one site, and the digests of its checkpoint and its data files."""
-        settings = site.model_dump(mode="json", exclude=_PLACES)
-        checkpoint = checkpoint_of(config.model, site)
-        found = [self._path_digest(checkpoint)] if checkpoint else []
-        _, own = site.dataset(config.data.dataset, name)
-        if own is None and config.data.phantoms is not None:  # generated data follow from the job
-            return [settings, found]
-        with TemporaryDirectory(dir=private_folder(self._path.parent)) as folder:  # private, for decoded pictures of patients
-            data = site_data(config, name, site, Path(folder))
-        labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
-        files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
-        for item in (item for split in data.splits.values() for item in split):
-            files |= {path: None for part in ("image", "label") if isinstance(path := getattr(item, part, None), Path)}
-        return [settings, found, labels, [self._path_digest(path) for path in files]]
 
     def _path_digest(self, path: Path) -> str:
         """Return the digest of a file, or of all files in a folder."""

@@ -58,21 +58,16 @@ def pick_device(wanted: str, said: str = "site.yaml: device") -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = wanted.partition(":")
-    if (why := _why_unusable(kind, int(number or 0))) is not None:
+    why = None
+    if kind == "mps" and not torch.backends.mps.is_available():
+        why = "no MPS device here"
+    elif kind == "cuda" and not torch.cuda.is_available():
+        why = "no CUDA device here"
+    elif kind == "cuda" and int(number or 0) >= (count := torch.cuda.device_count()):  # PyTorch takes cuda:256 as cuda:0
+        why = f"the last CUDA device here is cuda:{count - 1}"
+    if why is not None:
         raise ConsiliumError(f"{said}: {wanted!r}: {why}; use cpu or auto", Reason.POLICY)
     return torch.device(kind, int(number)) if number else torch.device(kind)
-
-
-def _why_unusable(kind: str, number: int) -> str | None:
-    """Return why a device cannot be used here, None if it can. PyTorch itself would accept cuda:256 as cuda:0."""
-    if kind == "mps":
-        return None if torch.backends.mps.is_available() else "no MPS device here"
-    if kind != "cuda":
-        return None
-    if not torch.cuda.is_available():
-        return "no CUDA device here"
-    count = torch.cuda.device_count()
-    return None if number < count else f"the last CUDA device here is cuda:{count - 1}"
 
 
 def cuda_devices(params: Mapping[str, Tensor]) -> list[torch.device]:

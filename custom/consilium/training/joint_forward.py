@@ -7,7 +7,6 @@ step, become few large ones. The results equal those of single passes up to the 
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, cast
@@ -89,8 +88,18 @@ def forward_together(calls: Sequence[Call]) -> list[Any]:
     sizes, lengths = [call.rows for call in calls], [call.length for call in calls]
     first = calls[0]
     arguments, options = _join([(call.arguments, call.options) for call in calls], max(lengths))
-    with _route_rows(calls, sizes):
+    # The first call's modules with adapter tensors pass each site's rows to the site's own module. A module whose instance has
+    # its own `forward` is skipped by the model, or is the whole part.
+    groups = zip(*(adapter_state.adapter_modules(call.model) for call in calls), strict=True)
+    inside = set(first.part.modules())
+    replaced = [group for group in groups if group[0] in inside and "forward" not in vars(group[0])]
+    try:
+        for group in replaced:
+            vars(group[0])["forward"] = partial(_run_each_on_its_rows, group, [type(one).forward for one in group], sizes)
         output = first.run(*arguments, **options)
+    finally:
+        for group in replaced:
+            vars(group[0]).pop("forward", None)
     return [_cut(output, sum(sizes[:n]), size, sum(sizes), lengths[n]) for n, size in enumerate(sizes)]
 
 
@@ -102,7 +111,12 @@ def check_rows(calls: Sequence[Call]) -> None:
     """
     own = [tensor for call in calls for tensor in adapter_state.tensors(call.model).values()]
     kept, noise = [tensor.detach().clone() for tensor in own], torch.Generator().manual_seed(0)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own)), _as_exactly_as_stored(calls[0].model):
+    # A float32 model runs without autocast, so that rounding is small. Autocast's cache would hold casts from before a change.
+    model = calls[0].model
+    device = next(model.parameters()).device.type
+    wanted = torch.is_autocast_enabled(device) and any(one.dtype != torch.float32 for one in model.parameters())
+    exact = torch.autocast(device, torch.get_autocast_dtype(device), enabled=wanted, cache_enabled=False)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own)), exact:
         try:
             for tensor in own:
                 size = float(tensor.abs().mean()) if tensor.numel() else 0.0
@@ -133,16 +147,6 @@ def check_drew_nothing(before: Sequence[Tensor]) -> None:
     """Raise ValueError if random numbers were drawn, on the CPU or a GPU, since the state `before`."""
     if not all(map(torch.equal, before, random_state())):
         raise ValueError("the model draws random numbers, as dropout does")
-
-
-def _as_exactly_as_stored(model: nn.Module) -> torch.autocast:
-    """Return a context without autocast for a float32 model, so that rounding is small; otherwise autocast without its cache.
-
-    The cache would hold casts of tensors from before they were changed.
-    """
-    device = next(model.parameters()).device.type
-    wanted = torch.is_autocast_enabled(device) and any(one.dtype != torch.float32 for one in model.parameters())
-    return torch.autocast(device, torch.get_autocast_dtype(device), enabled=wanted, cache_enabled=False)
 
 
 def _check_equal(joined: Any, alone: Any) -> None:
@@ -206,22 +210,6 @@ def _cut(value: Any, start: int, size: int, of: int, length: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(cut(one) for one in value)
     raise ValueError(f"an output of type {type(value).__name__}")
-
-
-@contextmanager
-def _route_rows(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]:
-    """Within the context, the first call's modules with adapter tensors pass each site's rows to the site's own module."""
-    adapter_modules = [adapter_state.adapter_modules(call.model) for call in calls]
-    inside = set(calls[0].part.modules())
-    # a module whose instance has its own `forward` is skipped by the model, or is the whole part
-    replaced = [group for group in zip(*adapter_modules, strict=True) if group[0] in inside and "forward" not in vars(group[0])]
-    try:
-        for group in replaced:
-            vars(group[0])["forward"] = partial(_run_each_on_its_rows, group, [type(one).forward for one in group], sizes)
-        yield
-    finally:
-        for group in replaced:
-            vars(group[0]).pop("forward", None)
 
 
 def _run_each_on_its_rows(

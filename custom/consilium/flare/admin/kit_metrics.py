@@ -87,7 +87,14 @@ def collect_metrics(kit: Path) -> list[Sample]:
     found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
     if cause := noted_cause(kit):
         found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))
-    return [*found, *(_server_samples(kit, state) if role == "server" else _site_samples(site, state))]
+    if role == "server":
+        return [*found, *_server_samples(kit, state)]
+    found += budget_samples(site, Ledger(site.privacy.ledger_in(state)))
+    for run in all_runs(state):
+        records = [_check_record(path) for path in run.rglob(audit_log.FILE)]
+        found.append(Sample("record_intact", float(all(whole for _, whole in records)), {"run": run.name}))
+        found.append(Sample("messages_total", sum(count for count, _ in records), {"run": run.name}))
+    return found
 
 
 def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
@@ -161,14 +168,6 @@ def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | N
     if results.is_file():
         return "completed", results.stat().st_mtime, ""
     return "running" if has_process(folder) else "lost", None, ""
-
-
-def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
-    yield from budget_samples(site, Ledger(site.privacy.ledger_in(state)))
-    for run in all_runs(state):
-        found = [_check_record(path) for path in run.rglob(audit_log.FILE)]
-        yield Sample("record_intact", float(all(whole for _, whole in found)), {"run": run.name})
-        yield Sample("messages_total", sum(count for count, _ in found), {"run": run.name})
 
 
 def _check_record(path: Path) -> tuple[int, bool]:

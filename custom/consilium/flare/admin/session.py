@@ -163,9 +163,19 @@ class Admin:
             return found | {"progress": None, "reason": self._failure_line(meta)}
         if not meta["status"].startswith(ENDED):
             waits = self._scheduler_lines(meta["job_id"]) if meta["status"] == WAITING else ""
-            running = self._running_progress(meta["job_id"])
+            try:
+                stats = self.session.show_stats(meta["job_id"], api_spec.TargetType.SERVER)
+                running = stats.get("server", {}).get("consilium")
+            except FLARE_ERRORS:  # before the job's controller has started, and while the job ends
+                running = None
             if running and (waiting := running.get("waiting")):
-                waiting["silent_seconds"] = self._silent_seconds(waiting["sites"])
+                # seconds since the last heartbeat of each site whose heartbeat is overdue; a slow site still sends heartbeats
+                ages = dict[str, int]()
+                with suppress(ConsiliumError):  # a kit of an old version has no list of sites
+                    seen = self.attendance()
+                    beats = {name: one["last_seen"] for name, one in seen["sites"].items() if "last_seen" in one}
+                    ages = {name: round(seen["server"]["clock"] - beat) for name, beat in beats.items()}
+                waiting["silent_seconds"] = {name: ages[name] for name in waiting["sites"] if ages.get(name, 0) > OVERDUE}
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._ended_outcome(meta["job_id"])
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
@@ -195,22 +205,6 @@ class Admin:
         history = self.session.get_job_meta(job_id).get("schedule_history") or []
         return "; ".join(text for text in dict.fromkeys(str(line)[TIMESTAMP:] for line in history[-2:]) if text != "scheduled")
 
-    def _running_progress(self, job_id: str) -> Job | None:
-        """Return a running job's progress. None before the job's controller has started and while the job ends."""
-        try:
-            return self.session.show_stats(job_id, api_spec.TargetType.SERVER).get("server", {}).get("consilium")
-        except FLARE_ERRORS:
-            return None
-
-    def _silent_seconds(self, names: list[str]) -> dict[str, int]:
-        """Return the seconds since the last heartbeat of each named site whose heartbeat is overdue. A slow site is not."""
-        with suppress(ConsiliumError):  # a kit of an old version has no list of sites
-            found = self.attendance()
-            now, sites = found["server"]["clock"], found["sites"]
-            ages = {name: round(now - one["last_seen"]) for name, one in sites.items() if "last_seen" in one}
-            return {name: ages[name] for name in names if ages.get(name, 0) > OVERDUE}
-        return {}
-
     def _ended_outcome(self, job_id: str) -> Job:
         """Return an ended job's "progress" and, if it ended early, its "reason".
 
@@ -221,7 +215,10 @@ class Admin:
                 result = self.download(job_id, Path(folder))
             except FLARE_ERRORS:
                 return {"progress": None}
-            finished = _finished_progress(result)
+            finished = None
+            # files are incomplete after a full disk, for example
+            with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
+                finished = progress(result) if (result / "metrics.jsonl").is_file() else None
             if finished and finished["finished"]:
                 return {"progress": finished}
             reason = stored_reason(result)
@@ -262,19 +259,14 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
     A job's experiment is read from FLARE's metadata; if FLARE's own tools submitted the job, from its job.yaml. Raises
     ConfigError if the kit's settings name no folder of jobs.
     """
-    metas = sorted(server_folders(kit)[0].glob("*/meta"))
-    return [
-        meta.parent
-        for meta in metas
-        if _metadata_has_experiment(meta, experiment) or _archive_has_experiment(meta.with_name("data"), experiment)
-    ]
-
-
-def _metadata_has_experiment(meta: Path, experiment: str) -> bool:
-    try:
-        return experiment_of(read_json(meta)) == experiment
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
+    found = []
+    for meta in sorted(server_folders(kit)[0].glob("*/meta")):
+        known = False
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            known = experiment_of(read_json(meta)) == experiment
+        if known or _archive_has_experiment(meta.with_name("data"), experiment):
+            found.append(meta.parent)
+    return found
 
 
 def _archive_has_experiment(stored: Path, experiment: str) -> bool:
@@ -293,17 +285,6 @@ def _experiment_in(file: Path | zipfile.Path) -> str | None:
     return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
 
 
-def _finished_progress(result: Path) -> Job | None:
-    """Return an ended job's progress from its result.
-
-    None if the result has no metrics, or if its files are incomplete, as after a full disk.
-    """
-    try:
-        return progress(result) if (result / "metrics.jsonl").is_file() else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
-        return None
-
-
 def stored_reason(result: Path) -> str | None:
     """Return why a job ended early, from its downloaded result. None if nothing is found.
 
@@ -317,14 +298,6 @@ def stored_reason(result: Path) -> str | None:
     if found and UNLISTED in found[0]:
         return f"{found[0].strip()}; at each participant stop it, run `consilium allow KIT`, start it"
     return found[0].strip() if found else None
-
-
-def _why_no_session(kit: Path, error: Exception) -> str:
-    """Return why no session could be opened: the server's reason for refusing this kit, else the connection's error."""
-    if (said := refusal_message(error)) is not None:
-        cause = cause_of(said)
-        return f"the server refuses this kit: {cause}: {cause.text} ({said}); ask the hub"
-    return f"no connection to the server ({error}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
 def _open_session(user: str, kit: Path, seconds: float) -> Session:
@@ -359,7 +332,12 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
         finally:
             session.close()
     except (api_spec.NoConnection, FLCommunicationError) as error:
-        raise UnreachableError(f"{kit}: {_why_no_session(kit, error)}") from None
+        if (said := refusal_message(error)) is not None:
+            cause = cause_of(said)
+            why = f"the server refuses this kit: {cause}: {cause.text} ({said}); ask the hub"
+        else:
+            why = f"no connection to the server ({error}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
+        raise UnreachableError(f"{kit}: {why}") from None
     except FLARE_ERRORS as error:
         if isinstance(error, NO_SESSION) or INACTIVE in str(error):
             raise UnreachableError(

@@ -57,7 +57,17 @@ class StrategyAggregator(ModelAggregator):
     def accept_model(self, model: FLModel) -> None:
         """Add one site's update, weighted by its NUM_STEPS_CURRENT_ROUND (its number of samples) as the job allows."""
         try:
-            self._add_result(self._run_state(), model)
+            ready, rest = self._run_state(), model.meta.get(wire.KEY, {})
+            update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
+            state = replace(ready.job.strategy.initialize(ready.job.initial), round=update.round, phase=update.phase)
+            # FLARE's workflows send all sites the same
+            sent = ready.job.strategy.payload(state, SiteInfo("", 1, joined=True))
+            check_update(ready.job, ready.plan, update, sent)
+            count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
+            if type(count) is not int or not 1 <= count <= SAMPLES:
+                raise RefusedError(f"its number of samples is not a whole number from 1 to {SAMPLES}")
+            site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
+            ready.aggregate.add(site, update, ready.job.config.weight(count), sent)
         except RefusedError as error:
             self.warning(f"{shown(model.meta.get('client_name', 'a site'))}: result refused: {error}")
         except Exception as error:  # a malformed model excludes its sender from the round, and no other site
@@ -68,19 +78,6 @@ class StrategyAggregator(ModelAggregator):
         if self._ready is None:
             raise ConfigError("StrategyAggregator: no run has begun")
         return self._ready
-
-    def _add_result(self, ready: Ready, model: FLModel) -> None:
-        """Check one result and add it to the aggregate. Raises RefusedError if the check fails."""
-        rest = model.meta.get(wire.KEY, {})
-        update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
-        state = replace(ready.job.strategy.initialize(ready.job.initial), round=update.round, phase=update.phase)
-        sent = ready.job.strategy.payload(state, SiteInfo("", 1, joined=True))  # FLARE's workflows send all sites the same
-        check_update(ready.job, ready.plan, update, sent)
-        count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
-        if type(count) is not int or not 1 <= count <= SAMPLES:
-            raise RefusedError(f"its number of samples is not a whole number from 1 to {SAMPLES}")
-        site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
-        ready.aggregate.add(site, update, ready.job.config.weight(count), sent)
 
     def aggregate_model(self) -> FLModel:
         """Return the mean update, each tensor in its dtype. Raises ConfigError for jobs that need more than a mean."""

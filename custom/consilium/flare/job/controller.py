@@ -121,8 +121,12 @@ class RoundController(Controller):
         try:
             with suppress(Aborted):
                 RunLoop(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
-            if tasks.aborted:
-                self._record_reason(self._abort_reason(tasks, self.registration), fl_ctx)
+            if tasks.aborted:  # FLARE gives no reason, so name the round and the sites that had not replied
+                silent = self.registration.sent.keys() - tasks.replied or c.asked.keys() - c.accepted
+                place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
+                place = place if c.sites else "before the first round"
+                logs = f"; see the logs of {', '.join(sorted(silent))}" if silent else ""
+                self._record_reason(f"FLARE ended the job {place}{logs}", fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
@@ -133,15 +137,6 @@ class RoundController(Controller):
                 ),
                 fl_ctx,
             )
-
-    @staticmethod
-    def _abort_reason(tasks: TaskSender, registration: Registration) -> str:
-        """Return in which round FLARE ended the job, and which sites had not replied. FLARE gives no other reason."""
-        c = tasks.coordinator
-        silent = registration.sent.keys() - tasks.replied or c.asked.keys() - c.accepted
-        place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
-        place = place if c.sites else "before the first round"
-        return f"FLARE ended the job {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext

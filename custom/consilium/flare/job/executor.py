@@ -56,11 +56,10 @@ class SiteExecutor(Executor):
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 
     def _prepared_site(self, fl_ctx: FLContext, abort_signal: Signal) -> Client:
+        def stop_if_aborted() -> None:
+            if abort_signal.triggered:
+                raise Stopped("the job was aborted")
+
         site = site_registry.ready(self, fl_ctx)
-        site.context.should_stop = partial(_stop_if, abort_signal)
+        site.context.should_stop = stop_if_aborted
         return site
-
-
-def _stop_if(abort: Signal) -> None:
-    if abort.triggered:
-        raise Stopped("the job was aborted")

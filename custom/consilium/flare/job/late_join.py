@@ -64,7 +64,11 @@ class LateSites(FLComponent):
                     self._beats[token] = client.last_connect_time, now
             self._beats = {token: beat for token, beat in self._beats.items() if token in here}
             self._tried = {(job, token) for job, token in self._tried if job in engine.run_processes}
-            self._stop_waiting(engine)
+            # stop FLARE's wait for silent sites in jobs whose server process has ended
+            for client in [one for token, one in here.items() if now - self._beats.get(token, (0.0, math.inf))[1] > SILENT]:
+                for job_id in engine.job_runner.get_client_outcome_jobs(client.name) - engine.run_processes.keys():
+                    engine.job_runner.resolve_client_outcome(job_id, client.name)
+                    self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
             for job_id, job in list(engine.job_runner.running_jobs.items()):
                 for token, client in here.items():
                     if (job_id, token) not in self._tried and (app := self._missing_app(engine, job, client)):
@@ -72,14 +76,6 @@ class LateSites(FLComponent):
                         self._send_job(engine, job, client, app)
         finally:
             self._busy.release()
-
-    def _stop_waiting(self, engine: ServerEngine) -> None:
-        """Stop FLARE's wait for silent sites in jobs whose server process has ended."""
-        for client in engine.get_clients():
-            if time.monotonic() - self._beats.get(client.token, (0.0, math.inf))[1] > SILENT:
-                for job_id in engine.job_runner.get_client_outcome_jobs(client.name) - engine.run_processes.keys():
-                    engine.job_runner.resolve_client_outcome(job_id, client.name)
-                    self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
 
     def _missing_app(self, engine: ServerEngine, job: Job, client: Client) -> str | None:
         """Return the app of a job that a site should run and was not sent since its last login; None if there is none."""
@@ -97,23 +93,19 @@ class LateSites(FLComponent):
         """Deploy and start a job's app at a site. A failure is logged at the server."""
         with engine.new_context() as fl_ctx:
             try:
-                _deploy_job(engine, job, client, app, fl_ctx)
+                admin = engine.server.admin_server
+                message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
+                replies = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout)
+                reply = replies.get(client.token)
+                if reply is None or reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK) != ReturnCode.OK:
+                    reason = "no answer" if reply is None else shown(reply.body, 200)
+                    raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
                 _start_job(engine, job, client, app, fl_ctx)
                 self.log_info(fl_ctx, f"{client.name}: came while job {job.job_id} runs, and has been sent it")
             except ConsiliumError as error:
                 self.log_warning(fl_ctx, str(error))
             except Exception:  # raised by FLARE's functions, or by a site's malformed reply
                 self.log_exception(fl_ctx, f"{client.name}: job {job.job_id} could not be sent to it")
-
-
-def _deploy_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx: FLContext) -> None:
-    """Send the job's folder to a site. Raises ConsiliumError with the site's reason if it refuses the job."""
-    admin = engine.server.admin_server
-    message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
-    reply = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout).get(client.token)
-    if reply is None or reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK) != ReturnCode.OK:
-        reason = "no answer" if reply is None else shown(reply.body, 200)
-        raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
 
 
 def _start_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx: FLContext) -> None:

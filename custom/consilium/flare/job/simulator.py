@@ -115,7 +115,11 @@ class Simulator:
                 {"event": "warning", "text": f"{site}: lost by FLARE's simulator at the start; the run went on without it"}
             )
         if self._process.wait() > 0 or not (workspace / "results.json").is_file():
-            raise ConsiliumError(f"the FLARE job did not complete: {_failure_text(workspace / LOG)}")
+            log, text = workspace / LOG, _read_log(workspace / LOG)
+            given_up = re.findall(r" - ERROR - .*FATAL_SYSTEM_ERROR received: (.+)", text)  # the server's reason
+            errors = given_up or re.findall(r" - ERROR - (?:.* - )?(.+)", text)
+            why = f"{errors[0].strip()} (see {log})" if errors else f"see {log}"
+            raise ConsiliumError(f"the FLARE job did not complete: {why}")
         for name in self._sites:
             discard_cache(workspace / "sites" / name)
 
@@ -173,11 +177,3 @@ def _read_events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
 
 def _read_log(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")
-
-
-def _failure_text(log: Path) -> str:
-    """Return why the job failed, and the path of the log. The reason is the server's, else the first error in the log."""
-    text = _read_log(log)
-    given_up = re.findall(r" - ERROR - .*FATAL_SYSTEM_ERROR received: (.+)", text)
-    errors = given_up or re.findall(r" - ERROR - (?:.* - )?(.+)", text)
-    return f"{errors[0].strip()} (see {log})" if errors else f"see {log}"

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -147,7 +146,12 @@ def main() -> int:
 
     try:
         while isinstance(request := receive(pipe), tuple):
-            send_by_value(pipe, _run_request(*request))
+            work, given = request
+            try:
+                result = run_in_subprocess(SiteProcess.context, work, *given)
+            except (ConsiliumError, OSError) as error:
+                result = error
+            send_by_value(pipe, result)
     except (EOFError, OSError):  # the parent closed the pipe without a job
         return 0
     os.environ.update(request["environment"])
@@ -162,14 +166,6 @@ def _redirect_output_to_log() -> None:
     with open(Path(os.environ[OUTPUT]) / LOG, "ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-
-
-def _run_request(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """Return the result of `work(*given)` from a child process, or the ConsiliumError or OSError that it raises."""
-    try:
-        return run_in_subprocess(SiteProcess.context, work, *given)
-    except (ConsiliumError, OSError) as error:
-        return error
 
 
 def _exit_with_parent(pipe: connection.Connection) -> None:

@@ -144,7 +144,24 @@ def server_certificate(kit: Path) -> x509.Certificate:
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
     context.load_cert_chain(own, key)
     proxy = proxy_of(host) if scheme == "grpc" else ""
-    with _open_connection(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
+    if not proxy:
+        plain = socket.create_connection((host, int(port)), timeout=TIMEOUT)
+    else:
+        try:
+            place = urlsplit(proxy)
+            (place.hostname or "").encode("idna")  # http.client would raise an error that is no OSError
+            tunnel = HTTPConnection(place.hostname or "", place.port, timeout=TIMEOUT)
+        except (ValueError, InvalidURL):
+            raise OSError("https_proxy: not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT") from None
+        login = f"{unquote(place.username or '')}:{unquote(place.password or '')}".encode()
+        headers = {"Proxy-Authorization": f"Basic {b64encode(login).decode()}"} if place.username else {}
+        tunnel.set_tunnel(host, int(port), headers)
+        try:
+            tunnel.connect()
+        except HTTPException as error:
+            raise OSError(f"the proxy's answer is none ({type(error).__name__})") from None
+        plain = tunnel.sock
+    with plain, context.wrap_socket(plain, server_hostname=host) as link:
         return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
 
 
@@ -153,25 +170,6 @@ def proxy_of(host: str) -> str:
     without, proxy = (next((os.environ[n] for n in names if os.environ.get(n)), "") for names in (NO_PROXIES, PROXIES))
     ends = [end for one in without.split(",") if (end := one.strip())]
     return "" if host.endswith(tuple(ends)) else proxy
-
-
-def _open_connection(host: str, port: int, proxy: str) -> socket.socket:
-    """Return a TCP connection to the server, through a `proxy` by CONNECT unless it is "". Raises OSError."""
-    if not proxy:
-        return socket.create_connection((host, port), timeout=TIMEOUT)
-    try:
-        place = urlsplit(proxy)
-        (place.hostname or "").encode("idna")  # http.client would raise an error that is no OSError
-        link = HTTPConnection(place.hostname or "", place.port, timeout=TIMEOUT)
-    except (ValueError, InvalidURL):
-        raise OSError("https_proxy: not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT") from None
-    login = f"{unquote(place.username or '')}:{unquote(place.password or '')}".encode()
-    link.set_tunnel(host, port, {"Proxy-Authorization": f"Basic {b64encode(login).decode()}"} if place.username else {})
-    try:
-        link.connect()
-    except HTTPException as error:
-        raise OSError(f"the proxy's answer is none ({type(error).__name__})") from None
-    return link.sock
 
 
 def check_certificate_time(kit: Path) -> None:

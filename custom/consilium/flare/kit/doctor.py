@@ -349,10 +349,15 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         site = load_site(file)
         yield run_check("approval", lambda: _examine_approval(site, kit / "local"))
         yield run_check("privacy ledger", lambda: _examine_ledger(site, kit))
-        yield run_check("ledger of sums", lambda: _count_sums(site, kit))
+        # if lines are lost, the site refuses jobs with secure aggregation and without noise
+        sums = "lines, all that the records of what left know of"
+        yield run_check("ledger of sums", lambda: f"{check_whole(site.state or kit / STATE)} {sums}")
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
-    yield examine_device(site, _promised_gpus(kit))
+    components = []
+    with suppress(ConfigError):  # the findings about policies report it
+        components = read_settings(kit / "local" / "resources.json").get("components", [])
+    yield examine_device(site, sum(one.get("args", {}).get("num_of_gpus", 0) for one in components))
     yield examine_disk(site.state or kit)
 
 
@@ -373,14 +378,6 @@ def _examine_ledger(site: SiteConfig, kit: Path) -> Finding | str:
     return Finding("privacy ledger", found, advice=advice)
 
 
-def _count_sums(site: SiteConfig, kit: Path) -> str:
-    """Return the number of lines in the ledger of sums.
-
-    Raises RefusedError if lines are lost, because then the site refuses jobs with secure aggregation and without noise.
-    """
-    return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
-
-
 def _describe_budgets(site: SiteConfig) -> str:
     """Return the site's privacy budgets in one line, or that it has none."""
     budgets = {unit: f"epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in site.privacy.budgets.items()}
@@ -394,14 +391,6 @@ def _examine_approval(site: SiteConfig, local: Path) -> Finding | str:
     if not (rights := run_check("rights", lambda: _examine_rights(read_settings(local / "authorization.json")))).ok:
         return Finding("approval", f"by digest, but {rights.found}", "set byoc to none: a job's code runs before it is checked")
     return f"by digest; {count_with_noun(len(read_approvals(local)), 'job')} approved"
-
-
-def _promised_gpus(kit: Path) -> int:
-    try:
-        components = read_settings(kit / "local" / "resources.json").get("components", [])
-    except ConfigError:  # the findings about policies report it
-        return 0
-    return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
 
 
 def _examine_revocation(kit: Path) -> Finding | str:

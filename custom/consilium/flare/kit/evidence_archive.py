@@ -149,7 +149,12 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     """
     wanted, files = parse_fingerprint(fingerprint), _read_archive(path)
     manifest = _read_manifest(path, files)
-    own, root = _read_certificates(path, files)
+    try:
+        own, root = load_crt_bytes(files[CERTIFICATE]), load_crt_bytes(files[ROOT])
+        if not all(isinstance(one.public_key(), rsa.RSAPublicKey) for one in (own, root)):
+            raise ValueError("its key is none that FLARE makes")
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{path}: a certificate in it cannot be read ({error})") from None
     _check_signature(path, manifest, files, own, root)
     content = {name: body for name, body in files.items() if name not in (MANIFEST, SIGNATURE)}
     for name in sorted(content.keys() | manifest.files.keys()):
@@ -209,16 +214,6 @@ def _read_manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     if manifest.format != FORMAT or not all(_SUM.fullmatch(one) for one in manifest.files.values()):
         raise ConfigError(f"{path}: {MANIFEST}: format {manifest.format}, expected {FORMAT}; use the version that wrote it")
     return manifest
-
-
-def _read_certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certificate, x509.Certificate]:
-    try:
-        own, root = load_crt_bytes(files[CERTIFICATE]), load_crt_bytes(files[ROOT])
-        if not all(isinstance(one.public_key(), rsa.RSAPublicKey) for one in (own, root)):
-            raise ValueError("its key is none that FLARE makes")
-        return own, root
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{path}: a certificate in it cannot be read ({error})") from None
 
 
 def _check_signature(

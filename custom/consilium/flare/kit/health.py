@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from consilium.config.site import SiteConfig, load_site
+from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.data.text import read_named_list
 from consilium.federation.run_folders import RUNS, STATE
@@ -109,14 +109,8 @@ class HealthReport:
         state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
         found: dict[str, Any] = {"disk_free": _round_down(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
         found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpus()}
-        return found | self._data_facts(site) | last_refusal(state)
-
-    def _data_facts(self, site: SiteConfig) -> dict[str, Any]:
-        """Return whether all data lists could be read, and when this was tried. {} for a site without data lists."""
         paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
-        if not paths:
-            return {}
-        if not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
+        if paths and not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
             readable = True
             for path in paths:
                 try:
@@ -124,7 +118,7 @@ class HealthReport:
                 except ConsiliumError:
                     readable = False
             self._data = {"data_readable": readable, "data_checked": time.time()}
-        return self._data
+        return found | (self._data if paths else {}) | last_refusal(state)
 
 
 def gpus() -> list[list[int]]:

@@ -124,7 +124,11 @@ class AttendanceReport(FLComponent):
         self._answered = self._said = 0.0
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Put the facts into the context that FLARE sends with a heartbeat."""
+        """Put the facts into the context that FLARE sends with a heartbeat.
+
+        After a heartbeat, log an error, at most once a minute, if the kit's certificate is not valid. If the server does not
+        reply either, note the certificate as the cause.
+        """
         if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
             engine = fl_ctx.get_engine()
             if self._health is None:  # the first heartbeat; a job's process sends none
@@ -138,24 +142,17 @@ class AttendanceReport(FLComponent):
                 KEY, own_facts(ends, self._health.facts, job_processes(self._kit, engine)), private=False, sticky=False
             )
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
-            self._warn_of_end()
+            # A connection outlives its certificate, so the site stays connected until the connection breaks.
+            wrong, cause = why_certificate_invalid(self._kit / "startup" / "client.crt")
+            if wrong and (now := time.monotonic()) - self._said >= RETRY:
+                self._said = now
+                if (away := now - self._answered > SILENCE) and cause:
+                    note_cause(self._kit, cause)
+                left = "the server does not answer" if away else "it stays until the connection breaks"
+                logging.getLogger(__name__).error(f"the kit's certificate {wrong}; {left}")
 
     def _note_reply(self, reply: Message) -> None:
         """Note that the server admits the site. FLARE fires its event after a heartbeat even if the server did not reply."""
         if reply.get_header(MessageHeaderKey.RETURN_CODE) == ReturnCode.OK:
             self._answered = time.monotonic()
             note_cause(self._kit, None)
-
-    def _warn_of_end(self) -> None:
-        """While the kit's certificate is not valid, log an error every minute.
-
-        Once the server does not reply, note the certificate as the cause.
-        A connection outlives its certificate, so the site stays connected until the connection breaks.
-        """
-        wrong, cause = why_certificate_invalid(self._kit / "startup" / "client.crt")
-        if wrong and (now := time.monotonic()) - self._said >= RETRY:
-            self._said = now
-            if (away := now - self._answered > SILENCE) and cause:
-                note_cause(self._kit, cause)
-            left = "the server does not answer" if away else "it stays until the connection breaks"
-            logging.getLogger(__name__).error(f"the kit's certificate {wrong}; {left}")

@@ -123,22 +123,17 @@ class Attendance(FLComponent):
                 for client in process[RunProcessKey.PARTICIPANTS].values():
                     jobs.setdefault(client.name, []).append(job_id)
         sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(self._sites.items())}
-        for name, cause in self._refusal_causes(here, disabled).items():
-            sites.setdefault(name, {"here": False, "jobs": []})["cause"] = cause
-        return {"server": own_facts(), "sites": dict(sorted(sites.items()))}
-
-    def _refusal_causes(self, here: set[str], disabled: set[str]) -> dict[str, Cause]:
-        """Return, for sites that are not connected, why the server would refuse them, as far as it knows.
-
-        The server knows the expiry of a certificate only from a heartbeat. It does not see the name of a site whose connection
-        fails before the registration: a kit of another project, or a clock at which the certificate is not yet valid.
-        """
-        found = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
+        # Why the server would refuse sites that are not connected, as far as it knows: a certificate's expiry is known from a
+        # heartbeat only. A site whose connection fails before the registration, as with a kit of another project, has no name.
+        causes = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
         with suppress(ConfigError):  # a damaged revocation list is reported by the doctor
             revoked = revocation.revoked_until(self._kit / "local") if self._kit else {}
             late = {n: self._sites.get(n, {}).get("last_seen", 0.0) for n in revoked if PERSON not in n}
-            found |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # a later one is of a newer kit
-        return {n: cause for n, cause in (found | dict.fromkeys(disabled, Cause.REFUSED)).items() if n not in here}
+            causes |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # a later one is of a newer kit
+        for name, cause in (causes | dict.fromkeys(disabled, Cause.REFUSED)).items():
+            if name not in here:
+                sites.setdefault(name, {"here": False, "jobs": []})["cause"] = cause
+        return {"server": own_facts(), "sites": dict(sorted(sites.items()))}
 
 
 def _is_process(entry: tuple[Any, Any]) -> bool:

@@ -84,7 +84,10 @@ class Review:
         """Return plain JSON values: the sections of the job that matter, and the review."""
         config, cost = self.job.config, self.cost
         found = config.model_dump(mode="json", exclude_none=True)
-        budgets = {} if cost is None else {unit: _finite(values) for unit, values in cost.budgets.items()}
+        budgets = {  # JSON has no infinity
+            unit: {key: None if value == float("inf") else value for key, value in values.items()}
+            for unit, values in (cost.budgets if cost else {}).items()
+        }
         return {
             **{key: found.get(key) for key in REVIEWED},
             **({"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}),
@@ -107,7 +110,8 @@ class Review:
         before = ""
         for name, text in self._rows():
             line = f"{'' if name == before else name:<{MARGIN}}"
-            for word in _visible(shown(text, 600)).split():
+            visible = "".join(c if c.isascii() or _is_plain(c) else ascii(c)[1:-1] for c in shown(text, 600))
+            for word in visible.split():
                 if len(line) > MARGIN and cell_len(f"{line} {word}") > min(width, WIDTH):
                     yield line
                     line = " " * MARGIN
@@ -126,7 +130,13 @@ class Review:
         yield "privacy", _privacy(self.job, self.cost)
         yield from (("budget", text) for text in _budgets(self.site, self.cost))
         yield from (("leaves", text) for text in _leaving(self.job, self.site, self.cost))
-        yield from (("code", text) for text in _code(config, self.app))
+        files = other_files(self.app)
+        if not files and not config.packages:
+            yield "code", "none: the job is configuration only"
+        if files:
+            yield "code", f"UNUSUAL: {count_with_noun(len(files), 'file')} besides the configuration: {json.dumps(files)}"
+        for package, version in config.packages.items():
+            yield "code", f"plug-in {package} {version}, installed here; the digest covers its code"
         yield "settings", f"all of them: {self.app / JOB}"
         yield "digest", self.digest
         if self.approved:
@@ -156,7 +166,10 @@ def review(app: Path, kit: Path) -> Review:
             run = uuid.uuid4().hex  # a new run, of which the ledger has no rows
             generated = site.dataset(config.data.dataset, name)[1] is None
             cost = _cost(guard, site_run_id(name, run, config.digest, ""), generated)
-            _ask_guard(guard, config, run)
+            guard.authorize(Kind.HELLO, run)  # the first tasks of a run
+            if config.statistics is not None and config.cross_site is None:
+                guard.authorize(Kind.STATISTICS, run)
+            guard.end_task()
             _check_checkpoint(config, site)
         except (ConsiliumError, OSError) as error:
             refusal = " ".join(str(error).split()).removeprefix(f"{name}: ")
@@ -172,14 +185,6 @@ def _identity(config: JobConfig, site: SiteConfig, kit: Path, name: str) -> Iden
     private_key_path(kit)
     server = str(read_settings(kit / "startup" / "fed_client.json")["servers"][0]["identity"])
     return read_identity(kit / "startup", name, server, site.secure_aggregation)
-
-
-def _ask_guard(guard: Guard, config: JobConfig, run: str) -> None:
-    """Raise ConsiliumError if the site's guard refuses the first tasks of a new run of the job."""
-    guard.authorize(Kind.HELLO, run)
-    if config.statistics is not None and config.cross_site is None:
-        guard.authorize(Kind.STATISTICS, run)
-    guard.end_task()
 
 
 def _check_checkpoint(config: JobConfig, site: SiteConfig) -> None:
@@ -202,16 +207,6 @@ def _budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[En
     spent = epsilon_for(unit, rows, budget.delta)
     after = epsilon_for(unit, [*rows, *planned], budget.delta)
     return {"spent": spent, "after": after, "budget": budget.epsilon, "delta": budget.delta}
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Return numbers for JSON, which has no infinity: None in its place."""
-    return {key: None if value == float("inf") else value for key, value in values.items()}
-
-
-def _visible(text: str) -> str:
-    """Return a text of `shown` with escapes for what a terminal shows as a blank, not at all, or from right to left."""
-    return "".join(c if c.isascii() or _is_plain(c) else ascii(c)[1:-1] for c in text)
 
 
 def _is_plain(character: str) -> bool:
@@ -320,13 +315,3 @@ def _leaves(job: Job) -> dict[str, Any]:
             "this site's own model, where site.yaml says share_personalized": sum(one.numel() for one in initial.values())
         }
     return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
-
-
-def _code(config: JobConfig, app: Path) -> Iterator[str]:
-    files = other_files(app)
-    if not files and not config.packages:
-        yield "none: the job is configuration only"
-    if files:
-        yield f"UNUSUAL: {count_with_noun(len(files), 'file')} besides the configuration: {json.dumps(files)}"
-    for package, version in config.packages.items():
-        yield f"plug-in {package} {version}, installed here; the digest covers its code"

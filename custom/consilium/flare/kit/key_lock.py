@@ -53,7 +53,10 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
     certificate_path(kit)
     check_stopped(kit)
     path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), unlocked_keys(kit)
-    if others := _other_keys(kit):
+    # private keys in clear outside startup/, such as the former key that `update-kit` leaves in startup.old
+    found = (one for one in kit.rglob("*.key") if one.is_file() and not one.is_symlink())
+    ours = (kit / "startup", *kit.glob(f"{PREFIX}*"))
+    if others := sorted(one for one in found if one.parent not in ours and b"PRIVATE KEY" in one.read_bytes()[:4096]):
         raise ConfigError(f"{others[0]}: a private key in clear; move {others[0].parent} out of the kit, or delete it")
     if not path.is_file():
         private_key_path(kit)
@@ -71,13 +74,6 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
         shutil.rmtree(folder)
     for half in (kit / "startup").glob(".*.key.*"):  # left by an interrupted unlock for good
         half.unlink()
-
-
-def _other_keys(kit: Path) -> list[Path]:
-    """Return private keys in clear outside startup/, such as the former key that `update-kit` leaves in startup.old."""
-    found = (one for one in kit.rglob("*.key") if one.is_file() and not one.is_symlink())
-    ours = (kit / "startup", *kit.glob(f"{PREFIX}*"))
-    return sorted(one for one in found if one.parent not in ours and b"PRIVATE KEY" in one.read_bytes()[:4096])
 
 
 def _read_pem(key: Path) -> str:

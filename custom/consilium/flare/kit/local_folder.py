@@ -99,18 +99,14 @@ def update_local(folder: Path) -> Path:
     path = folder / "local" / "resources.json"
     for file in (path, path.with_name("privacy.json")):
         if file.is_file():
-            text = file.read_text(encoding="utf-8")
-            write_atomic(file, re.sub(r'"consilium\.[\w.]*\.(\w+)"', _current_class_path, text).encode())
+            paths, text = re.compile(r'"consilium\.[\w.]*\.(\w+)"'), file.read_text(encoding="utf-8")
+            text = paths.sub(lambda one: f'"{CLASS_PATHS[one[1]]}"' if one[1] in CLASS_PATHS else one[0], text)
+            write_atomic(file, text.encode())
     if path.is_file() and (missing := missing_components(folder, role)):
         found = read_settings(path)
         added = [one for one in COMPONENTS[role] if one["id"] in missing]
         _write_json(path, found | {"components": [*found.get("components", []), *added]})
     return allow_classes(folder, role)
-
-
-def _current_class_path(former: re.Match[str]) -> str:
-    """Return the current path, in quotes, of the class in a match. Other names are returned unchanged."""
-    return f'"{CLASS_PATHS[former[1]]}"' if former[1] in CLASS_PATHS else former[0]
 
 
 def missing_components(kit: Path, role: str) -> list[str]:

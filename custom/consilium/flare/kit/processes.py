@@ -31,20 +31,20 @@ PATIENCE, ATTEMPTS = 10.0, 5
 
 def processes(kit: Path, jobs_only: bool = False) -> list[psutil.Process]:
     """Return the running processes of a kit that this user may see, those in containers too. `jobs_only`: only its jobs'."""
-    return [one for one in psutil.process_iter(["cmdline"]) if _runs_for(one, kit, jobs_only)]
-
-
-def _runs_for(process: psutil.Process, kit: Path, jobs_only: bool) -> bool:
-    words = process.info["cmdline"] or []
-    # other commands may have the same words: an editor or a backup of the script, a search for the module's name
-    runs = [after for word, after in pairwise(words) if word == "-m" and after.startswith(MODULES)]
-    if words and os.path.basename(words[0]) in SHELLS:
-        script = next((word for word in words[1:] if not word.startswith("-")), "")
-        runs += [script] * (os.path.basename(script) == START)
-    if not runs or (jobs_only and not runs[0].endswith(JOBS)):
-        return False
-    folders = [word if word != runs[0] else os.path.dirname(os.path.dirname(word)) for word in words if word.startswith("/")]
-    return any(_is_kit_path(process.pid, folder, kit) for folder in folders)
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        # other commands may have the same words: an editor or a backup of the script, a search for the module's name
+        runs = [after for word, after in pairwise(words) if word == "-m" and after.startswith(MODULES)]
+        if words and os.path.basename(words[0]) in SHELLS:
+            script = next((word for word in words[1:] if not word.startswith("-")), "")
+            runs += [script] * (os.path.basename(script) == START)
+        if not runs or (jobs_only and not runs[0].endswith(JOBS)):
+            continue
+        folders = [one if one != runs[0] else os.path.dirname(os.path.dirname(one)) for one in words if one.startswith("/")]
+        if any(_is_kit_path(process.pid, folder, kit) for folder in folders):
+            found.append(process)
+    return found
 
 
 def _is_kit_path(pid: int, folder: str, kit: Path) -> bool:
