@@ -261,19 +261,15 @@ def plain_file(folder: Path, name: str, most: int | None = None) -> Path:
     except (OSError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or "a link to itself"
         raise CheckpointError(f"model.checkpoint: {path}: cannot be read ({why}); {WANTED}") from None
-    if not real.is_relative_to(home) and real.parent != _blobs(home):
+    cache = home.parent.parent  # in Hugging Face's cache `home` is models--NAME/snapshots/REVISION
+    cached = home.parent.name == "snapshots" and cache.name.startswith("models--") and real.parent == cache / "blobs"
+    if not real.is_relative_to(home) and not cached:
         raise CheckpointError(f"model.checkpoint: {path}: a link to {real}, outside the folder; copy the file into the folder")
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"model.checkpoint: {path}: no plain file; {WANTED}")
     if most is not None and found.st_size > most:
         raise CheckpointError(f"model.checkpoint: {path}: {found.st_size:,} bytes, at most {most:,} are read; fetch it again")
     return real
-
-
-def _blobs(home: Path) -> Path | None:
-    """Return the `blobs` folder for a folder of Hugging Face's cache (models--NAME/snapshots/REVISION); None for others."""
-    cache = home.parent.parent
-    return cache / "blobs" if home.parent.name == "snapshots" and cache.name.startswith("models--") else None
 
 
 def _link(view: Path, folder: Path, name: str, most: int | None = None) -> None:

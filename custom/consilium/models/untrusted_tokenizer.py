@@ -322,22 +322,17 @@ def _end_of_atom(text: str, at: int) -> int:
         if found := _ESCAPE.match(text, at):
             return found.end()
         raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
-    if text[at] == "[":
-        return _end_of_class(text, at)
+    if text[at] == "[":  # a class, which may hold others
+        begin, at = at, at + (2 if text[at + 1 : at + 2] == "^" else 1)
+        if text[at : at + 1] == "]":
+            raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
+        while at < len(text) and text[at] != "]":
+            at = _end_of_atom(text, at) if text[at] in "\\[" else at + 1
+        if at >= len(text):
+            raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
+        return at + 1
     if text[at] in "](){}*+?|^$":
         raise ValueError(f"{text[at]!r} at character {at + 1} has a meaning that is not allowed there")
-    return at + 1
-
-
-def _end_of_class(text: str, at: int) -> int:
-    """Return where a class in brackets ends, which may hold others."""
-    begin, at = at, at + (2 if text[at + 1 : at + 2] == "^" else 1)
-    if text[at : at + 1] == "]":
-        raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
-    while at < len(text) and text[at] != "]":
-        at = _end_of_atom(text, at) if text[at] in "\\[" else at + 1
-    if at >= len(text):
-        raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
     return at + 1
 
 

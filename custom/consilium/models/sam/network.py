@@ -170,18 +170,7 @@ def build_sam(
     step = shape.patch * (1 + shape.adapted)  # SAM-Med2D's adapters halve the grid of patches
     require_multiple(size, step, f"{'twice the patch size,' if shape.adapted else 'the patch size'} {step}")
     state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
-    model = _lay_out(shape, size, MASK_TOKENS - 1 if prompt == "box" else max(classes, MASK_TOKENS - 1))
-    if state is not None:
-        _fill(model, state, checkpoint or TINY_WEIGHTS)
-    if attention == "fused":
-        use_fused(model)
-    model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
-    model.prompt, model.use_checkpointing = prompt, gradient_checkpointing
-    return model.eval()
-
-
-def _lay_out(shape: Shape, size: int, multimask: int) -> PromptedSam:
-    """Return an uninitialized SAM of this shape; the numbers not in Shape are those of Meta's build_sam."""
+    # the numbers that are not in Shape are those of Meta's build_sam
     grid = size // shape.patch
     encoder = ImageEncoderViT(
         depth=shape.depth, embed_dim=shape.width, img_size=size, mlp_ratio=4, num_heads=shape.heads, patch_size=shape.patch,
@@ -195,13 +184,19 @@ def _lay_out(shape: Shape, size: int, multimask: int) -> PromptedSam:
         depth=2, embedding_dim=shape.prompt, mlp_dim=shape.decoder_mlp, num_heads=shape.decoder_heads
     )
     decoder = MaskDecoder(
-        num_multimask_outputs=multimask, transformer=transformer, transformer_dim=shape.prompt,
-        iou_head_depth=3, iou_head_hidden_dim=shape.prompt,
+        num_multimask_outputs=MASK_TOKENS - 1 if prompt == "box" else max(classes, MASK_TOKENS - 1), transformer=transformer,
+        transformer_dim=shape.prompt, iou_head_depth=3, iou_head_hidden_dim=shape.prompt,
     )  # fmt: skip
-    sam = PromptedSam(encoder, prompts, decoder, [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    model = PromptedSam(encoder, prompts, decoder, [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
     if shape.adapted:
-        med2d.add_adapters(sam)
-    return sam
+        med2d.add_adapters(model)
+    if state is not None:
+        _fill(model, state, checkpoint or TINY_WEIGHTS)
+    if attention == "fused":
+        use_fused(model)
+    model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
+    model.prompt, model.use_checkpointing = prompt, gradient_checkpointing
+    return model.eval()
 
 
 def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
