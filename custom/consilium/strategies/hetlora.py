@@ -64,7 +64,12 @@ class HetLoRA(UnequalRanks):
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
         shared = mean_others(state, results, shares(results)) | self._averages(state, ends, share)
-        sites = state.sites | {name: {"rank": self._next_rank(results[name], end)} for name, end in ends.items()}
+        sites = dict(state.sites)
+        for name, end in ends.items():  # a site's rank shrinks if the norms of its ranks beyond `kept` shrank in the round
+            rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
+            kept, start = max(1, int(self.prune * rank)), results[name].sent.tensors
+            shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(start, kept))
+            sites[name] = {"rank": torch.tensor([kept if shrunk else rank])}
         reported = state.reported | dict.fromkeys(results, state.round)
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
@@ -79,13 +84,6 @@ class HetLoRA(UnequalRanks):
                 a[: len(own_a)] += share[name] * own_a.double()
             found |= pair(layer, (b.float(), a.float()))
         return found
-
-    def _next_rank(self, upload: SiteResult, end: Tensors) -> Tensor:
-        """Return the site's next rank (1,): g times its last rank if the norms of the ranks beyond that shrank in the round."""
-        rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
-        kept = max(1, int(self.prune * rank))
-        shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(upload.sent.tensors, kept))
-        return torch.tensor([kept if shrunk else rank])
 
     # client half ------------------------------------------------------------------------------------------------------
 
