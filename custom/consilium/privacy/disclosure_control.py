@@ -229,9 +229,15 @@ def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
     """Return the part of a site's counts that may leave."""
     _, single = class_cells(config.task)
     enough = {split for split, people in counted.people.items() if len(set(people)) >= minimum}
-    splits: Any = {
-        split: _split_statistics(counted, split, single, minimum) if split in enough else None for split in counted.people
-    }
+    splits: Any = dict.fromkeys(counted.people)
+    for split in enough:
+        people, cells = counted.people[split], counted.classes[split]
+        if single:
+            classes = _merged_groups(cells, people, minimum)
+        else:
+            classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in separable_classes(counted, split, minimum))
+        patients = len(set(people)) if counted.patients[split] else None
+        splits[split] = SplitStatistics(samples=len(people), patients=patients, classes=classes)
     people = counted.people["training"] if "training" in enough else []
     tables = {name: _merged_groups(getattr(counted, name), people, minimum) for name in ("sizes", "spacing", "lengths")}
     shown = separable_classes(counted, "training", minimum) if people and not single else []
@@ -240,16 +246,6 @@ def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
     )
     greys_of = _grey_shares(counted, config, minimum) if people else ()
     return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys_of, **tables)
-
-
-def _split_statistics(counted: Tally, split: str, single: bool, minimum: int) -> SplitStatistics:
-    people, cells = counted.people[split], counted.classes[split]
-    if single:
-        classes = _merged_groups(cells, people, minimum)
-    else:
-        classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in separable_classes(counted, split, minimum))
-    patients = len(set(people)) if counted.patients[split] else None
-    return SplitStatistics(samples=len(people), patients=patients, classes=classes)
 
 
 def _merged_groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: int) -> tuple[Group, ...]:

@@ -24,7 +24,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import open_private, private_folder
 from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
@@ -244,24 +243,20 @@ def _check_planned(rows: list[Entry], planned: list[Entry], budgets: Budgets) ->
             raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
     new = [entry for entry in planned if entry.key not in known]
     for unit, budget in budgets.items() if any(entry.count for entry in new) else ():
-        _check_budget(unit, budget, rows, new)
+        after = epsilon_for(unit, [*rows, *new], budget.delta)
+        if after <= budget.epsilon * (1 + 1e-6):
+            continue
+        before = epsilon_for(unit, rows, budget.delta)
+        why = "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
+        if new[0].unit != unit:
+            why = f"the job is {new[0].unit} level: {why}"
+        raise RefusedError(
+            f"privacy budget: one {unit} of data set {new[0].dataset!r} has spent epsilon {before:.4g} of {budget.epsilon:g} "
+            f"at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; {why}",
+            Reason.BUDGET,
+            "the privacy budget does not allow the job",
+        )
     return bool(new)
-
-
-def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[Entry]) -> None:
-    after = epsilon_for(unit, [*rows, *planned], budget.delta)
-    if after <= budget.epsilon * (1 + 1e-6):
-        return
-    before = epsilon_for(unit, rows, budget.delta)
-    why = "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
-    if planned[0].unit != unit:
-        why = f"the job is {planned[0].unit} level: {why}"
-    raise RefusedError(
-        f"privacy budget: one {unit} of data set {planned[0].dataset!r} has spent epsilon {before:.4g} of {budget.epsilon:g} "
-        f"at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; {why}",
-        Reason.BUDGET,
-        "the privacy budget does not allow the job",
-    )
 
 
 def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[str, Any]]:
@@ -350,7 +345,13 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside_damaged(records, stamp)
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
-    changed = _reseal_or_replace(ledger)
+    try:
+        changed = ledger.reseal()
+    except RefusedError as error:
+        if getattr(error.__context__, "sqlite_errorname", "") == "SQLITE_BUSY":
+            raise  # a job is writing to it, so it is a valid ledger
+        ledger.path.unlink(missing_ok=True)
+        changed = ledger.reseal()
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(told) - {*ledger.seals()}))
     said = {
         "kind": ACCEPTANCE,
@@ -380,16 +381,6 @@ def _unused_stamp(records: Path, ledger: Ledger) -> str:
     names = (now if number == 1 else f"{now}-{number}" for number in count(1))
     kinds = FILE, sum_ledger.FILE, ledger.path.name
     return next(name for name in names if not taken & {f"{kind}.{name}" for kind in kinds})
-
-
-def _reseal_or_replace(ledger: Ledger) -> int:
-    try:
-        return ledger.reseal()
-    except RefusedError as error:
-        if getattr(error.__context__, "sqlite_errorname", "") == "SQLITE_BUSY":
-            raise  # a job is writing to it, so it is a valid ledger
-        ledger.path.unlink(missing_ok=True)
-        return ledger.reseal()
 
 
 def _lost_seals(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> Iterator[tuple[Path, str]]:
