@@ -91,7 +91,14 @@ class GroupScores:
         """The sites that count in means, as lists. Sites that were scored on the same test split are in one list."""
         found = [{site} for site in self.inside]
         for run in self.group.runs.values():
-            for together in _sites_on_one_split(run, self.inside):
+            # On the same samples the global model's losses are equal. A loss that equals the frozen model's proves nothing:
+            # a head that starts at zero has the same loss on all pictures.
+            alike: dict[tuple[float | None, ...], set[str]] = {}
+            for site in self.inside:
+                scores = tuple(finite_score(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
+                if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
+                    alike.setdefault(scores, set()).add(site)
+            for together in alike.values():
                 apart = [one for one in found if not one & together]
                 found = [*apart, together.union(*(one for one in found if one & together))]
         return sorted(sorted(one) for one in found)
@@ -155,19 +162,6 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
                 there = "not scored there" if values.get(key) is None else "not finite"
                 missing[key] = there if key[:2] in group.runs else group.absent.get(key[:2], "no run with this seed")
     return GroupScores(group, stage, metric, cells, missing, without)
-
-
-def _sites_on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
-    """Return sets of sites that a run scored on the same samples, found by equal losses of the global model.
-
-    A loss that equals the frozen model's proves nothing, because a head that starts at zero has the same loss on all pictures.
-    """
-    found: dict[tuple[float | None, ...], set[str]] = {}
-    for site in sites:
-        scores = tuple(finite_score(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
-        if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
-            found.setdefault(scores, set()).add(site)
-    return [one for one in found.values() if len(one) > 1]
 
 
 def interval(values: Sequence[float]) -> Interval | None:
