@@ -91,7 +91,11 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
     """
     folder = folder.absolute()
     made = folder.with_name(f".{folder.name}.{os.getpid()}")
-    for left in [made, *_stale_folders(folder)]:
+    found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
+    ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
+    # unfinished folders of exports to `folder` whose processes have ended
+    stale = [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
+    for left in [made, *stale]:
         shutil.rmtree(left, ignore_errors=True)
     made.mkdir(parents=True)
     try:
@@ -101,13 +105,6 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
         raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-def _stale_folders(folder: Path) -> list[Path]:
-    """Return the unfinished folders of exports to `folder` whose processes have ended."""
-    found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
-    ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
-    return [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
 
 
 def _swap_in(made: Path, folder: Path, force: bool) -> None:

@@ -194,7 +194,11 @@ def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tup
 def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError if a file written for the inputs `apart` would replace an input or, without `force`, any file."""
     names = [*_common_files(task), *(name for one in apart for name in _files_of(task, one, wanted))]
-    _check_inputs(names, inputs, wanted)
+    originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
+    for name in names:
+        path = wanted.out / name
+        if path.exists() and _file_identity(path) in originals:  # not even with `force`
+            raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
     if wanted.out.exists() and not wanted.out.is_dir():
         raise ConfigError(f"{wanted.out}: is a file; give a folder")
     inside = {folder for name in names for folder in Path(name).parents if folder != Path()}
@@ -220,15 +224,6 @@ def _files_of(task: str, one: Input, wanted: OutputOptions) -> list[str]:
     mask = mask_name(one.name)
     more = [overlay_name(mask)] if wanted.overlays else []
     return [mask, *more, *([probability_name(mask)] if wanted.probabilities else [])]
-
-
-def _check_inputs(names: list[str], inputs: list[Input], wanted: OutputOptions) -> None:
-    """Raise ConfigError, even with `force`, if a file would replace an input or a file of an input's series."""
-    originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
-    for name in names:
-        path = wanted.out / name
-        if path.exists() and _file_identity(path) in originals:
-            raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
 
 
 def _file_identity(path: Path) -> tuple[int, int]:
