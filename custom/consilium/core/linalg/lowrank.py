@@ -151,9 +151,15 @@ def spectrum(update: Update, top: int, tolerance: float = TOLERANCE, start: Tens
     top = min(top, *update.shape)
     if update.dense is None:
         found = _spectrum_of_factors(update, top)
-    else:
-        certain = certified(update.dense, top, tolerance, start) if min(update.dense.shape) > SMALL else None
-        found = _full_svd(update.dense, top) if certain is None else certain
+    elif min(update.dense.shape) > SMALL and (certain := certified(update.dense, top, tolerance, start)) is not None:
+        found = certain
+    else:  # the full SVD, in float64 for a small W; a wide W is transposed (twice as fast)
+        whole = update.dense.double() if min(update.dense.shape) <= SMALL else update.dense
+        wide = whole.shape[0] < whole.shape[1]
+        u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
+        u, vt = (vt.T, u.T) if wide else (u, vt)
+        error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
+        found = Spectrum(u[:, :top], values[:top].double(), vt[:top], squared_norm(update.dense), error)
     dtype, left, values, right = update.left.dtype, found.left, found.values, found.right
     if values.numel():  # fix signs, and set values to 0 that are only rounding noise
         largest = left.gather(0, left.abs().argmax(0, keepdim=True))[0]
@@ -172,16 +178,6 @@ def _spectrum_of_factors(update: Update, top: int) -> Spectrum:
     u, values, vt = torch.linalg.svd(core, full_matrices=False)
     error = 1e-14 * float(upper.norm() * lower.norm())
     return Spectrum(left @ u[:, :top], values[:top], vt[:top] @ right.T, float(core.square().sum()), error)
-
-
-def _full_svd(dense: Tensor, top: int) -> Spectrum:
-    """Return the full SVD: in float64 for a small W, otherwise in its own precision. A wide W is transposed (twice as fast)."""
-    whole = dense.double() if min(dense.shape) <= SMALL else dense
-    wide = whole.shape[0] < whole.shape[1]
-    u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
-    u, vt = (vt.T, u.T) if wide else (u, vt)
-    error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
-    return Spectrum(u[:, :top], values[:top].double(), vt[:top], squared_norm(dense), error)
 
 
 # sites ----------------------------------------------------------------------------------------------------------------
@@ -240,11 +236,11 @@ def alignments_with(sites: Mapping[str, Sequence[Product]], updates: Mapping[str
     """
     inners = []
     for name, products in sites.items():
-        wide = updates[name]
-        if wide.dense is None:
-            row = [inner(one, (wide.left, wide.right)) for one in products]
+        update = updates[name]
+        if update.dense is None:
+            row = [inner(one, (update.left, update.right)) for one in products]
         else:  # only the r rows B' W are formed
-            row = [float(((b.double().T @ wide.dense.double()) * a.double()).sum()) for b, a in products]
+            row = [float(((b.double().T @ update.dense.double()) * a.double()).sum()) for b, a in products]
         inners.append(torch.tensor(row))
     towards = summed(inners)
     norms = summed([gram(products).diagonal() for products in sites.values()]).clamp(min=0).sqrt()
