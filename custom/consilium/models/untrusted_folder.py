@@ -120,7 +120,10 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
     """
     model = read_json(folder, "config.json") if _present(folder / "config.json") else None
     given = read_json(folder, "tokenizer_config.json") if _present(folder / "tokenizer_config.json") else None
-    if given and "auto_map" in given and isinstance(name := given.get("tokenizer_class"), str) and not _has_tokenizer(name):
+    name = given.get("tokenizer_class") if given and "auto_map" in given else None
+    if isinstance(name, str) and not (
+        _CLASS.fullmatch(name) and any(map(tokenizer_class_from_name, (name, name.removesuffix("Fast"))))
+    ):  # its class is not part of `transformers`
         raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read; {CODELESS}")
     with _temporary_view() as view:
         if model is not None:
@@ -147,13 +150,6 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
             if _present(folder / name):
                 _link(view, folder, name, LARGEST_JSON)
         yield view
-
-
-def _has_tokenizer(name: str) -> bool:
-    """Return whether a tokenizer's class is part of `transformers`."""
-    if not _CLASS.fullmatch(name):
-        return False
-    return any(tokenizer_class_from_name(one) is not None for one in (name, name.removesuffix("Fast")))
 
 
 def _tokenizer_entries(config: Mapping[str, Any]) -> dict[str, str]:

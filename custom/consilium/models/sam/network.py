@@ -98,7 +98,16 @@ class PromptedSam(Sam):
         SAM's own `predict_masks` for N images with one prompt each; only the asked tokens' heads are computed.
         """
         decoder, count = self.mask_decoder, embedding.shape[0]
-        sparse, dense = self._encode_prompts(prompts)
+        encoder = self.prompt_encoder
+        sparse, dense = encoder(points=None, boxes=None, masks=None)  # (N or 1, n, width), (N or 1, width, h, w)
+        if prompts is not None and prompts.shape[-1] == 4:
+            sparse = encoder(points=None, boxes=fill_missing_boxes(prompts, encoder.input_image_size[0]), masks=None)[0]
+        elif prompts is not None:
+            points, labels = fill_missing_points(prompts[:, None])
+            place = encoder.pe_layer.forward_with_coords(points + 0.5, encoder.input_image_size)
+            nothing = encoder.not_a_point_embed.weight[None].expand_as(place)
+            point = torch.where(labels[..., None] == 1, place + encoder.point_embeddings[1].weight, nothing)
+            sparse = torch.cat([point, nothing], 1)  # SAM's own padding of points without a box
         output = torch.cat([decoder.iou_token.weight, decoder.mask_tokens.weight]).expand(count, -1, -1)
         queries = torch.cat([output, sparse.expand(count, -1, -1)], dim=1)
         positions = self.prompt_encoder.get_dense_pe().expand(count, -1, -1, -1)
@@ -114,20 +123,6 @@ class PromptedSam(Sam):
         low = self.decode(embedding.repeat_interleave(count, 0), flat, tokens).unflatten(0, prompts.shape[:2])
         own = torch.arange(count)
         return low[:, own, own] if self.prompt == "point" else low[:, :, 0]
-
-    def _encode_prompts(self, prompts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return SAM's encoding of a prompt for each picture: (N or 1, n, width), (N or 1, width, h, w)."""
-        encoder = self.prompt_encoder
-        sparse, dense = encoder(points=None, boxes=None, masks=None)
-        if prompts is None:
-            return sparse, dense
-        if prompts.shape[-1] == 4:
-            return encoder(points=None, boxes=fill_missing_boxes(prompts, encoder.input_image_size[0]), masks=None)[0], dense
-        points, labels = fill_missing_points(prompts[:, None])
-        place = encoder.pe_layer.forward_with_coords(points + 0.5, encoder.input_image_size)
-        nothing = encoder.not_a_point_embed.weight[None].expand_as(place)
-        point = torch.where(labels[..., None] == 1, place + encoder.point_embeddings[1].weight, nothing)
-        return torch.cat([point, nothing], 1), dense  # SAM's own padding of points without a box
 
 
 def require_prompts(prompts: Tensor | None, kind: Prompt) -> Tensor:
