@@ -64,10 +64,7 @@ class FedHEAL(FedIT):
         kept = self.weights(state, {name: sum(float(t.norm()) for _, t in sorted(one.items())) for name, one in masked.items()})
         share = normalize_weights({name: float(kept[name][WEIGHT]) for name in masks})
         shared = {}
-        for (
-            n,
-            value,
-        ) in state.shared.items():  # for each number over the sites whose mask is 1 there; unchanged if there are none
+        for n, value in state.shared.items():  # each number over the sites whose mask is 1 there; unchanged without one
             weight = summed([share[site] * masks[site][n] for site in share])
             total = summed([share[site] * masked[site][n] for site in share])
             shared[n] = (value.double() + total / weight.clamp(min=1e-300)).to(value.dtype)

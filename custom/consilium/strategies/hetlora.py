@@ -63,7 +63,14 @@ class HetLoRA(UnequalRanks):
         norms = {name: sum(lowrank.norm(factors(end, n)) ** 2 for n in shapes(end)) ** 0.5 for name, end in ends.items()}
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
-        shared = mean_others(state, results, shares(results)) | self._averages(state, ends, share)
+        shared = mean_others(state, results, shares(results))
+        for layer in shapes(state.shared):
+            b, a = (torch.zeros_like(one, dtype=torch.float64) for one in factors(state.shared, layer))
+            for name, end in ends.items():
+                own_b, own_a = factors(end, layer)
+                b[:, : own_b.shape[1]] += share[name] * own_b.double()
+                a[: len(own_a)] += share[name] * own_a.double()
+            shared |= pair(layer, (b.float(), a.float()))
         sites = dict(state.sites)
         for name, end in ends.items():  # a site's rank shrinks if the norms of its ranks beyond `kept` shrank in the round
             rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
@@ -73,17 +80,6 @@ class HetLoRA(UnequalRanks):
         reported = state.reported | dict.fromkeys(results, state.round)
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
-
-    def _averages(self, state: ServerState, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
-        found: Tensors = {}
-        for layer in shapes(state.shared):
-            b, a = (torch.zeros_like(one, dtype=torch.float64) for one in factors(state.shared, layer))
-            for name, end in ends.items():
-                own_b, own_a = factors(end, layer)
-                b[:, : own_b.shape[1]] += share[name] * own_b.double()
-                a[: len(own_a)] += share[name] * own_a.double()
-            found |= pair(layer, (b.float(), a.float()))
-        return found
 
     # client half ------------------------------------------------------------------------------------------------------
 
