@@ -244,8 +244,15 @@ def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
     areas = tuple(
         Portion(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown if counted.areas[name]
     )
-    greys_of = _grey_shares(counted, config, minimum) if people else ()
-    return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys_of, **tables)
+    greys: tuple[Portion, ...] = ()
+    if people and counted.light and config.statistics is not None:
+        # the mean share of each grey level over samples; bins that occur in the pictures of few people are merged
+        shares, names = np.stack(counted.light), grey_bin_names(config.statistics.bins)
+        reached = {name: np.flatnonzero(column).tolist() for name, column in zip(names, shares.T, strict=True)}
+        mean = dict(zip(names, shares.mean(0), strict=True))
+        groups = merge_small_cells(reached, people, minimum)
+        greys = tuple(Portion(names=group, share=round(min(1.0, float(sum(mean[n] for n in group))), 3)) for group in groups)
+    return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys, **tables)
 
 
 def _merged_groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: int) -> tuple[Group, ...]:
@@ -253,14 +260,3 @@ def _merged_groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], mi
         return ()
     groups = merge_small_cells(cells, people, minimum)
     return tuple(Group(names=names, samples=sum(len(cells[n]) for n in names)) for names in groups)
-
-
-def _grey_shares(counted: Tally, config: JobConfig, minimum: int) -> tuple[Portion, ...]:
-    """Return the mean share of each grey level over samples; bins that occur in the pictures of few people are merged."""
-    if not counted.light or config.statistics is None:
-        return ()
-    shares, names = np.stack(counted.light), grey_bin_names(config.statistics.bins)
-    reached = {name: np.flatnonzero(column).tolist() for name, column in zip(names, shares.T, strict=True)}
-    mean = dict(zip(names, shares.mean(0), strict=True))
-    groups = merge_small_cells(reached, counted.people["training"], minimum)
-    return tuple(Portion(names=group, share=round(min(1.0, float(sum(mean[n] for n in group))), 3)) for group in groups)

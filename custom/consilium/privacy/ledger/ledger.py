@@ -185,7 +185,16 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     columns = [name for name in COLUMNS if name != LATER or LATER in known]
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
-        entry = _row_to_entry(dict(zip(columns, values, strict=True)), number, path)
+        row = dict(zip(columns, values, strict=True))
+        numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
+        named = ("run", "job", "dataset", "unit", LATER)
+        texts = [value for name, value in row.items() if name in named and value is not None]
+        right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
+        if row["unit"] not in UNITS or not right:
+            raise RefusedError(
+                f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
+            )
+        entry = Entry(**row | {"private": bool(row["private"])})
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
@@ -199,19 +208,6 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
 
 def _columns(db: sqlite3.Connection) -> set[str]:
     return {name for _, name, *_ in db.execute("PRAGMA table_info(releases)")}
-
-
-def _row_to_entry(row: dict[str, Any], number: int, path: Path) -> Entry:
-    """Return a row as an Entry. Raises RefusedError for values of the wrong type or an unknown unit."""
-    numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
-    named = ("run", "job", "dataset", "unit", LATER)
-    texts = [value for name, value in row.items() if name in named and value is not None]
-    right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
-    if row["unit"] not in UNITS or not right:
-        raise RefusedError(
-            f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
-        )
-    return Entry(**row | {"private": bool(row["private"])})
 
 
 def _insert(db: sqlite3.Connection, entry: Entry, before: str, when: float) -> str:
@@ -342,7 +338,12 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
     kept under other names. A file that is not a ledger is replaced by an empty ledger.
     """
     stamp = _unused_stamp(records, ledger)
-    copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside_damaged(records, stamp)
+    copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), []
+    for path in sorted(records.rglob(FILE)):  # damaged records are kept under other names, but no longer read
+        try:
+            lines(path)
+        except RefusedError:
+            aside.append(str(path.rename(path.with_name(f"{FILE}.{stamp}"))))
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
     try:
@@ -397,14 +398,3 @@ def read_accepted_seals(records: Path, read: Mapping[Path, list[Line]] = {}) -> 
     own = read[path] if path in read else lines(path) if path.is_file() else []
     found = [line for line in own if line.get("kind") == ACCEPTANCE]
     return {seal for line in found for seal in line.get("lost", []) if isinstance(seal, str)}
-
-
-def _set_aside_damaged(records: Path, stamp: str) -> list[str]:
-    """Rename damaged records, so that they are kept but no longer read; return their new names."""
-    found = []
-    for path in sorted(records.rglob(FILE)):
-        try:
-            lines(path)
-        except RefusedError:
-            found.append(str(path.rename(path.with_name(f"{FILE}.{stamp}"))))
-    return found
