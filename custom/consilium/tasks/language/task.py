@@ -91,23 +91,22 @@ class LanguageTask:
         If the site failed instead, a malicious tokenizer that rejects certain words would reveal which sites hold them.
         """
         try:
-            self._check_kind(text)
+            where = f"where task.learn is {self.config.learn}"
+            if self._compares and not text.rejected:
+                raise UnfitError(
+                    f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected"
+                )
+            if text.rejected and not self._compares:
+                raise UnfitError(
+                    f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per "
+                    "record"
+                )
             return text, *self._encoded(text)
         except (UnfitError, CheckpointError):
             if not self.quiet:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
         return empty, *self._encoded(empty)
-
-    def _check_kind(self, text: Text) -> None:
-        """Raise UnfitError for a preference where single answers are learned, or for the opposite."""
-        where = f"where task.learn is {self.config.learn}"
-        if self._compares and not text.rejected:
-            raise UnfitError(f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected")
-        if text.rejected and not self._compares:
-            raise UnfitError(
-                f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per record"
-            )
 
     def _encoded(self, text: Text) -> list[Encoded]:
         """Return a record's tokens and, for preferences, those of its rejected answer."""

@@ -165,7 +165,12 @@ def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: 
         documents = Counter(gram for refs in counted for gram in set().union(*refs))
         for one, texts, refs in zip(written, references, counted, strict=True):
             vector = _weigh(_grams(words(one), n), documents, len(written))
-            close = [_clipped_cosine(vector, _weigh(ref, documents, len(written))) for ref in refs]
+            close = []
+            for ref in refs:
+                true = _weigh(ref, documents, len(written))
+                norms = math.hypot(*vector.values()) * math.hypot(*true.values())
+                both = sum(min(value, true[gram]) * true[gram] for gram, value in vector.items() if gram in true)
+                close.append(both / norms if norms else 0.0)
             own, *others = (max(len(words(text)) - 1, 0) for text in (one, *texts))
             penalties = [math.exp(-((own - other) ** 2) / (2 * 6.0**2)) for other in others]
             total += sum(c * penalty for c, penalty in zip(close, penalties, strict=True)) / len(refs)
@@ -184,8 +189,3 @@ def _grams(tokens: Sequence[str], n: int) -> Grams:
 
 def _weigh(grams: Grams, documents: Counter[tuple[str, ...]], count: int) -> dict[tuple[str, ...], float]:
     return {g: c * math.log(count / max(1, documents[g])) for g, c in grams.items()}
-
-
-def _clipped_cosine(own: dict[tuple[str, ...], float], true: dict[tuple[str, ...], float]) -> float:
-    norms = math.hypot(*own.values()) * math.hypot(*true.values())
-    return sum(min(value, true[gram]) * true[gram] for gram, value in own.items() if gram in true) / norms if norms else 0.0
