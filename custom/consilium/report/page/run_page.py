@@ -84,7 +84,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "facts": _facts(record, simulated),
         "running": record.results is None,
         "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
-        "models": score_intervals_figure("models", record.closing, record.metric, label),
+        "models": score_intervals_figure(record.closing, record.metric, label),
         "meant": MEANT,
         "crossed": None if crossed is None else crossed.table(),
         "confused": confused,
