@@ -56,19 +56,17 @@ def _check_record(folder: Path) -> None:
         raise ConfigError(f"--output {shown(folder)}: is there and is not an earlier export; choose another folder")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if name != RECORD and not _is_ours(path, name, listed):
+        if name == RECORD:
+            continue
+        if path.is_dir():
+            ours = any(one.startswith(f"{name}/") for one in listed)
+        else:
+            ours = not path.is_symlink() and path.is_file() and name in listed and file_hash(path) == listed[name]
+        if path.is_symlink() or not ours:
             raise ConfigError(
                 f"--output {shown(folder)}: {shown(name)!r} is not as the earlier export wrote it; move it away, or choose "
                 "another folder"
             )
-
-
-def _is_ours(path: Path, name: str, listed: dict[str, str]) -> bool:
-    if path.is_symlink():
-        return False
-    if path.is_dir():
-        return any(one.startswith(f"{name}/") for one in listed)
-    return path.is_file() and name in listed and file_hash(path) == listed[name]
 
 
 def _recorded_hashes(folder: Path) -> dict[str, str] | None:
