@@ -278,9 +278,9 @@ def disabled(model: nn.Module) -> Iterator[None]:
     replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | _adapted_record(model).base
     live = tensors(model)
     kept = {name: live[name].detach().clone() for name in replaced}
-    trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
     with ExitStack() as stack:
-        stack.callback(_set_trains, trains)  # PEFT sets requires_grad on all factors when it enables a layer again
+        for parameter in model.parameters():  # PEFT sets requires_grad on all factors when it enables a layer again
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
         for module in model.modules():
             if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
                 module.enable_adapters(False)
@@ -291,11 +291,6 @@ def disabled(model: nn.Module) -> Iterator[None]:
         _write(live, replaced)
         stack.callback(_write, live, kept)
         yield
-
-
-def _set_trains(trains: Mapping[nn.Parameter, bool]) -> None:
-    for parameter, value in trains.items():
-        parameter.requires_grad_(value)
 
 
 def _write(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -181,18 +181,15 @@ def save_peft(
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = [HEAD] if f"{HEAD}.weight" in values else None
     config.save_pretrained(folder)
-    keys = {f"base_model.model.{_peft_name(n)}": t.detach().cpu().contiguous() for n, t in fused.items()}
-    save_file(keys, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    keys = {n: f"{n}.weight" if factor(n) else n.removesuffix(OWN) if is_magnitude(n) else n for n in fused}
+    named = {f"base_model.model.{key}": fused[n].detach().cpu().contiguous() for n, key in keys.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _peft_config(rank: int, alpha: float, targets: str, dropout: float, dora: bool = False) -> "PeftConfig":
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none", use_dora=dora)
-
-
-def _peft_name(name: str) -> str:
-    return f"{name}.weight" if factor(name) else name.removesuffix(OWN) if is_magnitude(name) else name
 
 
 def _shapes(model: nn.Module, config: LoraConfig, base: ModelKind) -> Shapes:

@@ -46,10 +46,6 @@ class AdapterConfig(Section):
         """
 
 
-def _no_base(model: "nn.Module", config: Any) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True)
 class AdapterKind:
     """The functions and properties of one kind of adapter.
@@ -73,7 +69,7 @@ class AdapterKind:
     shapes: "Callable[[nn.Module, Any, ModelKind], Shapes]"
     inject: "Callable[[nn.Module, Any, ModelKind], None]"
     export: "Callable[[Path, Mapping[str, Tensor], Any, ModelKind, str], None]"
-    trainable_base: "Callable[[nn.Module, Any], list[str]]" = _no_base
+    trainable_base: "Callable[[nn.Module, Any], list[str]]" = lambda model, config: []
     start: "Callable[[str, tuple[int, ...], int], Tensor] | None" = None
     scale: "Callable[[nn.Module, Any, float], None] | None" = None
     add_local: "Callable[[nn.Module, Any], None] | None" = None

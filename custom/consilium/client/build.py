@@ -90,7 +90,7 @@ def build_guard(
         name,
         job.config,
         job.strategy,
-        allowed_metrics(metric_names(job.config)),
+        allowed_metrics(frozenset(metric_names(job.config))),
         site.privacy,
         shares_scores(job.config, site, simulated),
         patients,

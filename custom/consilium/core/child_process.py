@@ -109,14 +109,14 @@ def _limit_threads(count: int) -> Iterator[None]:
 
 def exit_with_parent() -> None:
     """Start a thread that ends this process when its parent has ended."""
-    threading.Thread(target=_exit_when_parent_ends, daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is None:
+        return
 
-
-def _exit_when_parent_ends() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    def end() -> None:
         connection.wait([parent.sentinel])
         os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def send_by_value(pipe: connection.Connection, item: Any) -> None:

@@ -1,7 +1,7 @@
 """The messages between server and sites (hello, payload), observer events, and names of metrics."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -148,14 +148,10 @@ class MetricKey:
         return cls(split, Stage(stage), metric)
 
 
-def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
-    """Return the metrics that a site may report: the task's for every split and stage, the training loop's, SKIPPED."""
-    return _allowed_metrics(frozenset(task_metrics))
-
-
 @lru_cache
-def _allowed_metrics(metrics: frozenset[str]) -> frozenset[str]:
-    scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
+def allowed_metrics(task_metrics: frozenset[str]) -> frozenset[str]:
+    """Return the metrics that a site may report: the task's for every split and stage, the training loop's, SKIPPED."""
+    scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in task_metrics}
     return frozenset({TRAIN_LOSS, TRAIN_PENALTY, TRAIN_STEPS, TRAIN_SECONDS, TRAIN_MEMORY, SKIPPED, *scores})
 
 

@@ -178,7 +178,9 @@ class KindField:
             section = _section_class(self.registry.find(name, plugins))
         except KeyError:
             raise self._unknown_error(name, plugins) from None
-        if wrong := [own for own in _declared_names(section, self.key) if own != name][:1]:
+        declared = section.model_fields if issubclass(section, BaseModel) else {}
+        names = get_args(declared[self.key].annotation) if self.key in declared else ()  # as in `name: Literal["clip"]`
+        if wrong := [own for own in names if own != name][:1]:
             raise self._misnamed_error(name, wrong[0])
         rest = {key: part for key, part in value.items() if key != self.key}
         made: Any = _type_adapter(section).validate_python(
@@ -218,12 +220,6 @@ def _section_class(kind: Any) -> type:
     if not isinstance(section, type) or not (issubclass(section, BaseModel) or is_dataclass(section)):
         raise TypeError("the entry point names neither a frozen dataclass nor a kind with a config class")
     return section
-
-
-def _declared_names(section: type, key: str) -> tuple[Any, ...]:
-    """Return the kind names that a section's class declares, as in `name: Literal["clip"]`; () if it declares none."""
-    known = section.model_fields if issubclass(section, BaseModel) else {}
-    return get_args(known[key].annotation) if key in known else ()
 
 
 def _field_names(section: type) -> list[str]:

@@ -18,20 +18,19 @@ def fingerprint(path: Path) -> str:
     The path itself does not count. Texts count by content, pictures and masks by name and size. So a picture with other pixels
     and the same number of bytes is not noticed. Why a list cannot be read is reported by the job.
     """
+    found: Any
+    folder = path if path.is_dir() else path.parent
     try:
-        found = _folder_content(path) if path.is_dir() or path.suffix == ".jsonl" else _list_content(path)
+        if not path.is_dir() and path.suffix != ".jsonl":
+            found = _list_content(path)
+        elif has_texts(folder):
+            files = split_files(folder)
+            found = [read_text(files[split], "") if split in files else None for split in SPLITS]
+        else:
+            found = [[split, name, *_name_and_size(picture)] for split, picture, name in read_folders(folder)]
     except (ConsiliumError, OSError, ValueError, AttributeError, TypeError, RecursionError):
         return ""
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _folder_content(path: Path) -> list[Any]:
-    """Return the contents of a folder of texts, or the names and sizes in a folder of classes."""
-    folder = path if path.is_dir() else path.parent
-    if not has_texts(folder):
-        return [[split, name, *_name_and_size(picture)] for split, picture, name in read_folders(folder)]
-    files = split_files(folder)
-    return [read_text(files[split], "") if split in files else None for split in SPLITS]
 
 
 def _list_content(path: Path) -> dict[str, Any]:

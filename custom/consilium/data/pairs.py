@@ -206,7 +206,14 @@ def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names
         drop = bool(chosen)
     if not chosen and every:
         chosen = {path for path in files if _is_labels(path)}
-    names = [_names_of(folder, path, drop, by_words) for path in files if chosen]
+    names = []
+    for path in files if chosen else ():
+        inside = path.relative_to(folder)
+        parts, name = list(inside.parent.parts), without_ending(inside.name)
+        # the short name lacks a folder: with `by_words` the last one named images or masks, else the last one
+        places = [i for i, part in enumerate(parts) if not by_words or kind_of(part)] if drop else []
+        short = [part for i, part in enumerate(parts) if i not in places[-1:]]
+        names.append(Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name]))))
     return [one for one in names if one.path not in chosen], [one for one in names if one.path in chosen], named
 
 
@@ -243,17 +250,6 @@ def _is_labels(path: Path) -> bool:
             return len(colours) > 1 and all(isinstance(one, tuple) and len(set(one)) == 1 for _, one in colours)
     except DataError:
         return False
-
-
-def _names_of(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
-    """Return a file's names. `drop`: the short name lacks a folder: with `by_words`, the last one named images or masks, else
-    the last one.
-    """
-    inside = path.relative_to(folder)
-    parts, name = list(inside.parent.parts), without_ending(inside.name)
-    places = [i for i, part in enumerate(parts) if not by_words or kind_of(part)] if drop else []
-    short = [part for i, part in enumerate(parts) if i not in places[-1:]]
-    return Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name])))
 
 
 # names: the picture of each mask --------------------------------------------------------------------------------------------

@@ -268,9 +268,15 @@ def partition_texts(
     splits, values = _read_records(source, by, exclude, kinds)
     found = _assign_to_sites(source, folder, splits, values, sites, beta, seed, minimum)
     if local:
-        found = {
-            name: _cut_locally([*m["training"], *m["validation"]], seed_for(seed, "local", name)) for name, m in found.items()
-        }
+        for name, mine in found.items():
+            # a record without a patient counts as a patient
+            patients = samples_by_patient([*mine["training"], *mine["validation"]])
+            rng = np.random.default_rng(seed_for(seed, "local", name))
+            order = [patients[i] for i in rng.permutation(len(patients))]
+            # a tenth each for validation and test; from three patients on at least one
+            part = max(round(0.1 * len(order)), 1) if len(order) >= 3 else 0
+            cut = {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
+            found[name] = {split: list(chain(*own)) for split, own in cut.items()}
         if splits[SHARED_OUT]:
             write_atomic(folder / COMMON, _jsonl_bytes(splits[SHARED_OUT]), PUBLIC)
     for name, mine in found.items():
@@ -290,18 +296,6 @@ def partition_texts(
 
 def _jsonl_bytes(records: Sequence[Record]) -> bytes:
     return "".join(f"{record.line}\n" for record in records).encode()
-
-
-def _cut_locally(records: list[Record], seed: int) -> dict[str, list[Record]]:
-    """Return a site's records by split, cut by shuffled patients: a tenth each for validation and test.
-
-    From three patients on, each of these splits gets at least one. A record without a patient counts as a patient.
-    """
-    patients = samples_by_patient(records)
-    order = [patients[i] for i in np.random.default_rng(seed).permutation(len(patients))]
-    part = max(round(0.1 * len(order)), 1) if len(order) >= 3 else 0
-    cut = {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
-    return {split: list(chain(*mine)) for split, mine in cut.items()}
 
 
 def _read_records(

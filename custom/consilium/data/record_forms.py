@@ -146,32 +146,31 @@ def _read_messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
         raise DataError(f"{where}: {key}: {repr(value)[:80]} is not a list of messages; write {EXAMPLE}")
     if len(value) > MOST_TURNS:
         raise DataError(f"{where}: {key}: {len(value):,} messages, at most {MOST_TURNS} are possible; split the conversation")
-    return [_read_message(f"{where}: {key}[{number}]", one) for number, one in enumerate(value)]
-
-
-def _read_message(where: str, value: Any) -> tuple[str, str]:
-    if not isinstance(value, dict):
-        raise DataError(f'{where}: {repr(value)[:80]} is not a message; write {{"role": "user", "content": ...}}')
-    sharegpt = "from" in value and "role" not in value
-    names = ("from", "value") if sharegpt else ("role", "content")
-    for key, one in value.items():
-        if key not in names and one not in (None, "", [], {}):
-            raise DataError(
-                f"{where}: {str(key)[:40]}: {repr(one)[:60]} would change what is learned and is not read; "
-                f"put its words into {names[1]}, or leave the key out"
-            )
-    role = value.get(names[0])
-    role = ROLES.get(role, role) if isinstance(role, str) else role
-    if role not in ("system", "user", "assistant"):
-        raise DataError(f"{where}: {names[0]}: {repr(role)[:40]} is none of system, user, assistant; write one of them")
-    content = value.get(names[1])  # vision-language records have a list of parts; it may hold texts only
-    if isinstance(content, list) and content and all(isinstance(one, dict) and one.get("type") == "text" for one in content):
-        content = "".join(one["text"] if isinstance(one.get("text"), str) else "" for one in content)
-    if not isinstance(content, str):
-        raise DataError(f"{where}: {names[1]}: {repr(content)[:80]} is not a text; write it in quotes")
-    if role != "system" and not content.strip():
-        raise DataError(f"{where}: {names[1]}: an empty {role} turn; write its words, or leave the conversation out")
-    return role, content
+    found = []
+    for number, one in enumerate(value):
+        place = f"{where}: {key}[{number}]"
+        if not isinstance(one, dict):
+            raise DataError(f'{place}: {repr(one)[:80]} is not a message; write {{"role": "user", "content": ...}}')
+        names = ("from", "value") if "from" in one and "role" not in one else ("role", "content")  # ShareGPT's or OpenAI's
+        for name, entry in one.items():
+            if name not in names and entry not in (None, "", [], {}):
+                raise DataError(
+                    f"{place}: {str(name)[:40]}: {repr(entry)[:60]} would change what is learned and is not read; "
+                    f"put its words into {names[1]}, or leave the key out"
+                )
+        role = one.get(names[0])
+        role = ROLES.get(role, role) if isinstance(role, str) else role
+        if role not in ("system", "user", "assistant"):
+            raise DataError(f"{place}: {names[0]}: {repr(role)[:40]} is none of system, user, assistant; write one of them")
+        text = one.get(names[1])  # vision-language records have a list of parts; it may hold texts only
+        if isinstance(text, list) and text and all(isinstance(part, dict) and part.get("type") == "text" for part in text):
+            text = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in text)
+        if not isinstance(text, str):
+            raise DataError(f"{place}: {names[1]}: {repr(text)[:80]} is not a text; write it in quotes")
+        if role != "system" and not text.strip():
+            raise DataError(f"{place}: {names[1]}: an empty {role} turn; write its words, or leave the conversation out")
+        found.append((role, text))
+    return found
 
 
 def _chat_from_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -> Chat:

@@ -77,7 +77,15 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
     with reading(path, "tile cannot be read", most=MOST_SLIDE):
         if reader == "pictures":
             return check_numbers(path, _read_whole(path, what)[y : y + height, x : x + width])
-        return check_numbers(path, (_read_by_tifffile if reader == "tifffile" else _read_by_openslide)(path, tile, level, what))
+        if reader == "tifffile":
+            return check_numbers(path, _read_by_tifffile(path, tile, level, what))
+        from openslide import OpenSlide
+
+        with OpenSlide(str(path)) as slide:
+            scale = slide.level_downsamples[level]
+            region = np.asarray(slide.read_region((round(x * scale), round(y * scale)), level, (width, height)))
+        seen = region[..., :3].astype(np.float32) + (255.0 - region[..., 3:])  # transparent, so not scanned, becomes white
+        return check_numbers(path, np.clip(seen, 0, 255).astype(np.uint8))
 
 
 def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
@@ -286,17 +294,6 @@ def _read_by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarr
         if page.photometric == INVERTED:
             grey = ~grey if grey.dtype == bool else np.iinfo(grey.dtype).max - grey
         return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
-
-
-def _read_by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
-    from openslide import OpenSlide
-
-    x, y, width, height = tile
-    with OpenSlide(str(path)) as slide:
-        scale = slide.level_downsamples[level]
-        region = np.asarray(slide.read_region((round(x * scale), round(y * scale)), level, (width, height)))
-    seen = region[..., :3].astype(np.float32) + (255.0 - region[..., 3:])  # transparent, so not scanned, becomes white
-    return np.clip(seen, 0, 255).astype(np.uint8)
 
 
 _read_whole = Kept(pictures.read, most=2)

@@ -86,13 +86,10 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
         shares = {"training": 1 - cut.validation - test, "validation": cut.validation, "test": test}
         lists[""] = share_out([s for s in samples if not (cut.keep_test and s.split == "test")], shares, cut.seed)
         lists[""]["test"] += kept
-    summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(linked_groups(samples))}
-    summary["lists"] = {}
     for name, parts in lists.items():
         entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
         write_atomic(folder / name / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
-        summary["lists"][name or "datalist.json"] = {split: _summarize(parts[split]) for split in SPLITS}
-    summary["notes"] = _write_notes(samples, lists, cut)
+    summary = {"source": str(source.resolve()), "seed": cut.seed} | _summarize(samples, lists, cut)
     write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
 
@@ -125,20 +122,20 @@ def _count_labels(samples: Sequence[Sample]) -> Counter[str]:
     return Counter(label for sample in samples for label in (*sample.labels, ""))
 
 
-def _summarize(samples: Sequence[Sample]) -> dict[str, Any]:
-    found = _count_labels(samples)
-    return {"samples": found.pop("", 0), "groups": len(linked_groups(samples)), "labels": dict(sorted(found.items()))}
-
-
-def _write_notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list[str]:
-    notes = []
+def _summarize(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> dict[str, Any]:
+    """Return the counts of groups, the samples, groups and labels of each list's splits, and notes for the user."""
+    notes, found = [], dict[str, dict[str, Any]]()
     if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
         notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
     for name, parts in lists.items():
+        found[name or "datalist.json"] = {}
         for split in SPLITS:
+            labels, groups = _count_labels(parts[split]), len(linked_groups(parts[split]))
+            told = {"samples": labels.pop("", 0), "groups": groups, "labels": dict(sorted(labels.items()))}
+            found[name or "datalist.json"][split] = told
             if not parts[split] and (split != "validation" or cut.validation):
                 notes.append(f"{name or 'datalist.json'}: {split}: no sample; there are too few groups for its share")
-    return notes
+    return {"groups": len(linked_groups(samples)), "lists": found, "notes": notes}
 
 
 def _read_samples(source: Path) -> tuple[list[Sample], dict[str, Any]]:

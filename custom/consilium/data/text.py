@@ -164,9 +164,7 @@ def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Tex
         _check_text(where, key, value)
         for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
     )
-    outputs = (
-        ("",) if not answered else _read_outputs(where, raw) if chat.form == "instruction" else (_read_answer(where, chat),)
-    )
+    outputs = _read_outputs(where, raw, chat) if answered else ("",)
     labels, value = _check_texts(where, "labels", raw.get("labels", [])), raw.get("final_answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float | None) or value in (inf, -inf) or value != value:
         raise DataError(f"{where}: final_answer: {repr(value)[:80]} is neither text nor a number; write it as a text")
@@ -184,17 +182,15 @@ def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Tex
     ), chat.form
 
 
-def _read_outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
-    if "outputs" in raw and (found := _check_texts(where, "outputs", raw["outputs"])):
-        return found
-    if "output" not in raw:
-        raise DataError(f'{where}: needs an "output"; write its answer there, or several as "outputs": ["a", "b"]')
-    return (_check_text(where, "output", raw["output"]),)
-
-
-def _read_answer(where: str, chat: Chat) -> str:
-    """Return the answer of a record that is not an Alpaca record. Raises DataError if it is missing or empty."""
+def _read_outputs(where: str, raw: dict[str, Any], chat: Chat) -> tuple[str, ...]:
+    """Return a record's answers. Raises DataError if they are missing, or empty in a record that is not an Alpaca record."""
     key = FORMS[chat.form][-1]
+    if chat.form == "instruction":
+        if "outputs" in raw and (found := _check_texts(where, "outputs", raw["outputs"])):
+            return found
+        if "output" not in raw:
+            raise DataError(f'{where}: needs an "output"; write its answer there, or several as "outputs": ["a", "b"]')
+        return (_check_text(where, "output", raw["output"]),)
     if chat.answer is None and len(FORMS[chat.form]) == 1:
         raise DataError(f"{where}: {key}: ends with the user's turn; end it with the assistant's, which is learned")
     if chat.answer is None:
@@ -202,7 +198,7 @@ def _read_answer(where: str, chat: Chat) -> str:
     answer = _check_text(where, key, chat.answer)
     if not answer.strip():
         raise DataError(f"{where}: {key}: an empty answer; write its words, or leave the record out")
-    return answer
+    return (answer,)
 
 
 def _check_text(where: str, key: str, value: Any) -> str:

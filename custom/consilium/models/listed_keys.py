@@ -8,7 +8,7 @@ configuration is made.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from importlib.abc import InspectLoader
@@ -184,23 +184,17 @@ def _choices(kind: type[PreTrainedConfig], key: str) -> frozenset[str]:
     if key in IMPLEMENTATIONS:
         return frozenset(IMPLEMENTATIONS[key])
     field = _fields(kind).get(kind.attribute_map.get(key, key))
-    own = frozenset() if field is None else frozenset(_literal_words(field))
-    if key.endswith("dtype"):
-        return own | DTYPES
-    return own | _words(kind) | ACT2FN.keys()
-
-
-def _literal_words(field: Field[Any]) -> Iterator[str]:
-    """Yield the words in a field's default, and those that its type spells out."""
-    defaults = () if field.default is MISSING else field.default if isinstance(field.default, tuple) else (field.default,)
-    yield from (one for one in defaults if isinstance(one, str))
-    kinds = [field.type]
-    while kinds:
-        one = kinds.pop()
+    own, types = set[str](), [] if field is None else [field.type]
+    if field is not None and field.default is not MISSING:
+        defaults = field.default if isinstance(field.default, tuple) else (field.default,)
+        own.update(one for one in defaults if isinstance(one, str))
+    while types:  # the words that the field's type spells out
+        one = types.pop()
         if get_origin(one) is Literal:
-            yield from (word for word in get_args(one) if isinstance(word, str))
+            own.update(word for word in get_args(one) if isinstance(word, str))
         else:
-            kinds.extend(get_args(one))
+            types.extend(get_args(one))
+    return frozenset(own | DTYPES if key.endswith("dtype") else own | _words(kind) | ACT2FN.keys())
 
 
 def _fields(kind: type[PreTrainedConfig]) -> dict[str, Field[Any]]:

@@ -73,34 +73,29 @@ def allow_meta_compute() -> Iterator[None]:
 
 @contextmanager
 def build_on_meta_device() -> Iterator[None]:
-    """Within the context, models are built on the meta device, without weights."""
-    with torch.device("meta"), _NoNumbers(), _limit_model_size():
-        yield
+    """Within the context, models are built on the meta device, without weights.
 
-
-@contextmanager
-def _limit_model_size() -> Iterator[None]:
-    """Within the context, raise ConfigError for a model with more than MOST modules or parameters.
-
-    They are counted when they are created. Walking the finished model would be too late, after minutes and gigabytes.
+    A model with more than MOST modules or parameters raises ConfigError. They are counted when they are created: walking the
+    finished model would be too late, after minutes and gigabytes.
     """
     modules, parameters = itertools.count(), itertools.count()
 
     def parameter(parent: nn.Module, name: str, own: nn.Parameter | None) -> None:
         _require_few(next(parameters))
 
-    hook = register_module_parameter_registration_hook(parameter)
-    with _LOCK:
-        _counting.append(modules)
-        nn.Module.__init__ = _count_and_make  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        hook.remove()
+    with torch.device("meta"), _NoNumbers():
+        hook = register_module_parameter_registration_hook(parameter)
         with _LOCK:
-            _counting.remove(modules)
-            if not _counting:
-                nn.Module.__init__ = _MAKE  # type: ignore[method-assign]
+            _counting.append(modules)
+            nn.Module.__init__ = _count_and_make  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            hook.remove()
+            with _LOCK:
+                _counting.remove(modules)
+                if not _counting:
+                    nn.Module.__init__ = _MAKE  # type: ignore[method-assign]
 
 
 def _count_and_make(module: nn.Module, *args: Any, **kwargs: Any) -> None:

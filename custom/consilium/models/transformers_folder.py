@@ -291,12 +291,6 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
             why = shorten_error(error, view, folder)
             raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({why}); {WANTED}") from None
     model.name_or_path = model.config._name_or_path = str(folder)
-    _require_equal_layout(folder, found, known)
-    return model
-
-
-def _require_equal_layout(folder: Path, found: Mapping[str, Any], known: Known) -> None:
-    """Raise CheckpointError, naming the first tensor, none of the spare ones, that differs from the architecture."""
     for kind, what in (
         ("mismatched_keys", "of another shape"),
         ("missing_keys", "missing"),
@@ -313,6 +307,7 @@ def _require_equal_layout(folder: Path, found: Mapping[str, Any], known: Known) 
                 else "copy the folder's config.json into model.config"
             )
             raise CheckpointError(f"model.checkpoint: {folder}: {reason}; {remedy}")
+    return model
 
 
 def shorten_error(error: BaseException, view: Path | None = None, folder: Path | None = None) -> str:

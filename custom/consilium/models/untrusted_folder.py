@@ -120,7 +120,10 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
     """
     model = read_json(folder, "config.json") if _present(folder / "config.json") else None
     given = read_json(folder, "tokenizer_config.json") if _present(folder / "tokenizer_config.json") else None
-    if given and "auto_map" in given and isinstance(name := given.get("tokenizer_class"), str) and not _has_tokenizer(name):
+    name = given.get("tokenizer_class") if given and "auto_map" in given else None
+    if isinstance(name, str) and not (
+        _CLASS.fullmatch(name) and any(map(tokenizer_class_from_name, (name, name.removesuffix("Fast"))))
+    ):  # its class is not part of `transformers`
         raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read; {CODELESS}")
     with _temporary_view() as view:
         if model is not None:
@@ -147,13 +150,6 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
             if _present(folder / name):
                 _link(view, folder, name, LARGEST_JSON)
         yield view
-
-
-def _has_tokenizer(name: str) -> bool:
-    """Return whether a tokenizer's class is part of `transformers`."""
-    if not _CLASS.fullmatch(name):
-        return False
-    return any(tokenizer_class_from_name(one) is not None for one in (name, name.removesuffix("Fast")))
 
 
 def _tokenizer_entries(config: Mapping[str, Any]) -> dict[str, str]:
@@ -261,19 +257,15 @@ def plain_file(folder: Path, name: str, most: int | None = None) -> Path:
     except (OSError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or "a link to itself"
         raise CheckpointError(f"model.checkpoint: {path}: cannot be read ({why}); {WANTED}") from None
-    if not real.is_relative_to(home) and real.parent != _blobs(home):
+    cache = home.parent.parent  # in Hugging Face's cache `home` is models--NAME/snapshots/REVISION
+    cached = home.parent.name == "snapshots" and cache.name.startswith("models--") and real.parent == cache / "blobs"
+    if not real.is_relative_to(home) and not cached:
         raise CheckpointError(f"model.checkpoint: {path}: a link to {real}, outside the folder; copy the file into the folder")
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"model.checkpoint: {path}: no plain file; {WANTED}")
     if most is not None and found.st_size > most:
         raise CheckpointError(f"model.checkpoint: {path}: {found.st_size:,} bytes, at most {most:,} are read; fetch it again")
     return real
-
-
-def _blobs(home: Path) -> Path | None:
-    """Return the `blobs` folder for a folder of Hugging Face's cache (models--NAME/snapshots/REVISION); None for others."""
-    cache = home.parent.parent
-    return cache / "blobs" if home.parent.name == "snapshots" and cache.name.startswith("models--") else None
 
 
 def _link(view: Path, folder: Path, name: str, most: int | None = None) -> None:

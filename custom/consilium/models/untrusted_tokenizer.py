@@ -90,8 +90,25 @@ def replace_tokenizer_errors() -> Iterator[None]:
 
 def check_program(program: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError unless a tokenizer.json, read from the file `where`, has only listed steps within the limits."""
+    model = program.get("model")  # vocabulary and merging
     try:
-        _check_model(program.get("model"))
+        if not isinstance(model, dict):
+            raise ValueError(f"model: {quoted(model)} is not a map")
+        if "type" in model and model["type"] not in _MODELS:  # versions before 2021 wrote no type
+            raise ValueError(f"model.type: {quoted(model['type'])} is none of {', '.join(_MODELS)}")
+        if model.get("dropout"):
+            what = "draws tokens anew for every text, only null is possible"
+            raise ValueError(f"model.dropout: {quoted(model['dropout'])} {what}")
+        most = model.get("max_input_chars_per_word", 100)
+        if type(most) is not int or not 0 < most <= LONGEST_UNKNOWN:
+            raise ValueError(f"model.max_input_chars_per_word: {quoted(most)}, at most {LONGEST_UNKNOWN} are possible")
+        for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+            if not (model.get(key) is None or (isinstance(model[key], str) and len(model[key]) <= LONGEST_WORD)):
+                raise ValueError(f"model.{key}: {quoted(model[key])} is not a text of at most {LONGEST_WORD} characters")
+        pieces = model.get("vocab")
+        for piece in pieces if isinstance(pieces, list) else ():
+            if not (isinstance(piece, list) and piece and isinstance(piece[0], str) and len(piece[0]) <= LONGEST_PIECE):
+                raise ValueError(f"model.vocab: {quoted(piece)} is not a token of at most {LONGEST_PIECE} characters")
         _check_steps(program)
     except ValueError as error:
         raise CheckpointError(f"model.checkpoint: {where}: {error}; {_REMEDY}") from None
@@ -117,26 +134,6 @@ def check_backend(tokenizer: Any, where: str) -> None:
             )
     except ValueError as error:
         raise CheckpointError(f"model.checkpoint: {where}: {error}; {_REMEDY}") from None
-
-
-def _check_model(model: Any) -> None:
-    """Raise ValueError for a tokenizer's model (vocabulary and merging) of an unlisted kind or beyond the limits."""
-    if not isinstance(model, dict):
-        raise ValueError(f"model: {quoted(model)} is not a map")
-    if "type" in model and model["type"] not in _MODELS:  # versions before 2021 wrote no type
-        raise ValueError(f"model.type: {quoted(model['type'])} is none of {', '.join(_MODELS)}")
-    if model.get("dropout"):
-        raise ValueError(f"model.dropout: {quoted(model['dropout'])} draws tokens anew for every text, only null is possible")
-    most = model.get("max_input_chars_per_word", 100)
-    if type(most) is not int or not 0 < most <= LONGEST_UNKNOWN:
-        raise ValueError(f"model.max_input_chars_per_word: {quoted(most)}, at most {LONGEST_UNKNOWN} are possible")
-    for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
-        if not (model.get(key) is None or (isinstance(model[key], str) and len(model[key]) <= LONGEST_WORD)):
-            raise ValueError(f"model.{key}: {quoted(model[key])} is not a text of at most {LONGEST_WORD} characters")
-    pieces = model.get("vocab")
-    for piece in pieces if isinstance(pieces, list) else ():
-        if not (isinstance(piece, list) and piece and isinstance(piece[0], str) and len(piece[0]) <= LONGEST_PIECE):
-            raise ValueError(f"model.vocab: {quoted(piece)} is not a token of at most {LONGEST_PIECE} characters")
 
 
 def _check_steps(program: Mapping[str, Any]) -> None:
@@ -261,7 +258,15 @@ def _branches(pattern: str) -> list[str]:
     """Return the alternatives of a pattern. A pattern that is a single group is opened; one in _KNOWN stays whole."""
     if pattern in _KNOWN:
         return [pattern]
-    depths = list(_depths(pattern))
+    # (position, number of groups that are open behind it) of each character outside of escapes and classes
+    depths, at, depth = list[tuple[int, int]](), 0, 0
+    while at < len(pattern):
+        if pattern[at] in "\\[":
+            at = _end_of_atom(pattern, at)
+            continue
+        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
+        depths.append((at, depth))
+        at += 1
     ends = [at for at, depth in depths if pattern[at] == "|" and depth == 0]
     if ends:
         return [pattern[start + 1 : end] for start, end in pairwise([-1, *ends, len(pattern)])]
@@ -269,18 +274,6 @@ def _branches(pattern: str) -> list[str]:
     if pattern.startswith("(") and not pattern.startswith("(?") and closed == len(pattern) - 1:
         return _branches(pattern[1:-1])
     return [pattern]
-
-
-def _depths(pattern: str) -> Iterator[tuple[int, int]]:
-    """Yield (position, number of groups that are open behind it) of each character outside of escapes and classes."""
-    at, depth = 0, 0
-    while at < len(pattern):
-        if pattern[at] in "\\[":
-            at = _end_of_atom(pattern, at)
-            continue
-        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
-        yield at, depth
-        at += 1
 
 
 def _check_branch(branch: str) -> None:
@@ -322,22 +315,17 @@ def _end_of_atom(text: str, at: int) -> int:
         if found := _ESCAPE.match(text, at):
             return found.end()
         raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
-    if text[at] == "[":
-        return _end_of_class(text, at)
+    if text[at] == "[":  # a class, which may hold others
+        begin, at = at, at + (2 if text[at + 1 : at + 2] == "^" else 1)
+        if text[at : at + 1] == "]":
+            raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
+        while at < len(text) and text[at] != "]":
+            at = _end_of_atom(text, at) if text[at] in "\\[" else at + 1
+        if at >= len(text):
+            raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
+        return at + 1
     if text[at] in "](){}*+?|^$":
         raise ValueError(f"{text[at]!r} at character {at + 1} has a meaning that is not allowed there")
-    return at + 1
-
-
-def _end_of_class(text: str, at: int) -> int:
-    """Return where a class in brackets ends, which may hold others."""
-    begin, at = at, at + (2 if text[at + 1 : at + 2] == "^" else 1)
-    if text[at : at + 1] == "]":
-        raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
-    while at < len(text) and text[at] != "]":
-        at = _end_of_atom(text, at) if text[at] in "\\[" else at + 1
-    if at >= len(text):
-        raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
     return at + 1
 
 

@@ -229,27 +229,30 @@ def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
     """Return the part of a site's counts that may leave."""
     _, single = class_cells(config.task)
     enough = {split for split, people in counted.people.items() if len(set(people)) >= minimum}
-    splits: Any = {
-        split: _split_statistics(counted, split, single, minimum) if split in enough else None for split in counted.people
-    }
+    splits: Any = dict.fromkeys(counted.people)
+    for split in enough:
+        people, cells = counted.people[split], counted.classes[split]
+        if single:
+            classes = _merged_groups(cells, people, minimum)
+        else:
+            classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in separable_classes(counted, split, minimum))
+        patients = len(set(people)) if counted.patients[split] else None
+        splits[split] = SplitStatistics(samples=len(people), patients=patients, classes=classes)
     people = counted.people["training"] if "training" in enough else []
     tables = {name: _merged_groups(getattr(counted, name), people, minimum) for name in ("sizes", "spacing", "lengths")}
     shown = separable_classes(counted, "training", minimum) if people and not single else []
     areas = tuple(
         Portion(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown if counted.areas[name]
     )
-    greys_of = _grey_shares(counted, config, minimum) if people else ()
-    return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys_of, **tables)
-
-
-def _split_statistics(counted: Tally, split: str, single: bool, minimum: int) -> SplitStatistics:
-    people, cells = counted.people[split], counted.classes[split]
-    if single:
-        classes = _merged_groups(cells, people, minimum)
-    else:
-        classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in separable_classes(counted, split, minimum))
-    patients = len(set(people)) if counted.patients[split] else None
-    return SplitStatistics(samples=len(people), patients=patients, classes=classes)
+    greys: tuple[Portion, ...] = ()
+    if people and counted.light and config.statistics is not None:
+        # the mean share of each grey level over samples; bins that occur in the pictures of few people are merged
+        shares, names = np.stack(counted.light), grey_bin_names(config.statistics.bins)
+        reached = {name: np.flatnonzero(column).tolist() for name, column in zip(names, shares.T, strict=True)}
+        mean = dict(zip(names, shares.mean(0), strict=True))
+        groups = merge_small_cells(reached, people, minimum)
+        greys = tuple(Portion(names=group, share=round(min(1.0, float(sum(mean[n] for n in group))), 3)) for group in groups)
+    return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys, **tables)
 
 
 def _merged_groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], minimum: int) -> tuple[Group, ...]:
@@ -257,14 +260,3 @@ def _merged_groups(cells: Mapping[str, Sequence[int]], people: Sequence[str], mi
         return ()
     groups = merge_small_cells(cells, people, minimum)
     return tuple(Group(names=names, samples=sum(len(cells[n]) for n in names)) for names in groups)
-
-
-def _grey_shares(counted: Tally, config: JobConfig, minimum: int) -> tuple[Portion, ...]:
-    """Return the mean share of each grey level over samples; bins that occur in the pictures of few people are merged."""
-    if not counted.light or config.statistics is None:
-        return ()
-    shares, names = np.stack(counted.light), grey_bin_names(config.statistics.bins)
-    reached = {name: np.flatnonzero(column).tolist() for name, column in zip(names, shares.T, strict=True)}
-    mean = dict(zip(names, shares.mean(0), strict=True))
-    groups = merge_small_cells(reached, counted.people["training"], minimum)
-    return tuple(Portion(names=group, share=round(min(1.0, float(sum(mean[n] for n in group))), 3)) for group in groups)

@@ -223,14 +223,14 @@ def _largest_log_ratio(variance: float) -> float:
     return 2 * math.atanh(eta)
 
 
-def clip_to_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Tensors:
-    """Return an update clipped jointly to `clip` and rounded to whole units (int64). Its norm is at most clip / unit exactly.
+def clip_to_grid(update: Mapping[str, Tensor], clip: float) -> Tensors:
+    """Return an update clipped jointly to `clip` and rounded to whole units (int64). Its norm is at most clip / UNIT exactly.
 
-    Rounding may lengthen the update by sqrt(d) unit / 2, so it is first clipped to that much less. Raises RefusedError for
+    Rounding may lengthen the update by sqrt(d) UNIT / 2, so it is first clipped to that much less. Raises RefusedError for
     values that are not finite, and for a clip that is too small for the grid.
     """
     numbers = sum(tensor.numel() for tensor in update.values())
-    room = (clip - math.sqrt(numbers) * unit / 2) * (1 - margin(numbers))
+    room = (clip - math.sqrt(numbers) * UNIT / 2) * (1 - margin(numbers))
     if room <= 0:
         raise RefusedError(
             f"privacy.clip: {clip:g} is under the grid's step for {numbers:,} numbers; nothing was sent; raise it"
@@ -239,8 +239,8 @@ def clip_to_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) 
     if not math.isfinite(norm):
         raise RefusedError("update has NaN or Inf, which no clipping bounds; nothing was sent; lower training.lr")
     factor = min(1.0, room / norm) if norm else 1.0
-    found = quantize({name: tensor.double() * factor for name, tensor in update.items()}, unit)
-    if sum(value * value for t in found.values() for value in t.flatten().tolist()) > (Fraction(clip) / Fraction(unit)) ** 2:
+    found = quantize({name: tensor.double() * factor for name, tensor in update.items()}, UNIT)
+    if sum(value * value for t in found.values() for value in t.flatten().tolist()) > (Fraction(clip) / Fraction(UNIT)) ** 2:
         raise RefusedError("update is over the clip after rounding; nothing was sent; raise privacy.clip")
     return found
 

@@ -252,7 +252,12 @@ def _draw_legend(classes: tuple[str, ...], width: int, grid: str) -> Image.Image
 def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
     """Return a picture of the tiles under their headings, with the rows' `names` upright at the left; and its layout."""
     (columns, key), step, high = page, PANEL + GAP, PANEL + LINE + GAP
-    lines = [_two_lines(title) for title in _fit_headings(list(columns))]
+    face, titles = font(POINTS, True), list(columns)
+    for cells in range(max(map(cell_len, titles)), 0, -1):  # until each title fits over a tile in two lines
+        short = shorten_names(titles, cells)
+        if all(fit(text, PANEL, face) == shown(text) for title in short.values() for text in _two_lines(title)):
+            break
+    lines = [_two_lines(short[title]) for title in titles]
     top, left, rows = LINE * (1 + any(second for _, second in lines)) + 8, EDGE * bool(names), len(columns[PICTURE])
     parts = []
     for x, heading, tiles in zip(range(left, left + 100 * step, step), lines, columns.values(), strict=False):
@@ -274,16 +279,6 @@ def _two_lines(name: str) -> tuple[str, str]:
     """Return a name in two lines. The second is empty if the name fits into one."""
     half = name if len(name) <= 20 else name[:20].rpartition(" ")[0] or name[:20]
     return half, name[len(half) :].strip()
-
-
-def _fit_headings(names: Sequence[str]) -> list[str]:
-    """Return names, shortened in the middle until each fits over a tile in two lines. Different names stay different."""
-    face = font(POINTS, True)
-    for cells in range(max(map(cell_len, names)), 0, -1):
-        found = shorten_names(names, cells)
-        if all(fit(text, PANEL, face) == shown(text) for name in found.values() for text in _two_lines(name)):
-            break
-    return [found[name] for name in names]
 
 
 def write_page(path: Path, page: Page, names: Sequence[str] = ()) -> None:

@@ -149,6 +149,8 @@ SHARED = "(shared)"
 """Row name of the shared model, which each site runs with its own local factors. No site can have this name."""
 WORDS = "rows: whose model; columns: whose data"
 CONFUSION = "confusion/"
+MOST_CLASSES = 24
+"""The most classes, and sites, that have confusion tables."""
 
 
 @dataclass(frozen=True)
@@ -225,18 +227,18 @@ def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray
     return {str(stage): found[stage] for stage in Stage if stage in found}
 
 
-def confusion_tables(results: Results, classes: Sequence[str], most: int = 24) -> dict[str, list[Table]]:
+def confusion_tables(results: Results, classes: Sequence[str]) -> dict[str, list[Table]]:
     """Return confusion tables, one per model: of all sites together if there are several, then of each site.
 
     A row is a true class; recall is the share of its samples that were predicted as this class. {} for a task without classes,
-    and for more than `most` classes.
+    and for more than MOST_CLASSES classes.
     """
-    if not 1 < len(classes) <= most:
+    if not 1 < len(classes) <= MOST_CLASSES:
         return {}
     there = {site: {site: found} for site, found in sorted(results.items()) if confusions({site: found}, classes)}
     parts: dict[str, Results] = {"all sites": results} if len(there) > 1 else {}
     made: dict[str, list[Table]] = {}
-    for name, part in [*parts.items(), *list(there.items())[:most]]:
+    for name, part in [*parts.items(), *list(there.items())[:MOST_CLASSES]]:
         for stage, counts in confusions(part, classes).items():
             wholes = counts.sum(1).tolist()
             recalls = [number(counts[i, i] / whole if whole else None) for i, whole in enumerate(wholes)]

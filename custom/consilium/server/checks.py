@@ -173,7 +173,7 @@ def _check_finite(tensors: Tensors) -> None:
 
 def _check_metrics(job: Job, metrics: Mapping[str, Any]) -> None:
     """Raise RefusedError unless every metric is a real number that the guard of an honest site may release."""
-    known: Set[str] = allowed_metrics(metric_names(job.config))
+    known: Set[str] = allowed_metrics(frozenset(metric_names(job.config)))
     if extra := metrics.keys() - known:
         raise RefusedError(f"metric {_first_name(extra)!r} is none of the job's")
     _check_numbers("metric", metrics)

@@ -81,9 +81,16 @@ class DPDyLoRA(Strategy):
         if self.tested_rank == "full":
             return {f"rank {full}": payload}
         ranks = range(full, min(self.rank_min, full) - 1, -1)  # of equally good ones the highest
-        return {
-            f"rank {b}": replace(payload, tensors={n: _at_rank(t, n, b) for n, t in payload.tensors.items()}) for b in ranks
-        }
+        found = {}
+        for b in ranks:
+            tensors = dict(payload.tensors)
+            for name, tensor in payload.tensors.items():
+                if factor(name) == "A":
+                    tensors[name] = _pad(tensor[:b], name, tensor.shape[0])
+                elif factor(name) == "B":
+                    tensors[name] = _pad(tensor[:, :b], name, tensor.shape[1]) * (tensor.shape[1] / b)
+            found[f"rank {b}"] = replace(payload, tensors=tensors)
+        return found
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the factors padded with zeros. A direction with A = 0 and B = 0 has no gradient, so it does not train."""
@@ -110,14 +117,6 @@ def _full_rank(tensors: Tensors) -> int:
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(size) for size in shape)]
-
-
-def _at_rank(tensor: Tensor, name: str, rank: int) -> Tensor:
-    if factor(name) == "A":
-        return _pad(tensor[:rank], name, tensor.shape[0])
-    if factor(name) == "B":
-        return _pad(tensor[:, :rank], name, tensor.shape[1]) * (tensor.shape[1] / rank)
-    return tensor
 
 
 def _pad(tensor: Tensor, name: str, rank: int) -> Tensor:

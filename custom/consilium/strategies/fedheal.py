@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.lazy import Tensor, torch
+from consilium.core.lazy import torch
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share
@@ -63,8 +63,17 @@ class FedHEAL(FedIT):
         masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
         kept = self.weights(state, {name: sum(float(t.norm()) for _, t in sorted(one.items())) for name, one in masked.items()})
         share = normalize_weights({name: float(kept[name][WEIGHT]) for name in masks})
-        shared = {n: _shared_after(t, n, share, masks, masked) for n, t in state.shared.items()}
-        sites = {name: _history(state.sites.get(name, {}), results[name].update.tensors) | kept[name] for name in masks}
+        shared = {}
+        for n, value in state.shared.items():  # each number over the sites whose mask is 1 there; unchanged without one
+            weight = summed([share[site] * masks[site][n] for site in share])
+            total = summed([share[site] * masked[site][n] for site in share])
+            shared[n] = (value.double() + total / weight.clamp(min=1e-300)).to(value.dtype)
+        sites = {}
+        for name in masks:  # in how many of the site's rounds each number fell (no change counts as falling)
+            past, moved = state.sites.get(name, {}), results[name].update.tensors
+            rounds = past.get(ROUNDS, torch.zeros((), dtype=torch.int64)) + 1
+            falls = {n: past.get(f"falls/{n}", torch.zeros_like(t, dtype=torch.int32)) + (t <= 0) for n, t in moved.items()}
+            sites[name] = {f"falls/{n}": t.to(torch.int32) for n, t in falls.items()} | {ROUNDS: rounds} | kept[name]
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(masks, state.round)
         return replace(state, round=round, phase=phase, shared=shared, sites=state.sites | sites, reported=reported)
@@ -89,22 +98,3 @@ class FedHEAL(FedIT):
             weight = float(old.get(WEIGHT, 1 / count)) + delta
             found[name] = {key: torch.tensor(v, dtype=torch.float64) for key, v in ((WEIGHT, weight), (DELTA, delta))}
         return found
-
-
-def _shared_after(
-    value: Tensor, name: str, share: Mapping[str, float], masks: Mapping[str, Tensors], masked: Mapping[str, Tensors]
-) -> Tensor:
-    """Return theta_g plus the weighted mean of masked updates; for each number over the sites whose mask is 1 there.
-
-    `share`: f_i by site. Where all masks are 0 the number is unchanged.
-    """
-    weight = summed([share[site] * masks[site][name] for site in share])
-    total = summed([share[site] * masked[site][name] for site in share])
-    return (value.double() + total / weight.clamp(min=1e-300)).to(value.dtype)
-
-
-def _history(kept: Tensors, update: Tensors) -> Tensors:
-    """Return in how many of the site's rounds each number fell (no change counts as falling), and the count of rounds."""
-    rounds = kept.get(ROUNDS, torch.zeros((), dtype=torch.int64)) + 1
-    falls = {f"falls/{n}": kept.get(f"falls/{n}", torch.zeros_like(t, dtype=torch.int32)) + (t <= 0) for n, t in update.items()}
-    return {n: t.to(torch.int32) for n, t in falls.items()} | {ROUNDS: rounds}

@@ -116,21 +116,18 @@ class FedHeLLo(UnequalRanks):
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
         round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared, matrices=self._update_scores(state, results, share))
-
-    def _update_scores(self, state: ServerState, results: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
-        """Return the scores of all layers, renewed for those that were trained in this round."""
+        following = replace(state, round=round, phase=phase, shared=shared)
         if self.layers != "fisher":
-            return state.matrices
+            return following
         scores = state.matrices[SCORES].clone()
-        for index, layer in enumerate(shapes(state.shared)):
+        for index, layer in enumerate(shapes(state.shared)):  # renew the scores of layers that were trained in this round
             moves = {name: factors(one.update.tensors, layer) for name, one in sorted(results.items())}
             moves = {name: move for name, move in moves.items() if move[0].numel()}
             if total := sum(share[name] for name in moves):
                 squares = {n: sum(float(part.double().square().sum()) for part in move) for n, move in moves.items()}
                 means = {n: squares[n] / sum(part.numel() for part in move) for n, move in moves.items()}
                 scores[index] = sum(share[name] / total * means[name] for name in moves)
-        return {SCORES: scores}
+        return replace(following, matrices={SCORES: scores})
 
     def _mean(self, state: ServerState, layer: str, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
         trainers = [name for name, end in ends.items() if len(end[f"{layer}.lora_A"])]

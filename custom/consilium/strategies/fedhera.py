@@ -23,7 +23,7 @@ from pydantic import Field
 
 from consilium.core.lazy import torch
 from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Spectrum, Update
+from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks import allocation
@@ -106,18 +106,16 @@ class FedHera(ExactServer):
             train = allocation.random_ranks(download, [costs, costs], budgets[1:], seed_for(seed, "train"))
         else:
             whole, literal = sum(one.energy for one in found.values()), self.allocation == "literal"
-            energies = [self._energies(one, whole, c / max(costs)) for one, c in zip(found.values(), costs, strict=True)]
+            energies = []
+            for one, cost in zip(found.values(), costs, strict=True):
+                by = one.energy if self.energy == "normalized" else whole  # the sum over all layers divides `raw` energies
+                values, by = (torch.zeros_like(one.values), 0.0) if self.allocation == "even" else (one.values, by)
+                energies.append(allocation.energies(values, by, cost / max(costs)))
             download = allocation.download_ranks(energies, costs, budgets[0], literal)
             train = allocation.train_ranks(energies, download, allocation.Training(costs, costs, *budgets[1:]), literal)
         real = [int(found[layer].values.count_nonzero()) for layer in dims]
         download = [max(t, min(d, r)) for d, t, r in zip(download, train, real, strict=True)]
         return dict(zip(dims, download, strict=True)), dict(zip(dims, train, strict=True))
-
-    def _energies(self, found: Spectrum, whole: float, cost: float) -> list[float]:
-        """Return the energies of a layer's ranks. `whole`: the sum over all layers, by which `raw` energies are divided."""
-        if self.allocation == "even":
-            return allocation.energies(torch.zeros_like(found.values), 0.0, cost)
-        return allocation.energies(found.values, found.energy if self.energy == "normalized" else whole, cost)
 
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
         """Return the ranks that the site downloads, by layer."""

@@ -95,7 +95,18 @@ class FedIAT(Strategy):
         """Return lambda * L_SOR, and update the moving averages of the private factors' drift in `step.memory`."""
         if not self.sor_weight:
             return None
-        terms = [self._group_sor(key, layers, step) for key, layers in self._groups(step.params).items()]
+        terms = []
+        for key, layers in self._groups(step.params).items():
+            shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
+            shared_0, private_0 = self._anchor(key, shared, layers, step), self._anchor(key, private, layers, step)
+            with torch.no_grad():
+                gap, before = _stack(step.params, layers, private) - private_0, step.memory.get(key)
+                drift = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)  # 0 at the round's start
+                step.memory[key] = drift
+            moved = _stack(step.params, layers, shared) - shared_0
+            proxy_sh = moved.mT @ shared_0 if shared == "B" else moved @ shared_0.mT
+            proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
+            terms.append(squared_cosine(proxy_sh, proxy_lo, self._floor(shared_0, private_0)).sum())
         return self.sor_weight * torch.stack(terms).sum()
 
     def _groups(self, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -107,19 +118,6 @@ class FedIAT(Strategy):
                 shapes = f"{tuple(params[name].shape)}{tuple(params[layer + '.lora_B'].shape)}"
                 groups.setdefault(f"{self.shared_factor(name)}{shapes}", []).append(layer)
         return groups
-
-    def _group_sor(self, key: str, layers: list[str], step: LocalStep) -> Tensor:
-        """Return the squared cosine summed over the layers of one group."""
-        shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
-        shared_0, private_0 = self._anchor(key, shared, layers, step), self._anchor(key, private, layers, step)
-        with torch.no_grad():
-            gap, before = _stack(step.params, layers, private) - private_0, step.memory.get(key)
-            drift = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)  # 0 at the round's start
-            step.memory[key] = drift
-        moved = _stack(step.params, layers, shared) - shared_0
-        proxy_sh = moved.mT @ shared_0 if shared == "B" else moved @ shared_0.mT
-        proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
-        return squared_cosine(proxy_sh, proxy_lo, self._floor(shared_0, private_0)).sum()
 
     def _floor(self, shared_0: Tensor, private_0: Tensor) -> Tensor:
         """Return the epsilon that Eq. 8 adds to the product of norms, per layer (L,), scaled by `eps_scale`.

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from consilium.core.lazy import torch
 from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
+from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra, truncated_factors
 from consilium.strategies.heterogeneous_ranks.layer_factors import non_lora_tensors, pair
@@ -42,16 +42,13 @@ class FlexLoRA(ExactServer):
         """Return W truncated to the site's rank; the site trains all of it."""
         ranks, tensors = self.download_ranks(state, site), dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
-            tensors |= pair(layer, self._move_values_to_b(truncated_factors(state, layer, found, ranks[layer]), found))
+            left, right = truncated_factors(state, layer, found, ranks[layer])
+            if self.values_in == "left":
+                root = found.values[: len(right)].sqrt().to(left.dtype)
+                root = torch.where(root > 0, root, 1.0)  # a direction with value 0 is unchanged
+                left, right = left * root, right / root[:, None]
+            tensors |= pair(layer, (left, right))
         return Payload(state.round, state.phase, tensors)
-
-    def _move_values_to_b(self, product: Product, found: Spectrum) -> Product:
-        """Return the product with its singular values in B, if `values_in` is left. A direction with value 0 is unchanged."""
-        if self.values_in == "both":
-            return product
-        root = found.values[: product[1].shape[0]].sqrt().to(product[0].dtype)
-        root = torch.where(root > 0, root, 1.0)
-        return product[0] * root, product[1] / root[:, None]
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return the weighted mean of the sites' products."""

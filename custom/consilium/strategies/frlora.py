@@ -79,7 +79,19 @@ class FRLoRA(Strategy):
         """Return the next state: add this round's residual to every layer's frozen tail, and average the head."""
         tails, shared = dict[str, Tensor](), dict(state.shared)
         for layer in shapes(state.shared):
-            tails |= _extended_tail(state.matrices, layer, factors(state.shared, layer), factors(results, layer))
+            # the tail plus B A - B0 A0 = dB A + B0 dA; dB and dA are float64
+            (b0, a0), (db, da) = factors(state.shared, layer), factors(results, layer)
+            added = (db.float(), (a0.double() + da).float())
+            if (whole := state.matrices.get(f"{layer}.{WHOLE}")) is not None:
+                tails[f"{layer}.{WHOLE}"] = (whole.double() + db @ added[1].double() + b0.double() @ da).float()
+                continue
+            b, a = state.matrices[f"{layer}.tail_B"], state.matrices[f"{layer}.tail_A"].clone()
+            a[: len(a0)] += da.float()
+            b, a = torch.cat([b, added[0]], 1), torch.cat([a, added[1]])
+            if b.numel() + a.numel() < len(b) * a.shape[1]:
+                tails |= {f"{layer}.tail_B": b, f"{layer}.tail_A": a, f"{layer}.{GATE}": torch.ones(1)}
+            else:
+                tails[f"{layer}.{WHOLE}"] = (b.double() @ a.double()).float()
         heads = {n: u for n, u in results.items() if lora_factor(n, self.name) is None}
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in heads.items()}
         round, phase = next_phase(state, self.traits.phases_of(state.round))
@@ -101,17 +113,3 @@ def principal(weight: Tensor, rank: int, scaling: float) -> Product:
     signs = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True))[0] < 0, -1.0, 1.0)[:rank]
     root = (values[:rank] / scaling).sqrt()
     return (u[:, :rank] * (signs * root)).float(), ((signs * root)[:, None] * vt[:rank]).float()
-
-
-def _extended_tail(kept: Tensors, layer: str, start: Product, moved: Product) -> Tensors:
-    """Return the layer's tail plus B A - B0 A0 = dB A + B0 dA, for `moved` = (dB, dA) in float64."""
-    (b0, a0), (db, da) = start, moved
-    added = (db.float(), (a0.double() + da).float())
-    if (whole := kept.get(f"{layer}.{WHOLE}")) is not None:
-        return {f"{layer}.{WHOLE}": (whole.double() + db @ added[1].double() + b0.double() @ da).float()}
-    b, a = kept[f"{layer}.tail_B"], kept[f"{layer}.tail_A"].clone()
-    a[: len(a0)] += da.float()
-    b, a = torch.cat([b, added[0]], 1), torch.cat([a, added[1]])
-    if b.numel() + a.numel() < len(b) * a.shape[1]:
-        return {f"{layer}.tail_B": b, f"{layer}.tail_A": a, f"{layer}.{GATE}": torch.ones(1)}
-    return {f"{layer}.{WHOLE}": (b.double() @ a.double()).float()}

@@ -41,7 +41,14 @@ def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, f
 
     Also return the smallest singular value of the factors. `shared`: "A" or "B", the shared factor of each layer.
     """
-    parts = [_drift_and_leakage(moves, layer, which) for layer, which in shared.items()]
+    share = normalize_weights({name: move.weight for name, move in sorted(moves.items())})
+    parts = []  # (common drift, leakage) of each layer's shared factor, in its shape, float64
+    for layer, which in shared.items():
+        private = {n: _factor(moves[n].start, layer, "A" if which == "B" else "B") for n in share}
+        mean = torch.stack([share[n] * private[n] for n in share]).sum(0)
+        drift = [share[n] * _change_times_factor(moves[n], layer, which, mean) for n in share]
+        left = [share[n] * _change_times_factor(moves[n], layer, which, private[n] - mean) for n in share]
+        parts.append((torch.stack(drift).sum(0), torch.stack(left).sum(0)))
     common, leaked = (
         float(torch.stack([part.square().sum() for part in one]).sum().sqrt()) for one in zip(*parts, strict=True)
     )
@@ -51,16 +58,6 @@ def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, f
         "leaked share/of both": leaked / (common + leaked) if common + leaked else 0.0,
         "assumption 3.3/smallest singular value": smallest_singular_value(moves, shared),
     }
-
-
-def _drift_and_leakage(moves: Mapping[str, Move], layer: str, which: str) -> tuple[Tensor, Tensor]:
-    """Return (common drift, leakage) of a layer's shared factor, in its shape, float64."""
-    share = normalize_weights({name: move.weight for name, move in sorted(moves.items())})
-    private = {n: _factor(moves[n].start, layer, "A" if which == "B" else "B") for n in share}
-    mean = torch.stack([share[n] * private[n] for n in share]).sum(0)
-    common = [share[n] * _change_times_factor(moves[n], layer, which, mean) for n in share]
-    leaked = [share[n] * _change_times_factor(moves[n], layer, which, private[n] - mean) for n in share]
-    return torch.stack(common).sum(0), torch.stack(leaked).sum(0)
 
 
 def _change_times_factor(move: Move, layer: str, which: str, private: Tensor) -> Tensor:

@@ -63,29 +63,23 @@ class HetLoRA(UnequalRanks):
         norms = {name: sum(lowrank.norm(factors(end, n)) ** 2 for n in shapes(end)) ** 0.5 for name, end in ends.items()}
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
-        shared = mean_others(state, results, shares(results)) | self._averages(state, ends, share)
-        sites = state.sites | {name: {"rank": self._next_rank(results[name], end)} for name, end in ends.items()}
-        reported = state.reported | dict.fromkeys(results, state.round)
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
-
-    def _averages(self, state: ServerState, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
-        found: Tensors = {}
+        shared = mean_others(state, results, shares(results))
         for layer in shapes(state.shared):
             b, a = (torch.zeros_like(one, dtype=torch.float64) for one in factors(state.shared, layer))
             for name, end in ends.items():
                 own_b, own_a = factors(end, layer)
                 b[:, : own_b.shape[1]] += share[name] * own_b.double()
                 a[: len(own_a)] += share[name] * own_a.double()
-            found |= pair(layer, (b.float(), a.float()))
-        return found
-
-    def _next_rank(self, upload: SiteResult, end: Tensors) -> Tensor:
-        """Return the site's next rank (1,): g times its last rank if the norms of the ranks beyond that shrank in the round."""
-        rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
-        kept = max(1, int(self.prune * rank))
-        shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(upload.sent.tensors, kept))
-        return torch.tensor([kept if shrunk else rank])
+            shared |= pair(layer, (b.float(), a.float()))
+        sites = dict(state.sites)
+        for name, end in ends.items():  # a site's rank shrinks if the norms of its ranks beyond `kept` shrank in the round
+            rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
+            kept, start = max(1, int(self.prune * rank)), results[name].sent.tensors
+            shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(start, kept))
+            sites[name] = {"rank": torch.tensor([kept if shrunk else rank])}
+        reported = state.reported | dict.fromkeys(results, state.round)
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
+        return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
 
     # client half ------------------------------------------------------------------------------------------------------
 

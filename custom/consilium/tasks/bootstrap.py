@@ -43,8 +43,14 @@ def intervals(groups: int, statistic: Statistic) -> dict[str, float]:
         count = min(rest, max(1, _AT_ONCE // groups))
         drawn.append(statistic(_weights(random.integers(0, groups, (count, groups)))))
         rest -= count
-    found = {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
-    return {f"{name}{end}": value for name, values in found.items() for end, value in _percentile_limits(values).items()}
+    found: dict[str, float] = {}
+    for name in drawn[0]:
+        values = np.concatenate([part[name] for part in drawn])
+        known = values[~np.isnan(values)]
+        if len(known):
+            low, high = np.quantile(known, [0.025, 0.975])
+            found |= {f"{name}{LOW}": float(low), f"{name}{HIGH}": float(high)}
+    return found
 
 
 def intervals_of_means(values: Mapping[str, Sequence[float]], groups: Sequence[str]) -> dict[str, float]:
@@ -63,11 +69,3 @@ def _weights(drawn: np.ndarray) -> np.ndarray:
     count, groups = drawn.shape
     flat = (drawn + groups * np.arange(count)[:, None]).ravel()
     return np.bincount(flat, minlength=count * groups).reshape(count, groups).astype(np.float64)
-
-
-def _percentile_limits(values: np.ndarray) -> dict[str, float]:
-    known = values[~np.isnan(values)]
-    if not len(known):
-        return {}
-    low, high = np.quantile(known, [0.025, 0.975])
-    return {LOW: float(low), HIGH: float(high)}

@@ -27,19 +27,18 @@ class EmbeddingCache:
 
         The model needs a method `embed` for one picture (1, 3, S, S).
         """
-        device = next(model.parameters()).device
-        return torch.cat([self._one(model, image[None], device) for image in images])
-
-    def _one(self, model: nn.Module, image: Tensor, device: torch.device) -> Tensor:
-        name = self._name(image, device) if self._store else ""
-        if self._store and (found := self._store.get(name)) is not None:
-            ((dtype, array),) = found.items()
-            return torch.from_numpy(np.array(array)).view(getattr(torch, dtype)).to(device, non_blocking=True)
-        made: Tensor = model.embed(image.to(device))  # type: ignore[operator]
-        if self._store:
-            flat = made.detach().cpu().contiguous()
-            self._store.put(name, {str(made.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()})
-        return made
+        device, found = next(model.parameters()).device, list[Tensor]()
+        for image in (picture[None] for picture in images):
+            name = self._name(image, device) if self._store else ""
+            if self._store and (stored := self._store.get(name)) is not None:
+                ((dtype, array),) = stored.items()
+                found.append(torch.from_numpy(np.array(array)).view(getattr(torch, dtype)).to(device, non_blocking=True))
+                continue
+            found.append(model.embed(image.to(device)))  # type: ignore[operator]
+            if self._store:
+                flat = found[-1].detach().cpu().contiguous()
+                self._store.put(name, {str(flat.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()})
+        return torch.cat(found)
 
     def _name(self, image: Tensor, device: torch.device) -> str:
         """Return a salted name made from the picture, the encoder, and the device and precision in use."""

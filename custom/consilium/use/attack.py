@@ -182,6 +182,8 @@ def judge_guesses(
     attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0
 ) -> AttackResult:
     """Return the result of guessing by `scores`. The number of guesses is chosen on a random half of the units."""
+    from scipy.stats import rankdata
+
     order = np.random.default_rng(seed).permutation(len(scores))
     chosen, counted = order[::2], order[1::2]
     shares = (0.05, 0.1, 0.2, 0.35, 0.5)
@@ -190,22 +192,16 @@ def judge_guesses(
     ]
     correct, guesses = _count_right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
     found = epsilon_bound(correct, guesses, len(counted), delta, confidence)
-    return AttackResult(attack, len(scores), _auc(scores, members), guesses, correct, found, confidence)
+    # AUC: how often a member has a higher score than another unit, where ties count half
+    inside, outside = int(members.sum()), int((~members).sum())
+    auc = float((rankdata(scores)[members].sum() - inside * (inside + 1) / 2) / (inside * outside))
+    return AttackResult(attack, len(scores), auc, guesses, correct, found, confidence)
 
 
 def _count_right(scores: Values, members: NDArray[np.bool_], share: float) -> tuple[int, int]:
     """Return (number of right guesses, number of guesses), if a fraction `share` of the units is guessed at each end."""
     order, count = np.argsort(scores, kind="stable"), max(1, int(share * len(scores)))
     return int(members[order[-count:]].sum() + (~members[order[:count]]).sum()), 2 * count
-
-
-def _auc(scores: Values, members: NDArray[np.bool_]) -> float:
-    """Return the AUC: how often a member has a higher score than another unit, where ties count half."""
-    from scipy.stats import rankdata
-
-    inside, outside = int(members.sum()), int((~members).sum())
-    ranks = rankdata(scores)[members].sum()
-    return float((ranks - inside * (inside + 1) / 2) / (inside * outside))
 
 
 def likelihood_ratio(target: Values, shadows: Values, included: NDArray[np.bool_]) -> Values:
@@ -244,7 +240,7 @@ class Drawn:
         return np.array([all(keys[place] in others for place in unit) for unit in self.units])
 
 
-def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int = 0) -> Drawn:
+def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool) -> Drawn:
     """Draw equal numbers of members and other units at random from a list.
 
     `trained`: keys of the training samples. Raises DataError if there are too few units, or if a patient is in both groups.
@@ -260,7 +256,7 @@ def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool, seed
     count = min(map(len, groups))
     if 2 * count < FEWEST:
         raise DataError(f"{whole.path}: {count} units to compare on each side; an attack needs {FEWEST // 2}; give more data")
-    source = np.random.default_rng(seed)
+    source = np.random.default_rng(0)
     picked = [list(one.values())[i] for one in groups for i in sorted(source.permutation(len(one))[:count])]
     ends = np.cumsum([len(unit) for unit in picked]).tolist()
     places = [list(range(end - len(unit), end)) for end, unit in zip(ends, picked, strict=True)]

@@ -20,7 +20,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import Card
 from consilium.tasks.segmentation import prompts_of
-from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible, require_equal
+from consilium.use.merge import inputs_of, logits_of, merge_if_possible, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 FIRE = "0.7.1"
@@ -72,7 +72,10 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     inputs = inputs_of(config, None)
     wanted = logits_of(model, inputs)
     merge_if_possible(model, config)
-    program = _export_program(model, inputs)
+    shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)  # batches of any size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter warns about its own code
+        program = torch.export.export(model.requires_grad_(False), tuple(inputs.values()), dynamic_shapes=shapes)
     module = program.module()  # whose inputs are positional
     difference = require_equal("bundle", model, wanted, logits_of(lambda **named: module(*named.values()), inputs))
     (folder / "models").mkdir()
@@ -87,14 +90,6 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     ), difference
 
 
-def _export_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
-    """Return the model as a torch.export program that accepts batches of any size."""
-    shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter warns about its own code
-        return torch.export.export(model.requires_grad_(False), tuple(inputs.values()), dynamic_shapes=shapes)
-
-
 def _write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=4, ensure_ascii=False).encode(), PUBLIC)
 
@@ -106,6 +101,18 @@ def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
     both lists are equal.
     """
     packages = {"pillow": version("pillow"), "fire": FIRE}
+    side, masks = config.model.image_side, config.task.name == "segmentation"
+    outputs = {
+        "type": "image" if masks else "probabilities",
+        "format": "classes",
+        "modality": "n/a",
+        "num_channels": len(_class_names(config)),
+        "spatial_shape": [side, side] if masks else [],
+        "dtype": "float32",
+        "value_range": [],
+        "is_patch_data": False,
+        "channel_def": _numbered_classes(config),
+    }
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
@@ -121,7 +128,7 @@ def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "authors": "not stated; see docs/README.md",
         "copyright": "not stated; see docs/README.md",
         "intended_use": "Research. Not a medical device, and not tested for use on patients.",
-        "network_data_format": {"inputs": _describe_inputs(config), "outputs": {"pred": _describe_outputs(config)}},
+        "network_data_format": {"inputs": _describe_inputs(config), "outputs": {"pred": outputs}},
     }
 
 
@@ -135,22 +142,6 @@ def _describe_inputs(config: JobConfig) -> dict[str, Any]:
         numbers = {"spatial_shape": [len(kind.numbers)], "value_range": [0, side - 1], "channel_def": _numbered_classes(config)}
         found["prompts"] = prompt | numbers | whole
     return found
-
-
-def _describe_outputs(config: JobConfig) -> dict[str, Any]:
-    side = config.model.image_side
-    masks = config.task.name == "segmentation"
-    return {
-        "type": "image" if masks else "probabilities",
-        "format": "classes",
-        "modality": "n/a",
-        "num_channels": len(_class_names(config)),
-        "spatial_shape": [side, side] if masks else [],
-        "dtype": "float32",
-        "value_range": [],
-        "is_patch_data": False,
-        "channel_def": _numbered_classes(config),
-    }
 
 
 def _class_names(config: JobConfig) -> list[str]:

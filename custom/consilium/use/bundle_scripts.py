@@ -66,16 +66,13 @@ def find_pictures(
         raise ValueError(f"{place}: two pictures are called {twice!r}, and so would be what is written; run them one by one")
     if not classes:
         return [{"image": str(p)} for p in found]
-    known = {} if not prompts else _read_prompts(prompts, columns)
+    known = dict[str, dict[str, list[float]]]()
+    if prompts:
+        text = Path(prompts).read_text(encoding="utf-8")
+        for row in json.loads(text) if prompts.endswith(".json") else csv.DictReader(text.splitlines()):
+            known.setdefault(row["image"], {})[row["class"]] = [float(row[column]) for column in columns]
     unknown = [float("nan")] * len(columns)
     return [{"image": str(p), "prompts": [known.get(p.name, {}).get(c, unknown) for c in classes]} for p in found]
-
-
-def _read_prompts(path: str, columns: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    text, found = Path(path).read_text(encoding="utf-8"), dict[str, dict[str, list[float]]]()
-    for row in json.loads(text) if path.endswith(".json") else csv.DictReader(text.splitlines()):
-        found.setdefault(row["image"], {})[row["class"]] = [float(row[column]) for column in columns]
-    return found
 
 
 class ReadPicture:
@@ -95,7 +92,9 @@ class ReadPicture:
         """
         picture = eight_bits(read(data["image"]), self.window)
         size = picture.shape[:2]
-        rows, columns = self._inner(size)
+        rows, columns = self.side, self.side
+        if self.resize != "stretch":
+            rows, columns = (max(1, int(n * self.side / max(size) + 0.5)) for n in size)
         small = np.asarray(Image.fromarray(picture).resize((columns, rows), Image.Resampling.BILINEAR))
         square = np.empty((self.side, self.side, 3), np.uint8)
         square[:], square[:rows, :columns] = self.padding, small
@@ -106,12 +105,6 @@ class ReadPicture:
         prompts = torch.tensor(data["prompts"], dtype=torch.float32)
         scale = torch.tensor([columns / size[1], rows / size[0]]).repeat(prompts.shape[1] // 2)
         return {**found, "prompts": prompts * scale}
-
-    def _inner(self, size: Sequence[int]) -> tuple[int, int]:
-        if self.resize == "stretch":
-            return self.side, self.side
-        rows, columns = (max(1, int(n * self.side / max(size) + 0.5)) for n in size)
-        return rows, columns
 
 
 def read(path: str) -> np.ndarray:
@@ -175,12 +168,9 @@ class WriteClasses:
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "classes.csv", "w", encoding="utf-8", newline="") as file:
             rows = [["image", "class", *self.classes], *self.rows]
-            csv.writer(file).writerows([[_escape_formula(cell) for cell in row] for row in rows])
-
-
-def _escape_formula(cell: str) -> str:
-    """Return the text, changed so that no spreadsheet reads it as a formula."""
-    return f"'{cell}" if cell[:1] in "=+-@\t\r\n" and cell else cell
+            # no spreadsheet may read a cell as a formula
+            safe = [[f"'{cell}" if cell and cell[0] in "=+-@\t\r\n" else cell for cell in row] for row in rows]
+            csv.writer(file).writerows(safe)
 
 
 class Inference:

@@ -90,7 +90,17 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         about, difference = _write_format(found, format, made, own, base)
         _copy_licences(found, own, made)
         name = f"docs/{CARD}" if format == "bundle" else CARD
-        page = _model_page(found, format, about, difference)
+        card = found.folder / CARD
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
+        parts = [
+            text.partition(FILES)[0].rstrip(),
+            f"## {_TITLES[format]}",
+            about.rstrip(),
+            *_describe_inputs(found.config),
+        ]
+        if difference is not None:
+            parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
+        page = "\n\n".join(part for part in parts if part) + "\n"
         if library := _opening_library(found, format):
             page = with_front_matter(
                 page,
@@ -218,20 +228,6 @@ def _copy_file(path: Path, made: Path, links: bool) -> None:
         shutil.copyfile(path, made / path.name)
 
 
-def _model_page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
-    """Return the export's page: the adapter's model card, followed by how to use the export."""
-    path = found.folder / CARD
-    card = (
-        path.read_text(encoding="utf-8", errors="replace").partition(FILES)[0]
-        if path.is_file() and not path.is_symlink()
-        else ""
-    )
-    parts = [card.rstrip(), f"## {_TITLES[format]}", about.rstrip(), *_describe_inputs(found.config)]
-    if difference is not None:
-        parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
 _TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", "onnx": "Run it"}
 
 
@@ -290,24 +286,19 @@ def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) ->
     if short := short_names(layers, (name for name, _ in modules)):
         settings["target_modules"] = short
     if is_classifier(config):
-        settings |= _rename_for_classifier(
-            made, settings["target_modules"], str((getattr(config.model, "config", None) or {})["model_type"])
-        )
+        # put the encoder's adapter and its head into one file, with a classifier's tensor names
+        prefix, weights = str((getattr(config.model, "config", None) or {})["model_type"]), made / "adapter_model.safetensors"
+        renamed = {
+            **{name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(weights).items()},
+            **{f"base_model.model.classifier.{n.rpartition('.')[2]}": t for n, t in load_file(made / HEAD_FILE).items()},
+        }
+        save_file(renamed, weights, metadata={"format": "pt"})
+        (made / HEAD_FILE).unlink()
+        targets = settings["target_modules"]
+        named = targets if isinstance(targets, list) else rf"{prefix}\.({targets})"
+        settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier"], "target_modules": named}
     write_atomic(path, json.dumps(settings, indent=2, sort_keys=True).encode(), PUBLIC)
     tokenizer.save_pretrained(made)
-
-
-def _rename_for_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
-    """Put an encoder's adapter and its head into one file, with a classifier's tensor names. Return the settings for PEFT."""
-    path, head = made / "adapter_model.safetensors", made / HEAD_FILE
-    tensors = {
-        **{name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(path).items()},
-        **{f"base_model.model.classifier.{n.rpartition('.')[2]}": tensor for n, tensor in load_file(head).items()},
-    }
-    save_file(tensors, path, metadata={"format": "pt"})
-    head.unlink()
-    named = targets if isinstance(targets, list) else rf"{prefix}\.({targets})"
-    return {"task_type": "SEQ_CLS", "modules_to_save": ["classifier"], "target_modules": named}
 
 
 def short_names(layers: Iterable[str], names: Iterable[str]) -> list[str]:

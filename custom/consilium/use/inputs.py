@@ -88,25 +88,22 @@ def _dicom_images(folder: Path, files: list[Path], beside: list[Path]) -> list[P
     if not files:
         return []
     try:
-        import consilium.data.dicom.files  # noqa: F401
+        from consilium.data.dicom.files import is_beside, open_file, reading
     except ImportError:  # without pydicom, reading the input fails later with a clear error
         return files if len(files) == 1 else [folder]
-    told = {path: _beside_and_series(path) for path in files}
-    beside += [path for path, (other, _) in told.items() if other]
-    images = {path: series for path, (other, series) in told.items() if not other}
+    images = {}
+    for path in files:
+        try:
+            with reading(path):
+                found = open_file(path)
+                other, series = is_beside(found), str(found.get("SeriesInstanceUID"))
+        except DataError:  # a damaged file counts as an image in a series of its own
+            other, series = False, str(path)
+        if other:
+            beside.append(path)
+        else:
+            images[path] = series
     return list(images) if len(set(images.values())) == len(images) else [folder]
-
-
-def _beside_and_series(path: Path) -> tuple[bool, str]:
-    """Return (whether a DICOM file is not an image, its series). A damaged file counts as an image in a series of its own."""
-    from consilium.data.dicom.files import is_beside, open_file, reading
-
-    try:
-        with reading(path):
-            found = open_file(path)
-            return is_beside(found), str(found.get("SeriesInstanceUID"))
-    except DataError:
-        return False, str(path)
 
 
 def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:

@@ -125,7 +125,7 @@ def import_model(
         ):
             told |= {"adapter": merge_adapter(found.model, adapter)}
     _check_numbers(found.model, source)
-    notes = [*_import_notes(told), *_template_notes(found.tokenizer, template or source)]
+    notes = _notes(told, found.tokenizer, template or source)
     dtype = torch.float32 if adapter is not None else found.dtype
     told |= {
         "architecture": found.model.config.model_type,
@@ -260,7 +260,10 @@ def _load_folder(source: Path) -> _Source:
     model = build_causal_lm("folder", source, config)
     tokenizer = load_tokenizer("folder", source, config)
     files = _weight_files(source)
-    kinds = Counter(kind for name in files for kind in _dtypes(source / name))
+    kinds = Counter[str]()
+    for name in files:
+        with safe_open(source / name, "pt") as file:
+            kinds.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118
     if bad := sorted(kind for kind in kinds if not re.fullmatch(r"B?F\d+", kind)):
         raise CheckpointError(
             f"SOURCE: {source}: weights of type {bad[0]}, whole numbers or others without their scales; import the original "
@@ -274,24 +277,15 @@ def _load_folder(source: Path) -> _Source:
         "named": {},
         "weights": dict(sorted(kinds.items())),
     }
-    return _Source(model, tokenizer, told, _lossless_dtype(kinds), source)
+    # one dtype that holds all weights without rounding
+    dtype = torch.bfloat16 if set(kinds) == {"BF16"} else torch.float16 if set(kinds) == {"F16"} else torch.float32
+    return _Source(model, tokenizer, told, dtype, source)
 
 
 def _weight_files(source: Path) -> list[str]:
     if (source / WEIGHTS).exists():
         return [WEIGHTS]
     return sorted(set(read_json(source, INDEX)["weight_map"].values()))
-
-
-def _dtypes(path: Path) -> list[str]:
-    with safe_open(path, "pt") as file:
-        return [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
-
-
-def _lossless_dtype(weights: Mapping[str, int]) -> torch.dtype:
-    """Return a dtype that holds all weights without rounding. `weights`: tensors per dtype, by safetensors' names."""
-    kinds = set(weights)
-    return torch.bfloat16 if kinds == {"BF16"} else torch.float16 if kinds == {"F16"} else torch.float32
 
 
 def _check_tied(source: Path, config: Mapping[str, Any]) -> None:
@@ -361,9 +355,11 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{where}: tensor {shown(bad[0], 120)!r} does not fit this base; name the base it was trained on")
     if bad := sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
         raise CheckpointError(f"{where}: tensor {shown(bad[0], 120)!r} has NaN or Inf; fetch it again")
-    if tied := _tied_target(model, adapted):
+    head, rows = model.get_output_embeddings(), model.get_input_embeddings()
+    base = getattr(head, "base_layer", head), getattr(rows, "base_layer", rows)
+    if (hasattr(head, "base_layer") or hasattr(rows, "base_layer")) and base[0].weight is base[1].weight:
         raise ConfigError(
-            f"{where}: it changes {tied!r}, whose weight the embeddings share; merge it by PEFT where they are apart"
+            f"{where}: it changes 'lm_head', whose weight the embeddings share; merge it by PEFT where they are apart"
         )
     set_peft_model_state_dict(adapted, tensors)
     adapted.merge_and_unload()
@@ -414,14 +410,6 @@ def _check_rank(kept: Mapping[str, Any], tensors: Mapping[str, Tensor], where: s
         )
 
 
-def _tied_target(model: PreTrainedModel, adapted: Any) -> str:
-    """Return "lm_head" if the adapter changes a weight that the output layer and the embeddings share; "" otherwise."""
-    head, rows = model.get_output_embeddings(), model.get_input_embeddings()
-    base = getattr(head, "base_layer", head), getattr(rows, "base_layer", rows)
-    changed = hasattr(head, "base_layer") or hasattr(rows, "base_layer")
-    return "lm_head" if changed and base[0].weight is base[1].weight else ""
-
-
 # checks --------------------------------------------------------------------------------------------------------------------
 
 
@@ -433,16 +421,28 @@ def _check_numbers(model: PreTrainedModel, source: Path) -> None:
             raise CheckpointError(f"SOURCE: {source}: {shown(name, 120)}: {count:,} numbers are NaN or Inf; fetch it again")
 
 
-def _template_notes(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[str]:
-    """Return notes for the user about the chat template. Raises CheckpointError if it renders no conversation."""
-    if not tokenizer.chat_template:
-        return ["no chat template: use task.prompt alpaca or a template of your own; or import with --template FILE"]
-    try:
-        said = Prompt("chat", tokenizer).default_system
-    except ConfigError as error:
-        why = str(error).removeprefix("task.prompt: 'chat': ").rpartition("; ")[0]
-        raise CheckpointError(f"SOURCE: {source}: chat template: {why}; give another by --template FILE") from None
-    return [f"its chat template adds a system prompt of its own: {shown(said, 200)!r}"] if said else []
+def _notes(told: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, source: Path) -> list[str]:
+    """Return notes for the user. Raises CheckpointError if the chat template of `source` renders no conversation."""
+    quantized = [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]
+    base, name, said = told.get("adapter", {}).get("base", ""), str(told["source"]), ""
+    if tokenizer.chat_template:
+        try:
+            said = Prompt("chat", tokenizer).default_system
+        except ConfigError as error:
+            why = str(error).removeprefix("task.prompt: 'chat': ").rpartition("; ")[0]
+            raise CheckpointError(f"SOURCE: {source}: chat template: {why}; give another by --template FILE") from None
+    notes = {
+        f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's": quantized,
+        "the source names no licence; write it with --licence NAME once you know it": told["licence"] == UNKNOWN,
+        f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(name, 120)!r}": (
+            base and Path(base).name.lower() != Path(name).stem.lower()
+        ),
+        "no chat template: use task.prompt alpaca or a template of your own; or import with --template FILE": (
+            not tokenizer.chat_template
+        ),
+        f"its chat template adds a system prompt of its own: {shown(said, 200)!r}": said,
+    }
+    return only_true(notes)
 
 
 def _read_template(path: Path) -> str:
@@ -453,19 +453,6 @@ def _read_template(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "no UTF-8"
         raise ConfigError(f"--template: {path}: cannot be read ({why}); give a chat template in Jinja") from None
-
-
-def _import_notes(told: Mapping[str, Any]) -> list[str]:
-    quantized = [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]
-    base, source = told.get("adapter", {}).get("base", ""), str(told["source"])
-    notes = {
-        f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's": quantized,
-        "the source names no licence; write it with --licence NAME once you know it": told["licence"] == UNKNOWN,
-        f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(source, 120)!r}": (
-            base and Path(base).name.lower() != Path(source).stem.lower()
-        ),
-    }
-    return only_true(notes)
 
 
 def _copy_licences(home: Path, made: Path) -> None:

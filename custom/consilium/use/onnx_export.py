@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
@@ -39,14 +39,18 @@ def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float
 
     If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.
     """
+    import onnxruntime
+
     inputs = inputs_of(config, None)
     wanted, base = logits_of(model, inputs), MODELS[config.model.name]
     merge_if_possible(model, config)
     parts = base.graphs(model) if base.graphs else {"model": Graph(model, tuple(inputs), "logits")}
     held: Inputs = dict(inputs)
     for name, part in parts.items():
-        _export_graph(folder / f"{name}.onnx", part, {key: held[key] for key in part.inputs})
-        held[part.output] = _run_graph(folder / f"{name}.onnx", {key: held[key] for key in part.inputs})
+        own, path = {key: held[key] for key in part.inputs}, folder / f"{name}.onnx"
+        _export_graph(path, part, own)
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        held[part.output] = torch.from_numpy(session.run(None, {key: tensor.numpy() for key, tensor in own.items()})[0])
     difference = require_equal("onnx", model, wanted, list(held.values())[-1])
     return _usage_page(parts, inputs), difference
 
@@ -67,13 +71,6 @@ def _export_graph(path: Path, part: Graph, inputs: Inputs) -> None:
             )  # fmt: skip
     finally:
         logger.setLevel(level)
-
-
-def _run_graph(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
 
 
 def _usage_page(parts: Mapping[str, Graph], inputs: Inputs) -> str:

@@ -56,19 +56,17 @@ def _check_record(folder: Path) -> None:
         raise ConfigError(f"--output {shown(folder)}: is there and is not an earlier export; choose another folder")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if name != RECORD and not _is_ours(path, name, listed):
+        if name == RECORD:
+            continue
+        if path.is_dir():
+            ours = any(one.startswith(f"{name}/") for one in listed)
+        else:
+            ours = not path.is_symlink() and path.is_file() and name in listed and file_hash(path) == listed[name]
+        if path.is_symlink() or not ours:
             raise ConfigError(
                 f"--output {shown(folder)}: {shown(name)!r} is not as the earlier export wrote it; move it away, or choose "
                 "another folder"
             )
-
-
-def _is_ours(path: Path, name: str, listed: dict[str, str]) -> bool:
-    if path.is_symlink():
-        return False
-    if path.is_dir():
-        return any(one.startswith(f"{name}/") for one in listed)
-    return path.is_file() and name in listed and file_hash(path) == listed[name]
 
 
 def _recorded_hashes(folder: Path) -> dict[str, str] | None:
@@ -91,7 +89,11 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
     """
     folder = folder.absolute()
     made = folder.with_name(f".{folder.name}.{os.getpid()}")
-    for left in [made, *_stale_folders(folder)]:
+    found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
+    ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
+    # unfinished folders of exports to `folder` whose processes have ended
+    stale = [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
+    for left in [made, *stale]:
         shutil.rmtree(left, ignore_errors=True)
     made.mkdir(parents=True)
     try:
@@ -101,13 +103,6 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
         raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-def _stale_folders(folder: Path) -> list[Path]:
-    """Return the unfinished folders of exports to `folder` whose processes have ended."""
-    found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
-    ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
-    return [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
 
 
 def _swap_in(made: Path, folder: Path, force: bool) -> None:

@@ -66,7 +66,23 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     Raises DataError if the source's header fits no NIfTI file of a mask.
     """
     try:
-        data = _encode_nifti(values, source)
+        if volume_format(source) == "raw_volumes":
+            affine = volumes.header(source).grid.affine
+            image = nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine)
+        else:
+            origin = nifti.load(source)
+            header = origin.header.copy()
+            header.set_data_dtype(values.dtype)
+            header.set_slope_inter(1, 0)
+            header["cal_min"] = header["cal_max"] = 0
+            header["descrip"] = f"consilium {__version__}"
+            # NIfTI-2 lacks one of these; they and extensions may name the patient
+            for free in {"aux_file", "db_name", "intent_name"} & set(header.keys()):
+                header[free] = b""
+            header.extensions.clear()
+            shape = tuple(origin.shape) if values.ndim == 3 else values.shape
+            image = type(origin)(values.reshape(shape), origin.affine, header)
+        data = bytes(image.to_bytes())
     except Exception as error:
         raise DataError(
             f"{source}: its header makes no NIfTI of a mask ({type(error).__name__}); convert it to NIfTI-1"
@@ -76,23 +92,6 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
 
         data = gzip.compress(data, 6, mtime=0)
     write_atomic(path, data)
-
-
-def _encode_nifti(values: np.ndarray, source: Path) -> bytes:
-    if volume_format(source) == "raw_volumes":
-        affine = volumes.header(source).grid.affine
-        return bytes(nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine).to_bytes())
-    origin = nifti.load(source)
-    shape = tuple(origin.shape) if values.ndim == 3 else values.shape
-    header = origin.header.copy()
-    header.set_data_dtype(values.dtype)
-    header.set_slope_inter(1, 0)
-    header["cal_min"] = header["cal_max"] = 0
-    header["descrip"] = f"consilium {__version__}"
-    for free in {"aux_file", "db_name", "intent_name"} & set(header.keys()):  # NIfTI-2 lacks one; they may name the patient
-        header[free] = b""
-    header.extensions.clear()  # they may name the patient
-    return bytes(type(origin)(values.reshape(shape), origin.affine, header).to_bytes())
 
 
 def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> None:
@@ -194,7 +193,11 @@ def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tup
 def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError if a file written for the inputs `apart` would replace an input or, without `force`, any file."""
     names = [*_common_files(task), *(name for one in apart for name in _files_of(task, one, wanted))]
-    _check_inputs(names, inputs, wanted)
+    originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
+    for name in names:
+        path = wanted.out / name
+        if path.exists() and _file_identity(path) in originals:  # not even with `force`
+            raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
     if wanted.out.exists() and not wanted.out.is_dir():
         raise ConfigError(f"{wanted.out}: is a file; give a folder")
     inside = {folder for name in names for folder in Path(name).parents if folder != Path()}
@@ -220,15 +223,6 @@ def _files_of(task: str, one: Input, wanted: OutputOptions) -> list[str]:
     mask = mask_name(one.name)
     more = [overlay_name(mask)] if wanted.overlays else []
     return [mask, *more, *([probability_name(mask)] if wanted.probabilities else [])]
-
-
-def _check_inputs(names: list[str], inputs: list[Input], wanted: OutputOptions) -> None:
-    """Raise ConfigError, even with `force`, if a file would replace an input or a file of an input's series."""
-    originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
-    for name in names:
-        path = wanted.out / name
-        if path.exists() and _file_identity(path) in originals:
-            raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
 
 
 def _file_identity(path: Path) -> tuple[int, int]:

@@ -62,20 +62,16 @@ def answers(opened: TrainedModel, inputs: Sequence[Input], batch_size: int) -> I
     """
     waiting = list[Read]()
     for one in inputs:
-        found = _read_file(opened, one)
+        bad = list[DataError]()
+        try:
+            found: Read = one, list(read_records(one.path, bad, require_pictures=opened.config.model.image_side > 0)), bad
+        except DataError as error:
+            found = one, [], [error]
         if waiting and sum(len(texts) for _, texts, _ in [*waiting, found]) > batch_size:
             yield from _answer_files(opened, waiting, batch_size)
             waiting = []
         waiting.append(found)
     yield from _answer_files(opened, waiting, batch_size)
-
-
-def _read_file(opened: TrainedModel, one: Input) -> Read:
-    bad = list[DataError]()
-    try:
-        return one, list(read_records(one.path, bad, require_pictures=opened.config.model.image_side > 0)), bad
-    except DataError as error:
-        return one, [], [error]
 
 
 def _answer_files(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
@@ -103,8 +99,11 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
         device = next(opened.model.parameters()).device
         with torch.no_grad(), autocast(device, config.training.precision):
             written: list[Any] = task.write(opened.model, "training", batch_size)
+        fields = ("system", "history", "instruction", "input")
         return [
-            _record_fields(text) | (said if isinstance(said, dict) else {"answer": said})
+            {"record": text.name}
+            | {key: value for key in fields if (value := getattr(text, key))}
+            | (said if isinstance(said, dict) else {"answer": said})
             for text, said in zip(texts, written, strict=True)
         ]
     except DataError as error:
@@ -112,12 +111,6 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
             return [error]
     half = len(texts) // 2
     return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
-
-
-def _record_fields(text: Text) -> dict[str, Any]:
-    """Return a record's own part of its line in the output file."""
-    fields = ("system", "history", "instruction", "input")
-    return {"record": text.name} | {key: value for key in fields if (value := getattr(text, key))}
 
 
 # predict ---------------------------------------------------------------------------------------------------------------

@@ -163,23 +163,20 @@ class Predictor:
         """Return the box or point of class `name` in a part's pixels, clipped to a tile. None if this part has none."""
         known = self.prompts or {}
         prompt = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
-        return prompt if prompt is None or item.tile is None else _clip_to_tile(prompt, item.tile)
+        if prompt is None or item.tile is None:
+            return prompt
+        x, y, width, height = item.tile
+        if len(prompt) == 2:
+            point = prompt[0] - x, prompt[1] - y
+            return point if 0 <= point[0] < width and 0 <= point[1] < height else None
+        left, top, right, bottom = prompt
+        cut = (max(left - x, 0.0), max(top - y, 0.0), min(right - x, width), min(bottom - y, height))
+        return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
 def _check_finite(one: Input, part: Prediction) -> None:
     if not torch.isfinite(part.answer).all():
         raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
-
-
-def _clip_to_tile(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
-    """Return the part of a box, or the point, that lies in a tile (x, y, width, height), in pixels of the tile; else None."""
-    x, y, width, height = tile
-    if len(prompt) == 2:
-        point = prompt[0] - x, prompt[1] - y
-        return point if 0 <= point[0] < width and 0 <= point[1] < height else None
-    left, top, right, bottom = prompt
-    cut = (max(left - x, 0.0), max(top - y, 0.0), min(right - x, width), min(bottom - y, height))
-    return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
 def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]:

@@ -136,13 +136,11 @@ def _required_margin(size: int, probes: int, steps: int) -> float:
     goal, low, high = math.sqrt(2 * size / math.pi) / FAILURE ** (1 / probes), 0.0, 1e6
     for _ in range(100):
         eta = (low + high) / 2
-        enough = math.log(eta) / 2 + _log_cosh((steps - 1) * math.acosh(1 + 2 * eta)) >= math.log(goal)
+        x = (steps - 1) * math.acosh(1 + 2 * eta)
+        log_cosh = x + math.log1p(math.exp(-2 * x)) - math.log(2)
+        enough = math.log(eta) / 2 + log_cosh >= math.log(goal)
         low, high = (low, eta) if enough else (eta, high)
     return high
-
-
-def _log_cosh(x: float) -> float:
-    return x + math.log1p(math.exp(-2 * x)) - math.log(2)
 
 
 def _tall_norm(tall: Tensor) -> float:

@@ -149,39 +149,19 @@ def spectrum(update: Update, top: int, tolerance: float = TOLERANCE, start: Tens
     error bound.
     """
     top = min(top, *update.shape)
-    found = (
-        _spectrum_of_factors(update, top) if update.dense is None else _spectrum_of_dense(update.dense, top, tolerance, start)
-    )
-    return _canonical(found, top, update.left.dtype)
-
-
-def _spectrum_of_factors(update: Update, top: int) -> Spectrum:
-    (left, upper), (right, lower) = torch.linalg.qr(update.left.double()), torch.linalg.qr(update.right.double().T)
-    core = upper @ lower.T
-    u, values, vt = torch.linalg.svd(core, full_matrices=False)
-    error = 1e-14 * float(upper.norm() * lower.norm())
-    return Spectrum(left @ u[:, :top], values[:top], vt[:top] @ right.T, float(core.square().sum()), error)
-
-
-def _spectrum_of_dense(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum:
-    found = certified(dense, top, tolerance, start) if min(dense.shape) > SMALL else None
-    return _full_svd(dense, top) if found is None else found
-
-
-def _full_svd(dense: Tensor, top: int) -> Spectrum:
-    """Return the full SVD: in float64 for a small W, otherwise in its own precision. A wide W is transposed (twice as fast)."""
-    whole = dense.double() if min(dense.shape) <= SMALL else dense
-    wide = whole.shape[0] < whole.shape[1]
-    u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
-    u, vt = (vt.T, u.T) if wide else (u, vt)
-    error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
-    return Spectrum(u[:, :top], values[:top].double(), vt[:top], squared_norm(dense), error)
-
-
-def _canonical(found: Spectrum, top: int, dtype: "torch.dtype") -> Spectrum:
-    """Return `found` with fixed signs, values that are only rounding noise set to 0, and padded to `top` triplets."""
-    left, values, right = found.left, found.values, found.right
-    if values.numel():
+    if update.dense is None:
+        found = _spectrum_of_factors(update, top)
+    elif min(update.dense.shape) > SMALL and (certain := certified(update.dense, top, tolerance, start)) is not None:
+        found = certain
+    else:  # the full SVD, in float64 for a small W; a wide W is transposed (twice as fast)
+        whole = update.dense.double() if min(update.dense.shape) <= SMALL else update.dense
+        wide = whole.shape[0] < whole.shape[1]
+        u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
+        u, vt = (vt.T, u.T) if wide else (u, vt)
+        error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
+        found = Spectrum(u[:, :top], values[:top].double(), vt[:top], squared_norm(update.dense), error)
+    dtype, left, values, right = update.left.dtype, found.left, found.values, found.right
+    if values.numel():  # fix signs, and set values to 0 that are only rounding noise
         largest = left.gather(0, left.abs().argmax(0, keepdim=True))[0]
         real = values > 4 * torch.finfo(dtype).eps * values[0]
         signs = torch.where(largest < 0, -1.0, 1.0).to(left.dtype) * real
@@ -190,6 +170,14 @@ def _canonical(found: Spectrum, top: int, dtype: "torch.dtype") -> Spectrum:
     pads = ((left, (0, missing)), (values, (0, missing)), (right, (0, 0, 0, missing)))
     left, values, right = (torch.nn.functional.pad(one, widths) for one, widths in pads)
     return replace(found, left=left.to(dtype), values=values, right=right.to(dtype))
+
+
+def _spectrum_of_factors(update: Update, top: int) -> Spectrum:
+    (left, upper), (right, lower) = torch.linalg.qr(update.left.double()), torch.linalg.qr(update.right.double().T)
+    core = upper @ lower.T
+    u, values, vt = torch.linalg.svd(core, full_matrices=False)
+    error = 1e-14 * float(upper.norm() * lower.norm())
+    return Spectrum(left @ u[:, :top], values[:top], vt[:top] @ right.T, float(core.square().sum()), error)
 
 
 # sites ----------------------------------------------------------------------------------------------------------------
@@ -246,19 +234,18 @@ def alignments_with(sites: Mapping[str, Sequence[Product]], updates: Mapping[str
 
     `sites`: by layer, the products of all sites; `updates`: W by layer.
     """
-    towards = summed([torch.tensor([_inner_with_update(p, updates[n]) for p in products]) for n, products in sites.items()])
+    inners = []
+    for name, products in sites.items():
+        update = updates[name]
+        if update.dense is None:
+            row = [inner(one, (update.left, update.right)) for one in products]
+        else:  # only the r rows B' W are formed
+            row = [float(((b.double().T @ update.dense.double()) * a.double()).sum()) for b, a in products]
+        inners.append(torch.tensor(row))
+    towards = summed(inners)
     norms = summed([gram(products).diagonal() for products in sites.values()]).clamp(min=0).sqrt()
-    total = math.sqrt(sum(_squared_norm(updates[n]) for n in sites))
+    wanted = [updates[n] for n in sites]
+    total = math.sqrt(
+        sum(squared_norm(w.dense) if w.dense is not None else max(0.0, inner(*[(w.left, w.right)] * 2)) for w in wanted)
+    )
     return torch.where(norms * total > 0, towards / (norms * total).clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()
-
-
-def _inner_with_update(product: Product, update: Update) -> float:
-    """Return <P, W>_F in float64. For a dense W only the r rows B' W are formed."""
-    if update.dense is None:
-        return inner(product, (update.left, update.right))
-    left, right = product[0].double(), product[1].double()
-    return float(((left.T @ update.dense.double()) * right).sum())
-
-
-def _squared_norm(update: Update) -> float:
-    return squared_norm(update.dense) if update.dense is not None else max(0.0, inner(*[(update.left, update.right)] * 2))

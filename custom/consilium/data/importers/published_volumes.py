@@ -44,7 +44,9 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
     found: list[SourceSample] = []
     missing, renamed = [], []
     for name, other in ((name, other) for name, other in HOSPITALS.items() if slug(name) in asked):
-        there = [one for called in (name, other) if called for one in _find_below(source, called)]
+        there = []
+        for called in filter(None, (name, other)):  # the first folder with this name, in any case, at any depth
+            there += [inside for place in folders(source) if (inside := child(place, called))][:1]
         if len(there) > 1:
             raise DataError(f"{there[1]}: is {name} by another name; found {there[0]} too; keep one of the two")
         if not there:
@@ -60,11 +62,6 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
                 SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _labelled_planes(mask)
             ]
     return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {', '.join(missing)}"] if missing else []))
-
-
-def _find_below(source: Path, name: str) -> list[Path]:
-    """Return a list of the first folder with this name, in any case, at any depth; [] if there is none."""
-    return [found for one in folders(source) if (found := child(one, name))][:1]
 
 
 def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:

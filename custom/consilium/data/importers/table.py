@@ -230,10 +230,12 @@ def _match_columns(
     notes, lacking = list[str](), dict[str, str]()
     for one in fields[:2]:
         left = [name for name in there if name not in named.values()]
+        # the columns that have yes or no, or 1 or 0, for every picture
+        flags = [name for name in left if rows and all(row.values[name].casefold() in _FLAGS for row in rows)]
         if one not in named and paths:
             named[one] = paths.pop(0)
             notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
-        elif one == "label" and one not in named and len(flags := _flag_columns(left, rows)) > 1:
+        elif one == "label" and one not in named and len(flags) > 1:
             # another column may hold the classes, or these columns may be splits
             others = [name for name in left if name not in flags and len({row.values[name] for row in rows} - {""}) > 1]
             own, every = _propose_column("label", others, rows), ",".join(flags)
@@ -259,11 +261,6 @@ def _match_columns(
 def _column_names(name: str, there: Sequence[str]) -> list[str]:
     """Return the columns that a user names: one column, or several columns of 0 and 1, separated by commas."""
     return [name] if name in there else [part.strip() for part in name.split(",")]
-
-
-def _flag_columns(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Return the columns that have yes or no, or 1 or 0, for every picture."""
-    return [name for name in columns if rows and all(row.values[name].casefold() in _FLAGS for row in rows)]
 
 
 def _propose_column(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:

@@ -29,7 +29,34 @@ def write_dicom(folder: Path, study: Study) -> list[dict[str, Any]]:
     for k, elements in enumerate(slices):
         elements.save_as(series / f"IM{seed_for(study.seed, 'file', k) % 10**8:08d}.dcm", enforce_file_format=True)
     label = f"masks/{study.name}.dcm"
-    _segments(study, slices).save_as(folder / label)
+    planes = study.labels.transpose(2, 1, 0)
+    named = [  # the whole organ is segment 1, its lesion segment 2
+        SegmentDescription(n, label, codes.SCT.AnatomicalStructure, code, SegmentAlgorithmTypeValues.MANUAL)
+        for n, label, code in ((1, LABELS[1], codes.SCT.Organ), (2, LABELS[2], codes.SCT.Lesion))
+    ]
+    found = Segmentation(
+        source_images=slices,
+        pixel_array=np.stack([planes >= 1, planes == 2], axis=-1).astype(np.uint8),
+        segmentation_type=SegmentationTypeValues.BINARY,
+        segment_descriptions=named,
+        series_instance_uid=_uid(study, "masks"),
+        series_number=2,
+        sop_instance_uid=_uid(study, "mask"),
+        instance_number=1,
+        manufacturer="Consilium",
+        manufacturer_model_name="phantoms",
+        software_versions="1",
+        device_serial_number="1",
+    )
+    # highdicom takes dates from the clock and draws identifiers: fix both, so that files are reproducible
+    dated = ("Content", "Series", "InstanceCreation")
+    for keyword, value in ((f"{what}{unit}", value) for what in dated for unit, value in (("Date", DAY), ("Time", TIME))):
+        setattr(found, keyword, value)
+    for item in found.get("ContributingEquipmentSequence") or []:
+        item.ContributionDateTime = DAY + TIME
+    for item in (*found.DimensionOrganizationSequence, *found.DimensionIndexSequence):
+        item.DimensionOrganizationUID = _uid(study, "dimensions")
+    found.save_as(folder / label)
     return [{"image": f"images/{study.name}", "label": label}]
 
 
@@ -61,36 +88,4 @@ def _slice(study: Study, k: int) -> Dataset:
     found.RescaleSlope, found.RescaleIntercept = 1, OFFSET
     found.WindowCenter, found.WindowWidth = WINDOW.center, WINDOW.width
     found.PixelData = (study.values[:, :, k].T - OFFSET).clip(0, 4095).astype("<u2").tobytes()
-    return found
-
-
-def _segments(study: Study, slices: list[Dataset]) -> Segmentation:
-    """Return a segmentation with the whole organ as segment 1 and its lesion as segment 2."""
-    planes = study.labels.transpose(2, 1, 0)
-    named = [
-        SegmentDescription(n, label, codes.SCT.AnatomicalStructure, code, SegmentAlgorithmTypeValues.MANUAL)
-        for n, label, code in ((1, LABELS[1], codes.SCT.Organ), (2, LABELS[2], codes.SCT.Lesion))
-    ]
-    found = Segmentation(
-        source_images=slices,
-        pixel_array=np.stack([planes >= 1, planes == 2], axis=-1).astype(np.uint8),
-        segmentation_type=SegmentationTypeValues.BINARY,
-        segment_descriptions=named,
-        series_instance_uid=_uid(study, "masks"),
-        series_number=2,
-        sop_instance_uid=_uid(study, "mask"),
-        instance_number=1,
-        manufacturer="Consilium",
-        manufacturer_model_name="phantoms",
-        software_versions="1",
-        device_serial_number="1",
-    )
-    # highdicom takes dates from the clock and draws identifiers: fix both, so that files are reproducible
-    dated = ("Content", "Series", "InstanceCreation")
-    for keyword, value in ((f"{what}{unit}", value) for what in dated for unit, value in (("Date", DAY), ("Time", TIME))):
-        setattr(found, keyword, value)
-    for item in found.get("ContributingEquipmentSequence") or []:
-        item.ContributionDateTime = DAY + TIME
-    for item in (*found.DimensionOrganizationSequence, *found.DimensionIndexSequence):
-        item.DimensionOrganizationUID = _uid(study, "dimensions")
     return found

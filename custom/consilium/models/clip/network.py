@@ -84,7 +84,16 @@ def build_clip(
     require_multiple(size, shape.patch, f"the patch size {shape.patch}")
     found = published.read(variant, checkpoint or (TINY_WEIGHTS if variant == "tiny" else None)) if weights else None
     activation = found.activation if found else "gelu"
-    model = ClipClassifier(_tower(variant, shape, size, activation), shape.width, shape.projection, classes)
+    sizes = {
+        "hidden_size": shape.width, "num_hidden_layers": shape.depth, "num_attention_heads": shape.heads,
+        "intermediate_size": 4 * shape.width, "image_size": size, "patch_size": shape.patch, "hidden_act": activation,
+    }  # fmt: skip
+    tower: PreTrainedModel
+    if variant == "clip":
+        tower = CLIPVisionModel(CLIPVisionConfig(**sizes))
+    else:  # BiomedCLIP's timm trunk is exactly a ViTModel without its pooler
+        tower = ViTModel(ViTConfig(layer_norm_eps=1e-6, **sizes), add_pooling_layer=False)
+    model = ClipClassifier(tower, shape.width, shape.projection, classes)
     if found:
         _fill(model, found)
     if gradient_checkpointing:
@@ -95,17 +104,6 @@ def build_clip(
 def build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> ClipClassifier:
     """See registry.Build."""
     return build_clip(config.variant, checkpoint, config.image_size, task.outputs, weights, use_checkpointing)
-
-
-def _tower(variant: str, shape: Shape, size: int, activation: str) -> PreTrainedModel:
-    """Return an uninitialized tower; BiomedCLIP's timm trunk is exactly a ViTModel without its pooler."""
-    sizes = {
-        "hidden_size": shape.width, "num_hidden_layers": shape.depth, "num_attention_heads": shape.heads,
-        "intermediate_size": 4 * shape.width, "image_size": size, "patch_size": shape.patch, "hidden_act": activation,
-    }  # fmt: skip
-    if variant == "clip":
-        return CLIPVisionModel(CLIPVisionConfig(**sizes))
-    return ViTModel(ViTConfig(layer_norm_eps=1e-6, **sizes), add_pooling_layer=False)
 
 
 def _fill(model: ClipClassifier, found: published.Weights) -> None:

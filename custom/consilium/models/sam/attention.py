@@ -26,21 +26,19 @@ class FusedImageAttention(ImageAttention):
         if x.device.type == "cpu" and height * width < CPU_FUSED_TOKENS:
             return super().forward(x)
         qkv = self.qkv(x).reshape(batch, height * width, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        query, key = self._with_positions(qkv[0], qkv[1], height, width)
-        value = F.pad(qkv[2], (0, query.shape[-1] - qkv.shape[-1]))  # the flash kernels want one head size
-        mixed = F.scaled_dot_product_attention(query, key, value, scale=1.0)[..., : qkv.shape[-1]]
-        return self.proj(mixed.transpose(1, 2).reshape(batch, height, width, -1))
-
-    def _with_positions(self, query: Tensor, key: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return (B, heads, H * W, d + H + W) queries and keys whose inner product is the whole score."""
+        query, key = qkv[0], qkv[1]
         grid = query.unflatten(2, (height, width))
         by_row = torch.einsum("bnhwc,hkc->bnhwk", grid, get_rel_pos(height, height, self.rel_pos_h).to(grid.dtype))
         by_col = torch.einsum("bnhwc,wkc->bnhwk", grid, get_rel_pos(width, width, self.rel_pos_w).to(grid.dtype))
         rows = torch.eye(height, dtype=key.dtype, device=key.device).repeat_interleave(width, 0)
         cols = torch.eye(width, dtype=key.dtype, device=key.device).repeat(height, 1)
         place = torch.cat([rows, cols], -1).expand(*key.shape[:2], -1, -1)
-        longer = torch.cat([query * self.scale, by_row.flatten(2, 3).to(query.dtype), by_col.flatten(2, 3).to(query.dtype)], -1)
-        return longer, torch.cat([key, place], -1)
+        # queries and keys (B, heads, H * W, d + H + W) whose inner product is the whole score
+        query = torch.cat([query * self.scale, by_row.flatten(2, 3).to(query.dtype), by_col.flatten(2, 3).to(query.dtype)], -1)
+        key = torch.cat([key, place], -1)
+        value = F.pad(qkv[2], (0, query.shape[-1] - qkv.shape[-1]))  # the flash kernels want one head size
+        mixed = F.scaled_dot_product_attention(query, key, value, scale=1.0)[..., : qkv.shape[-1]]
+        return self.proj(mixed.transpose(1, 2).reshape(batch, height, width, -1))
 
 
 class FusedDecoderAttention(DecoderAttention):

@@ -97,17 +97,13 @@ def loading_page(model: PromptedSam, config: SamConfig) -> str:
     begin += med2d.adapter_source_code() if shape.adapted else ""
     loaded = {"none": _LOADED, "box": _BOXED, "point": _POINTED}[model.prompt]
     code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
-    return page(_about(model, config, published), code)
-
-
-def _about(model: PromptedSam, config: SamConfig, published: bool) -> str:
-    size = f"pictures of {config.image_size} pixels"
-    own = f"It was trained on {size}, other than Meta's 1024, so its builder takes the sizes one by one."
+    own = f"It was trained on pictures of {size} pixels, other than Meta's 1024, so its builder takes the sizes one by one."
     given = {"none": "", "box": "with a box for every class, ", "point": "with a point in every class, each "}[model.prompt]
     tokens = f"{given}by mask token{' 0' if model.prompt == 'box' else f's {model.mask_tokens}'}"
-    whose = "SAM-Med2D's" if SHAPES[config.variant].adapted else "Meta's"
+    whose = "SAM-Med2D's" if shape.adapted else "Meta's"
     layout = f"model.safetensors has the names of {whose} .pth. `segment_anything` loads it; that package needs torchvision."
-    return " ".join([layout, "" if published else own, f"The classes are decoded {tokens}."]).replace("  ", " ")
+    about = " ".join([layout, "" if published else own, f"The classes are decoded {tokens}."]).replace("  ", " ")
+    return page(about, code)
 
 
 class Encoder(nn.Module):

@@ -98,7 +98,16 @@ class PromptedSam(Sam):
         SAM's own `predict_masks` for N images with one prompt each; only the asked tokens' heads are computed.
         """
         decoder, count = self.mask_decoder, embedding.shape[0]
-        sparse, dense = self._encode_prompts(prompts)
+        encoder = self.prompt_encoder
+        sparse, dense = encoder(points=None, boxes=None, masks=None)  # (N or 1, n, width), (N or 1, width, h, w)
+        if prompts is not None and prompts.shape[-1] == 4:
+            sparse = encoder(points=None, boxes=fill_missing_boxes(prompts, encoder.input_image_size[0]), masks=None)[0]
+        elif prompts is not None:
+            points, labels = fill_missing_points(prompts[:, None])
+            place = encoder.pe_layer.forward_with_coords(points + 0.5, encoder.input_image_size)
+            nothing = encoder.not_a_point_embed.weight[None].expand_as(place)
+            point = torch.where(labels[..., None] == 1, place + encoder.point_embeddings[1].weight, nothing)
+            sparse = torch.cat([point, nothing], 1)  # SAM's own padding of points without a box
         output = torch.cat([decoder.iou_token.weight, decoder.mask_tokens.weight]).expand(count, -1, -1)
         queries = torch.cat([output, sparse.expand(count, -1, -1)], dim=1)
         positions = self.prompt_encoder.get_dense_pe().expand(count, -1, -1, -1)
@@ -114,20 +123,6 @@ class PromptedSam(Sam):
         low = self.decode(embedding.repeat_interleave(count, 0), flat, tokens).unflatten(0, prompts.shape[:2])
         own = torch.arange(count)
         return low[:, own, own] if self.prompt == "point" else low[:, :, 0]
-
-    def _encode_prompts(self, prompts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return SAM's encoding of a prompt for each picture: (N or 1, n, width), (N or 1, width, h, w)."""
-        encoder = self.prompt_encoder
-        sparse, dense = encoder(points=None, boxes=None, masks=None)
-        if prompts is None:
-            return sparse, dense
-        if prompts.shape[-1] == 4:
-            return encoder(points=None, boxes=fill_missing_boxes(prompts, encoder.input_image_size[0]), masks=None)[0], dense
-        points, labels = fill_missing_points(prompts[:, None])
-        place = encoder.pe_layer.forward_with_coords(points + 0.5, encoder.input_image_size)
-        nothing = encoder.not_a_point_embed.weight[None].expand_as(place)
-        point = torch.where(labels[..., None] == 1, place + encoder.point_embeddings[1].weight, nothing)
-        return torch.cat([point, nothing], 1), dense  # SAM's own padding of points without a box
 
 
 def require_prompts(prompts: Tensor | None, kind: Prompt) -> Tensor:
@@ -170,18 +165,7 @@ def build_sam(
     step = shape.patch * (1 + shape.adapted)  # SAM-Med2D's adapters halve the grid of patches
     require_multiple(size, step, f"{'twice the patch size,' if shape.adapted else 'the patch size'} {step}")
     state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
-    model = _lay_out(shape, size, MASK_TOKENS - 1 if prompt == "box" else max(classes, MASK_TOKENS - 1))
-    if state is not None:
-        _fill(model, state, checkpoint or TINY_WEIGHTS)
-    if attention == "fused":
-        use_fused(model)
-    model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
-    model.prompt, model.use_checkpointing = prompt, gradient_checkpointing
-    return model.eval()
-
-
-def _lay_out(shape: Shape, size: int, multimask: int) -> PromptedSam:
-    """Return an uninitialized SAM of this shape; the numbers not in Shape are those of Meta's build_sam."""
+    # the numbers that are not in Shape are those of Meta's build_sam
     grid = size // shape.patch
     encoder = ImageEncoderViT(
         depth=shape.depth, embed_dim=shape.width, img_size=size, mlp_ratio=4, num_heads=shape.heads, patch_size=shape.patch,
@@ -195,13 +179,19 @@ def _lay_out(shape: Shape, size: int, multimask: int) -> PromptedSam:
         depth=2, embedding_dim=shape.prompt, mlp_dim=shape.decoder_mlp, num_heads=shape.decoder_heads
     )
     decoder = MaskDecoder(
-        num_multimask_outputs=multimask, transformer=transformer, transformer_dim=shape.prompt,
-        iou_head_depth=3, iou_head_hidden_dim=shape.prompt,
+        num_multimask_outputs=MASK_TOKENS - 1 if prompt == "box" else max(classes, MASK_TOKENS - 1), transformer=transformer,
+        transformer_dim=shape.prompt, iou_head_depth=3, iou_head_hidden_dim=shape.prompt,
     )  # fmt: skip
-    sam = PromptedSam(encoder, prompts, decoder, [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    model = PromptedSam(encoder, prompts, decoder, [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
     if shape.adapted:
-        med2d.add_adapters(sam)
-    return sam
+        med2d.add_adapters(model)
+    if state is not None:
+        _fill(model, state, checkpoint or TINY_WEIGHTS)
+    if attention == "fused":
+        use_fused(model)
+    model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
+    model.prompt, model.use_checkpointing = prompt, gradient_checkpointing
+    return model.eval()
 
 
 def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:

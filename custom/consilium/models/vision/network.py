@@ -79,7 +79,14 @@ class Classifier(PreTrainedModel):
         """Return the encoder's output of normalized pictures (N, 3, S, S)."""
         encode: Any = self.get_image_features if hasattr(self, "get_image_features") else super().forward
         if self.config.model_type == "siglip2":  # it takes patches, of any grid
-            return encode(**_naflex_inputs(pixels, self.config.vision_config.patch_size))
+            patch, count = self.config.vision_config.patch_size, len(pixels)
+            side = pixels.shape[-1] // patch
+            grid = pixels.view(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
+            return encode(
+                pixel_values=grid.reshape(count, side * side, patch * patch * 3),  # row by row
+                pixel_attention_mask=torch.ones(count, side * side, dtype=torch.int, device=pixels.device),
+                spatial_shapes=torch.tensor([[side, side]] * count),
+            )
         own = get_vision_config(self.config)
         more = {"interpolate_pos_encoding": True} if pixels.shape[-1] != own.image_size and self.interpolates else {}
         return encode(pixel_values=pixels, **more)
@@ -97,17 +104,6 @@ class Classifier(PreTrainedModel):
 def get_vision_config(config: Any) -> Any:
     """Return the configuration of the vision tower: `vision_config` of a model with two towers, else all of `config`."""
     return getattr(config, "vision_config", config)
-
-
-def _naflex_inputs(pixels: Tensor, patch: int) -> dict[str, Tensor]:
-    """Return a NaFlex model's inputs of pictures (N, 3, S, S): patches (N, P, patch * patch * 3), row by row."""
-    count, side = len(pixels), pixels.shape[-1] // patch
-    grid = pixels.view(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
-    return {
-        "pixel_values": grid.reshape(count, side * side, patch * patch * 3),
-        "pixel_attention_mask": torch.ones(count, side * side, dtype=torch.int, device=pixels.device),
-        "spatial_shapes": torch.tensor([[side, side]] * count),
-    }
 
 
 def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> PreTrainedModel:

@@ -105,7 +105,18 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
 def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant, planned: bool) -> float:
     """Return the epsilon of `spends` as if their noise were continuous Gaussians, without slack."""
     everybody = _raise_if_planned(gaussian_epsilon(_joint_mu(spends), delta), planned)
-    rows = _merge_rows(spends)
+    # Few rows for the same releases, because accountants are slow: one for all releases without sampling, one per kind of
+    # sampled release. One with noise under SMALLEST_NOISE counts as not sampled: sampling hides nothing there.
+    counts: dict[tuple[float, float], int] = {}
+    whole = []
+    for spend in spends:
+        if spend.sample_rate >= 1 or spend.noise_multiplier < SMALLEST_NOISE:
+            whole.append(spend)
+        else:
+            key = (spend.noise_multiplier, spend.sample_rate)
+            counts[key] = counts.get(key, 0) + spend.count
+    rows = [GaussianEvent(noise, rate, count) for (noise, rate), count in sorted(counts.items())]
+    rows += [GaussianEvent(1 / _joint_mu(whole))] if whole else []
     if accountant == "exact" and all(row.sample_rate == 1 for row in rows):
         return everybody
     rdp = accountant == "rdp"
@@ -124,24 +135,6 @@ def _raise_if_planned(epsilon: float, planned: bool) -> float:
 
 def _joint_mu(spends: Sequence[GaussianEvent]) -> float:
     return math.sqrt(math.fsum(spend.count / spend.noise_multiplier**2 for spend in spends))
-
-
-def _merge_rows(spends: Sequence[GaussianEvent]) -> list[GaussianEvent]:
-    """Return the same releases in few rows: one row for all releases without sampling, one per kind of sampled release.
-
-    A sampled release with noise under SMALLEST_NOISE counts as not sampled: sampling hides nothing there, and accountants are
-    slow.
-    """
-    counts: dict[tuple[float, float], int] = {}
-    whole = []
-    for spend in spends:
-        if spend.sample_rate >= 1 or spend.noise_multiplier < SMALLEST_NOISE:
-            whole.append(spend)
-        else:
-            key = (spend.noise_multiplier, spend.sample_rate)
-            counts[key] = counts.get(key, 0) + spend.count
-    sampled = [GaussianEvent(noise, rate, count) for (noise, rate), count in sorted(counts.items())]
-    return sampled + ([GaussianEvent(1 / _joint_mu(whole))] if whole else [])
 
 
 def _rdp_epsilon(rows: Sequence[GaussianEvent], delta: float, fractions: bool = False) -> float:

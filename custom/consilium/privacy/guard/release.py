@@ -88,22 +88,17 @@ def privatize_update(
     RefusedError if the update has more tensors than the plan counts.
     """
     plan.check_count(update)
-    if plan.by_step:
-        return _add_share_to_step(plan, update, bits)
+    if plan.by_step:  # the update is a DP-SGD step's sum; training clipped and rounded each gradient
+        if any(tensor.dtype is not torch.int64 for tensor in update.values()):
+            raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")
+        noisy = add_share(update, plan.share_deviation(_count_numbers(update)), bits)
+        told, sent = mechanism.in_reals(update), mechanism.in_reals(noisy)
+        return noisy, mechanism.outcome_of(told, told, sent, plan.site_noise)
     deviation = 0 if plan.config.trust == "central" else plan.share_deviation(_count_numbers(update))
     released, outcome = mechanism.privatize(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
     if as_sums:
         return released, outcome
     return {n: t.to(update[n].dtype) for n, t in mechanism.restore_update(maps, mechanism.in_reals(released)).items()}, outcome
-
-
-def _add_share_to_step(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, mechanism.Outcome]:
-    """Return a DP-SGD step's sum with a share of noise. `clean` is integer: training clipped and rounded each gradient."""
-    if any(tensor.dtype is not torch.int64 for tensor in clean.values()):
-        raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")
-    released = add_share(clean, plan.share_deviation(_count_numbers(clean)), bits)
-    told, sent = mechanism.in_reals(clean), mechanism.in_reals(released)
-    return released, mechanism.outcome_of(told, told, sent, plan.site_noise)
 
 
 def _count_numbers(tensors: Tensors) -> int:

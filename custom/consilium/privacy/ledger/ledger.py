@@ -24,7 +24,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import open_private, private_folder
 from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
@@ -186,7 +185,16 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     columns = [name for name in COLUMNS if name != LATER or LATER in known]
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
-        entry = _row_to_entry(dict(zip(columns, values, strict=True)), number, path)
+        row = dict(zip(columns, values, strict=True))
+        numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
+        named = ("run", "job", "dataset", "unit", LATER)
+        texts = [value for name, value in row.items() if name in named and value is not None]
+        right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
+        if row["unit"] not in UNITS or not right:
+            raise RefusedError(
+                f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
+            )
+        entry = Entry(**row | {"private": bool(row["private"])})
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
@@ -200,19 +208,6 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
 
 def _columns(db: sqlite3.Connection) -> set[str]:
     return {name for _, name, *_ in db.execute("PRAGMA table_info(releases)")}
-
-
-def _row_to_entry(row: dict[str, Any], number: int, path: Path) -> Entry:
-    """Return a row as an Entry. Raises RefusedError for values of the wrong type or an unknown unit."""
-    numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
-    named = ("run", "job", "dataset", "unit", LATER)
-    texts = [value for name, value in row.items() if name in named and value is not None]
-    right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
-    if row["unit"] not in UNITS or not right:
-        raise RefusedError(
-            f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
-        )
-    return Entry(**row | {"private": bool(row["private"])})
 
 
 def _insert(db: sqlite3.Connection, entry: Entry, before: str, when: float) -> str:
@@ -244,24 +239,20 @@ def _check_planned(rows: list[Entry], planned: list[Entry], budgets: Budgets) ->
             raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
     new = [entry for entry in planned if entry.key not in known]
     for unit, budget in budgets.items() if any(entry.count for entry in new) else ():
-        _check_budget(unit, budget, rows, new)
+        after = epsilon_for(unit, [*rows, *new], budget.delta)
+        if after <= budget.epsilon * (1 + 1e-6):
+            continue
+        before = epsilon_for(unit, rows, budget.delta)
+        why = "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
+        if new[0].unit != unit:
+            why = f"the job is {new[0].unit} level: {why}"
+        raise RefusedError(
+            f"privacy budget: one {unit} of data set {new[0].dataset!r} has spent epsilon {before:.4g} of {budget.epsilon:g} "
+            f"at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; {why}",
+            Reason.BUDGET,
+            "the privacy budget does not allow the job",
+        )
     return bool(new)
-
-
-def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[Entry]) -> None:
-    after = epsilon_for(unit, [*rows, *planned], budget.delta)
-    if after <= budget.epsilon * (1 + 1e-6):
-        return
-    before = epsilon_for(unit, rows, budget.delta)
-    why = "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
-    if planned[0].unit != unit:
-        why = f"the job is {planned[0].unit} level: {why}"
-    raise RefusedError(
-        f"privacy budget: one {unit} of data set {planned[0].dataset!r} has spent epsilon {before:.4g} of {budget.epsilon:g} "
-        f"at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; {why}",
-        Reason.BUDGET,
-        "the privacy budget does not allow the job",
-    )
 
 
 def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[str, Any]]:
@@ -347,10 +338,21 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
     kept under other names. A file that is not a ledger is replaced by an empty ledger.
     """
     stamp = _unused_stamp(records, ledger)
-    copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside_damaged(records, stamp)
+    copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), []
+    for path in sorted(records.rglob(FILE)):  # damaged records are kept under other names, but no longer read
+        try:
+            lines(path)
+        except RefusedError:
+            aside.append(str(path.rename(path.with_name(f"{FILE}.{stamp}"))))
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
-    changed = _reseal_or_replace(ledger)
+    try:
+        changed = ledger.reseal()
+    except RefusedError as error:
+        if getattr(error.__context__, "sqlite_errorname", "") == "SQLITE_BUSY":
+            raise  # a job is writing to it, so it is a valid ledger
+        ledger.path.unlink(missing_ok=True)
+        changed = ledger.reseal()
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(told) - {*ledger.seals()}))
     said = {
         "kind": ACCEPTANCE,
@@ -382,16 +384,6 @@ def _unused_stamp(records: Path, ledger: Ledger) -> str:
     return next(name for name in names if not taken & {f"{kind}.{name}" for kind in kinds})
 
 
-def _reseal_or_replace(ledger: Ledger) -> int:
-    try:
-        return ledger.reseal()
-    except RefusedError as error:
-        if getattr(error.__context__, "sqlite_errorname", "") == "SQLITE_BUSY":
-            raise  # a job is writing to it, so it is a valid ledger
-        ledger.path.unlink(missing_ok=True)
-        return ledger.reseal()
-
-
 def _lost_seals(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> Iterator[tuple[Path, str]]:
     """Yield (record, seal) for every seal in the records that the ledger neither has nor lists as accepted loss."""
     known = {"", *ledger.seals(), *read_accepted_seals(records, read)}
@@ -406,14 +398,3 @@ def read_accepted_seals(records: Path, read: Mapping[Path, list[Line]] = {}) -> 
     own = read[path] if path in read else lines(path) if path.is_file() else []
     found = [line for line in own if line.get("kind") == ACCEPTANCE]
     return {seal for line in found for seal in line.get("lost", []) if isinstance(seal, str)}
-
-
-def _set_aside_damaged(records: Path, stamp: str) -> list[str]:
-    """Rename damaged records, so that they are kept but no longer read; return their new names."""
-    found = []
-    for path in sorted(records.rglob(FILE)):
-        try:
-            lines(path)
-        except RefusedError:
-            found.append(str(path.rename(path.with_name(f"{FILE}.{stamp}"))))
-    return found

@@ -65,18 +65,15 @@ class Party:
         with self.record.opened() as values:
             step = question.get("step")
             if step == "hello":
-                return self._hello(values)
+                if "entry" not in values:
+                    private = sealing.new_key()
+                    found = entry(self.identity, self.config.digest, self.run, sealing.public_of(private))
+                    values |= {"key": private.hex(), "entry": found, "roster": {}, "names": {}, "place": None, "attempt": {}}
+                    self.record.save()
+                return dict(values["entry"])
             if not isinstance(step, str) or step not in steps:
                 raise refused(f"there is no step {str(step)[:40]!r}")
             return steps[step](values, question)
-
-    def _hello(self, values: dict[str, Any]) -> Message:
-        if "entry" not in values:
-            private = sealing.new_key()
-            found = entry(self.identity, self.config.digest, self.run, sealing.public_of(private))
-            values |= {"key": private.hex(), "entry": found, "roster": {}, "names": {}, "place": None, "attempt": {}}
-            self.record.save()
-        return dict(values["entry"])
 
     def _prepare(self, values: dict[str, Any], question: Message) -> Message:
         place, past = read_attempt(question), question.get("past")
@@ -285,18 +282,14 @@ class Party:
         values[TRAINED]["proved"] = True
 
         def make() -> Message:
-            shares = {name: self._choose_share(values, attempt, told, name, name in survivors) for name in told["parties"]}
+            shares = {}
+            for name in told["parties"]:  # one of its two shares, never both: both together would unmask its update alone
+                own = name == self.name
+                plain = bytes.fromhex(attempt["own"]) if own else self._unseal_shares(values, attempt, told["shares"], name)
+                shares[name] = (plain[: sealing.WIDTH] if name in survivors else plain[sealing.WIDTH :]).hex()
             return {"shares": shares, "signature": sign(self.identity.key, "reveal", context, canonical(shares))}
 
         return self.record.once(attempt, "reveal", question, make)
-
-    def _choose_share(
-        self, values: Mapping[str, Any], attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, survived: bool
-    ) -> str:
-        """Return one of the two shares of site `name`, never both: both together would unmask its update alone."""
-        own = name == self.name
-        plain = bytes.fromhex(attempt["own"]) if own else self._unseal_shares(values, attempt, told["shares"], name)
-        return (plain[: sealing.WIDTH] if survived else plain[sealing.WIDTH :]).hex()
 
     def _cancel(self, values: dict[str, Any], question: Message) -> Message:
         attempt = self._current_attempt(values, question)

@@ -151,14 +151,13 @@ def share(secret: int, threshold: int, parties: int, coefficients: list[int] | N
     `coefficients`: of the powers 1..threshold - 1; random unless a test gives them.
     """
     drawn = [secret_below(PRIME) for _ in range(threshold - 1)] if coefficients is None else coefficients
-    return [_evaluate([secret, *drawn], point) for point in range(1, parties + 1)]
-
-
-def _evaluate(polynomial: list[int], point: int) -> int:
-    total = 0
-    for coefficient in reversed(polynomial):
-        total = (total * point + coefficient) % PRIME
-    return total
+    found = []
+    for point in range(1, parties + 1):
+        total = 0
+        for coefficient in reversed([secret, *drawn]):
+            total = (total * point + coefficient) % PRIME
+        found.append(total)
+    return found
 
 
 def reconstruct(shares: Mapping[int, int]) -> int:

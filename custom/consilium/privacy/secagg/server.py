@@ -186,7 +186,14 @@ class Attempt:
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
         """Store a site's shares, one per party."""
         signature, shares = _read_text(answer, "signature"), answer.get("shares")
-        if not isinstance(shares, dict) or shares.keys() != set(parties) or not all(map(_is_share, shares.values())):
+        if (
+            not isinstance(shares, dict)
+            or shares.keys() != set(parties)
+            or not all(
+                isinstance(one, str) and len(one) == 2 * sealing.WIDTH and set(one) <= set("0123456789abcdef")
+                for one in shares.values()
+            )
+        ):
             raise RefusedError("its shares are not one of every party")
         if not is_signed_by(self.keys[name], signature, "reveal", masks, canonical(shares)):
             raise RefusedError("its shares are not signed by it for this sum")
@@ -353,7 +360,3 @@ def _read_text(answer: Any, field: str) -> str:
     if not is_field(found):
         raise RefusedError(f"its answer has no {field}")
     return str(found)
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 2 * sealing.WIDTH and all(c in "0123456789abcdef" for c in value)

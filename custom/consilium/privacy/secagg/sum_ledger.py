@@ -300,30 +300,27 @@ def lost(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str
 
 
 def find_unlisted_sums(records: Path) -> list[PastSum]:
-    """Return the sums that records of what left name and the ledger lacks: from a former version, or from lost lines."""
-    known = {line["seal"] for line in read(records / FILE)}
-    return [
-        one for path in sorted(records.rglob(audit_log.FILE)) for one in _sums_missing_from_ledger(audit_log.lines(path), known)
-    ]
+    """Return the sums that records of what left name and the ledger lacks: from a former version, or from lost lines.
 
-
-def _sums_missing_from_ledger(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]:
-    """Yield the sums in one run's record whose seals are not `known`. A run with noise has no such sums.
-
-    A former version wrote no seal, and named the hospitals as `survivors`. A run may have lines of both versions.
+    A run with noise has no such sums. A former version wrote no seal, and named the hospitals as `survivors`. A run may have
+    lines of both versions.
     """
-    if any(_has_noise(line["privacy"]) for line in lines if isinstance(line.get("privacy"), dict)):
-        return
-    least = max((one for line in lines if type(one := _masked_field(line).get("threshold")) is int), default=0)
-    sealed = [line for line in lines if SEAL in line]
-    listed = {
-        frozenset(sites) for line in sealed if line[SEAL] in known and _is_texts(sites := _masked_field(line).get("sites"))
-    }
-    named = [_masked_field(line).get("sites") for line in sealed if line[SEAL] not in known]
-    named += [line.get("survivors") for line in lines]
-    for sites in named:
-        if _is_texts(sites) and sites and frozenset(sites) not in listed:
-            yield PastSum(frozenset(sites), None, least)
+    known, found = {line["seal"] for line in read(records / FILE)}, list[PastSum]()
+    for path in sorted(records.rglob(audit_log.FILE)):
+        lines = audit_log.lines(path)
+        if any(_has_noise(line["privacy"]) for line in lines if isinstance(line.get("privacy"), dict)):
+            continue
+        least = max((one for line in lines if type(one := _masked_field(line).get("threshold")) is int), default=0)
+        sealed = [line for line in lines if SEAL in line]
+        listed = {
+            frozenset(sites) for line in sealed if line[SEAL] in known and _is_texts(sites := _masked_field(line).get("sites"))
+        }
+        named = [_masked_field(line).get("sites") for line in sealed if line[SEAL] not in known]
+        named += [line.get("survivors") for line in lines]
+        for sites in named:
+            if _is_texts(sites) and sites and frozenset(sites) not in listed:
+                found.append(PastSum(frozenset(sites), None, least))
+    return found
 
 
 def _has_noise(private: Mapping[str, Any]) -> bool:

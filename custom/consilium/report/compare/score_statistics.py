@@ -91,7 +91,14 @@ class GroupScores:
         """The sites that count in means, as lists. Sites that were scored on the same test split are in one list."""
         found = [{site} for site in self.inside]
         for run in self.group.runs.values():
-            for together in _sites_on_one_split(run, self.inside):
+            # On the same samples the global model's losses are equal. A loss that equals the frozen model's proves nothing:
+            # a head that starts at zero has the same loss on all pictures.
+            alike: dict[tuple[float | None, ...], set[str]] = {}
+            for site in self.inside:
+                scores = tuple(finite_score(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
+                if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
+                    alike.setdefault(scores, set()).add(site)
+            for together in alike.values():
                 apart = [one for one in found if not one & together]
                 found = [*apart, together.union(*(one for one in found if one & together))]
         return sorted(sorted(one) for one in found)
@@ -157,19 +164,6 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     return GroupScores(group, stage, metric, cells, missing, without)
 
 
-def _sites_on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
-    """Return sets of sites that a run scored on the same samples, found by equal losses of the global model.
-
-    A loss that equals the frozen model's proves nothing, because a head that starts at zero has the same loss on all pictures.
-    """
-    found: dict[tuple[float | None, ...], set[str]] = {}
-    for site in sites:
-        scores = tuple(finite_score(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
-        if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
-            found.setdefault(scores, set()).add(site)
-    return [one for one in found.values() if len(one) > 1]
-
-
 def interval(values: Sequence[float]) -> Interval | None:
     """Return the 95 % percentile bootstrap interval of a mean over seeds; None for fewer than FEWEST_SEEDS."""
     count = len(values)
@@ -230,7 +224,7 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
         return {}, 0
     from scipy.stats import rankdata
 
-    rounded = np.round(blocks, 12)  # ignores differences due to rounding, as `_compare` does
+    rounded = np.round(blocks, 12)  # ignores differences due to rounding, as `comparisons` does
     placed = rankdata(rounded * (1 if scores.lower_is_better else -1), axis=1).mean(0)
     return dict(zip(methods, map(float, placed), strict=True)), len(blocks)
 
@@ -274,25 +268,22 @@ def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> 
     """
     methods = scores.scored_methods
     couples = list(itertools.combinations(methods, 2)) if against is None else [(m, against) for m in methods if m != against]
-    found = [one for a, b in couples if (one := _compare(scores, a, b, test)) is not None]
-    corrected = iter(holm([one.p for one in found if one.p is not None]))
-    done = [one if one.p is None else replace(one, holm=next(corrected)) for one in found]
-    return sorted(done, key=lambda one: (2.0 if one.p is None else one.p, -abs(one.difference)))
-
-
-def _compare(scores: GroupScores, one: str, other: str, test: Test) -> Comparison | None:
-    """Compare two methods; None if they have no pair of scores. The p is not yet corrected."""
-    cells, found = scores.cells, list[list[float]]()
-    for seed, sites in itertools.product(scores.group.seeds, scores.sites_by_test_split):
-        both = [site for site in sites if (one, seed, site) in cells and (other, seed, site) in cells]
-        found += [[cells[one, seed, site] - cells[other, seed, site] for site in both]] if both else []
-    if not found:
-        return None
-    differences = np.round([math.fsum(some) / len(some) for some in found], 12)  # ignores differences due to rounding
-    better = -differences if scores.lower_is_better else differences
-    p = p_value(differences, test) if len(found) >= FEWEST else None
-    middle = float(np.mean([value for some in found for value in some]))
-    return Comparison(one, other, len(found), middle, int((better > 0).sum()), int((better < 0).sum()), p)
+    cells, found = scores.cells, list[Comparison]()
+    for one, other in couples:
+        pairs = list[list[float]]()
+        for seed, sites in itertools.product(scores.group.seeds, scores.sites_by_test_split):
+            both = [site for site in sites if (one, seed, site) in cells and (other, seed, site) in cells]
+            pairs += [[cells[one, seed, site] - cells[other, seed, site] for site in both]] if both else []
+        if not pairs:
+            continue
+        differences = np.round([math.fsum(some) / len(some) for some in pairs], 12)  # ignores differences due to rounding
+        better = -differences if scores.lower_is_better else differences
+        p = p_value(differences, test) if len(pairs) >= FEWEST else None
+        middle = float(np.mean([value for some in pairs for value in some]))
+        found.append(Comparison(one, other, len(pairs), middle, int((better > 0).sum()), int((better < 0).sum()), p))
+    corrected = iter(holm([each.p for each in found if each.p is not None]))
+    done = [each if each.p is None else replace(each, holm=next(corrected)) for each in found]
+    return sorted(done, key=lambda each: (2.0 if each.p is None else each.p, -abs(each.difference)))
 
 
 def p_value(differences: np.ndarray, test: Test) -> float:

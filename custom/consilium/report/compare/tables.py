@@ -90,8 +90,12 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     ]
 
     def spread(of: GroupScores, values: Sequence[float]) -> str:
-        """Return the mean ± deviation over seeds. A frozen model on the same data has one score, not one per seed."""
-        return _plus_minus(values[:1] if of is pretrained and len(set(map(number, values))) == 1 else values)
+        """Return the mean over seeds ± the standard deviation (n - 1 in the denominator) for two seeds or more.
+
+        A frozen model on the same data has one score, not one per seed.
+        """
+        values = values[:1] if of is pretrained and len(set(map(number, values))) == 1 else values
+        return number(mean(values)) + (f" ± {number(stdev(values))}" if len(values) > 1 else "")
 
     def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
         means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected(method)
@@ -223,11 +227,6 @@ def _describe_bootstrap_unit(scores: GroupScores) -> str:
     """Return in words what each site's bootstrap draws. No run records if a site's list names its patients."""
     unit = unit_of(scores.group.first.config.task.model_dump()).replace("patient", "image")
     return f"each site's bootstrap over its patients, or over its {unit}s if its list names none,"
-
-
-def _plus_minus(values: Sequence[float]) -> str:
-    """Return a mean over seeds as a text, with the standard deviation (n - 1 in the denominator) for two seeds or more."""
-    return number(mean(values)) + (f" ± {number(stdev(values))}" if len(values) > 1 else "")
 
 
 def _interval_text(ends: Interval | None) -> str:

@@ -94,7 +94,7 @@ def _in_words(told: Mapping[str, str]) -> str:
     return "; ".join(texts[:COLOURED]) + (f"; and {len(texts) - COLOURED} more sites." if len(texts) > COLOURED else ".")
 
 
-def score_intervals_figure(name: str, results: Results, metric: str, label: str) -> Markup | None:
+def score_intervals_figure(results: Results, metric: str, label: str) -> Markup | None:
     """Draw the scores of the three models side by side, with 95 % intervals, in a row per site. None without scores."""
     keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
     found = {
@@ -128,7 +128,7 @@ def score_intervals_figure(name: str, results: Results, metric: str, label: str)
         axis.grid(False, axis="y")
         axis.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.3)
         told = {site: ", ".join(f"{stage} {value:.3g}" for stage, value in values.items()) for site, values in rows.items()}
-        return inline_svg(figure, name, f"{label} of the three models at each site. {_in_words(told)}")
+        return inline_svg(figure, "models", f"{label} of the three models at each site. {_in_words(told)}")
 
 
 def distribution_figure(name: str, values: Mapping[Stage, Sequence[float]], label: str, units: str, site: str) -> Markup | None:

@@ -14,7 +14,6 @@ from markupsafe import Markup, escape
 from PIL import Image
 
 from consilium import __version__
-from consilium.config.privacy import PrivacyConfig
 from consilium.core.lazy import matplotlib
 from consilium.core.sanitize import shown
 from consilium.privacy.plan import not_private_sentence
@@ -60,7 +59,10 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
         lstrip_blocks=True,
     )
     environment.filters["seen"] = lambda text: shown(text, LIMIT)
-    environment.filters["breakable"] = _add_break_points
+    # a browser may break a text after its dots, as long names of tensors need
+    environment.filters["breakable"] = lambda text: Markup("<wbr>").join(
+        escape(part) for part in re.split(r"(?<=\.)(?=\w)", shown(text, LIMIT))
+    )
     environment.filters["lines"] = lambda text: "\n".join(shown(line, 4 * LIMIT) for line in text[: 4 * LIMIT].splitlines())
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # a file of ours
     contents = [(one, heading) for one, heading in HEADINGS.items() if one in sections]
@@ -77,11 +79,6 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
         "headings": HEADINGS,
     }
     return environment.get_template(template).render(frame | dict(values))
-
-
-def _add_break_points(text: str) -> Markup:
-    """Return a text that a browser may break after its dots, as long names of tensors need."""
-    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=\.)(?=\w)", shown(text, LIMIT)))
 
 
 def page_figure_style(grid: bool = True) -> AbstractContextManager[None]:
@@ -155,23 +152,19 @@ def privacy_statement(record: RunRecord) -> Statement:
     if record.privacy is not None:
         sentences, facts = plan_statement(record.privacy)
         return [*sentences, SCORES], facts
-    sentences, facts = _unfinished_statement(record, private)
-    return [*([shown(not_private_sentence(record.seeded), 600)] if record.seeded else []), *sentences], facts
-
-
-def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statement:
-    """Return the privacy statement of a run without privacy.json, as far as its job and events tell."""
+    sentences = [shown(not_private_sentence(record.seeded), 600)] if record.seeded else []
     facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
     if private.unit != "site" and private.trust == "local":
-        return [BY_UNIT.format(unit=private.unit.capitalize()), SCORES], facts
+        return [*sentences, BY_UNIT.format(unit=private.unit.capitalize()), SCORES], facts
     spent = [value for line in record.of("concluded") if (value := as_finite_float(line.get("privacy/epsilon"))) is not None]
     facts += [("epsilon so far", f"{spent[-1]:.4g} at delta {private.delta:g}")] if spent else []
-    return ["The run has not ended: what it promises is known at its end.", SCORES], facts
+    return [*sentences, "The run has not ended: what it promises is known at its end.", SCORES], facts
 
 
 def plan_statement(found: Mapping[str, Any]) -> Statement:
     """Return the privacy statement of a plan, from a privacy.json or a site's cases.json."""
-    facts = [(heading, _number_or_text(found[name])) for name, heading in FACTS.items() if name in found]
+    given = [(heading, found[name]) for name, heading in FACTS.items() if name in found]
+    facts = [(what, shown(raw, 80) if (one := as_finite_float(raw)) is None else f"{one:.4g}") for what, raw in given]
     clip, multiplier = (as_finite_float(found.get(name)) for name in ("clip", "noise_multiplier"))
     if clip is not None and multiplier is not None and found.get("calibration") != "paper":
         noise = multiplier * clip * (2 if found.get("adjacency") == "replace" else 1)
@@ -188,8 +181,3 @@ def plan_statement(found: Mapping[str, Any]) -> Statement:
     spent = [(f"epsilon at delta {shown(delta, 20)}", as_finite_float(value)) for delta, value in epsilons]
     facts += [(what, "no bound" if value is None else f"{value:.4g}") for what, value in spent]
     return [shown(found.get("claim", "privacy.json has no claim."), 600)], facts
-
-
-def _number_or_text(raw: Any) -> str:
-    value = as_finite_float(raw)
-    return shown(raw, 80) if value is None else f"{value:.4g}"

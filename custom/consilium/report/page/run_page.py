@@ -68,13 +68,23 @@ def run_page(record: RunRecord, back: str = "") -> str:
         {"site": one["site"], "when": refusal_time_text(one, record.last_round), "reason": shown(one["reason"], 600)}
         for one in record.of("refused")
     ]
+    level, damaged, lost = frozen_level(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
+    warnings = {
+        "This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.": own,
+        "The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.": (
+            record.results is None
+        ),
+        f"{level}.": level,
+        f"Damaged lines of metrics.jsonl: {lost}. They count nowhere on this page.": lost,
+        f"Damaged files, left out: {', '.join(damaged)}. {REMEDY_DAMAGED}": damaged,
+    }
     values = {
         "back": back,
-        "warnings": _warnings(record, bool(own)),
+        "warnings": only_true(warnings),
         "facts": _facts(record, simulated),
         "running": record.results is None,
         "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
-        "models": score_intervals_figure("models", record.closing, record.metric, label),
+        "models": score_intervals_figure(record.closing, record.metric, label),
         "meant": MEANT,
         "crossed": None if crossed is None else crossed.table(),
         "confused": confused,
@@ -110,21 +120,6 @@ def run_page(record: RunRecord, back: str = "") -> str:
 
 
 REMEDY_DAMAGED = "Copy the run's folder again from where it was written, or rerun the job."
-
-
-def _warnings(record: RunRecord, pictures: bool) -> list[str]:
-    """Return the warnings at the top of the page."""
-    level, damaged, lost = frozen_level(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
-    warnings = {
-        "This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.": pictures,
-        "The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.": (
-            record.results is None
-        ),
-        f"{level}.": level,
-        f"Damaged lines of metrics.jsonl: {lost}. They count nowhere on this page.": lost,
-        f"Damaged files, left out: {', '.join(damaged)}. {REMEDY_DAMAGED}": damaged,
-    }
-    return only_true(warnings)
 
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:

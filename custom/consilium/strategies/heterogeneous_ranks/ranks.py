@@ -176,18 +176,17 @@ class UnequalRanks(Strategy):
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
         """Return cross-client drift (Eq. 29), and the mean information gain and memory saturation of the round's sites."""
+        saturations = []  # the count of trained numbers over the count that the site's memory budget allows
+        for upload in results.values():
+            dims = shapes(upload.sent.tensors)
+            budget = self.affordable_ranks(upload.site)["memory"] * sum(map(sum, dims.values()))
+            used = sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims)
+            saturations.append(used / budget if budget else 1.0)  # a site that may train nothing leaves nothing unused
         return {
             "drift/cross": cross_drift([moves(upload) for upload in results.values()]),
             "ranks/information_gain": _mean([gain for upload in results.values() if (gain := information_gain(upload.sent))]),
-            "memory/saturation": _mean([self._saturation(upload) for upload in results.values()]),
+            "memory/saturation": _mean(saturations),
         }
-
-    def _saturation(self, upload: SiteResult) -> float:
-        """Return the count of trained numbers over the count that the site's memory budget allows."""
-        dims = shapes(upload.sent.tensors)
-        budget = self.affordable_ranks(upload.site)["memory"] * sum(map(sum, dims.values()))
-        used = sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims)
-        return used / budget if budget else 1.0  # a site that may train nothing leaves nothing unused
 
     # client half ------------------------------------------------------------------------------------------------------
 

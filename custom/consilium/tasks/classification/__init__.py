@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, check_unique
 from consilium.data.check_report import Findings
-from consilium.data.datalist import DataList, Lost
+from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts, read_texts
 from consilium.tasks import picture_lists
@@ -122,10 +122,6 @@ def _read(path: Path) -> DataList:
     return read_texts(path) if _is_texts(path) else _pictures(path)
 
 
-def _read_usable(path: Path, lost: list[Lost]) -> DataList:
-    return read_texts(path) if _is_texts(path) else _usable_pictures(path, lost)
-
-
 def _prepare(config: ClassificationConfig, data: DataList) -> DataList:
     return data if _is_texts(data.path) else picture_lists.prepare(config, data)
 
@@ -150,7 +146,7 @@ CLASSIFICATION = TaskKind(
     _check,
     prepare=_prepare,
     look=lazy(f"{_TASK}:check_item"),
-    usable=_read_usable,
+    usable=lambda path, lost: read_texts(path) if _is_texts(path) else _usable_pictures(path, lost),
     rehearse=lazy(f"{_TASK}:rehearse"),
     former=FORMER,
     undigested=FORMER,

@@ -70,20 +70,18 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
     after "not" does not count. Of a text longer than 2 MOST characters the first and last MOST are read.
     """
     text = (text if len(text) <= 2 * MOST else f"{text[:MOST]}\n{text[-MOST:]}").translate(_FULL_WIDTH)
-    said = [found for label in labels for found in _after_answer(text, label)]
+    said = []
+    for label in labels:
+        pattern = rf"{_SAYS}(?P<label>{re.escape(label)}){_END}"
+        said += _places(pattern, text, label)
+        if _is_letter(label):
+            said += _places(f"{pattern}{_ENDS}", text, label, any_case=True)
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
     places = [
         found for label in labels for found in _places(rf"(?<!\w)_{{0,3}}(?P<label>{re.escape(label)}){_END}", text, label)
     ]
     return min(places)[2] if places else None
-
-
-def _after_answer(text: str, label: str) -> list[tuple[int, int, str]]:
-    """Return the occurrences of a label after "answer" or in \\boxed{}, as `_places` does."""
-    pattern = rf"{_SAYS}(?P<label>{re.escape(label)}){_END}"
-    alone = _places(f"{pattern}{_ENDS}", text, label, any_case=True) if _is_letter(label) else []
-    return [*_places(pattern, text, label), *alone]
 
 
 def _places(pattern: str, text: str, label: str, any_case: bool = False) -> list[tuple[int, int, str]]:

@@ -89,23 +89,22 @@ class LanguageTask:
         If the site failed instead, a malicious tokenizer that rejects certain words would reveal which sites hold them.
         """
         try:
-            self._check_kind(text)
+            where = f"where task.learn is {self.config.learn}"
+            if self._compares and not text.rejected:
+                raise UnfitError(
+                    f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected"
+                )
+            if text.rejected and not self._compares:
+                raise UnfitError(
+                    f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per "
+                    "record"
+                )
             return text, *self._encoded(text)
         except (UnfitError, CheckpointError):
             if not self.quiet:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
         return empty, *self._encoded(empty)
-
-    def _check_kind(self, text: Text) -> None:
-        """Raise UnfitError for a preference where single answers are learned, or for the opposite."""
-        where = f"where task.learn is {self.config.learn}"
-        if self._compares and not text.rejected:
-            raise UnfitError(f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected")
-        if text.rejected and not self._compares:
-            raise UnfitError(
-                f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per record"
-            )
 
     def _encoded(self, text: Text) -> list[Encoded]:
         """Return a record's tokens and, for preferences, those of its rejected answer."""
@@ -235,7 +234,14 @@ class LanguageTask:
         greedy. Raises ConfigError if the model has no position left for a prompt.
         """
         answers, texts = list[str](), self._texts(split, indices)
-        rows = self._prompts(texts, min(self._encoder.max_length, max_prompt_tokens(model, self.config.max_new_tokens)))
+        room = min(self._encoder.max_length, max_prompt_tokens(model, self.config.max_new_tokens))
+        prompts = [self._encoder.prompt(text, room) for text in texts]
+        rows, self._cut_asked = [tokens for tokens, _ in prompts], sum(cut for _, cut in prompts)
+        if room < self._encoder.max_length and self._cut_asked:
+            self._warn_once(
+                f"prompts lose their middle to be answered: the model has positions for {room} tokens beside "
+                f"task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole"
+            )
         most, encoder, numbers = self.config.max_new_tokens, self._encoder, range(len(texts)) if indices is None else indices
         greedy = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
@@ -262,17 +268,6 @@ class LanguageTask:
             padded = len(rows[order[0]]) < len(rows[order[-1]])
             self._batch_dependent = found or (False if padded else None)  # a trial without padding proves nothing about padding
         return bool(self._batch_dependent)
-
-    def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return the prompts' tokens, count the shortened ones, and warn if the model's context length is too short."""
-        found = [self._encoder.prompt(text, most) for text in texts]
-        self._cut_asked = sum(cut for _, cut in found)
-        if most < self._encoder.max_length and self._cut_asked:
-            self._warn_once(
-                f"prompts lose their middle to be answered: the model has positions for {most} tokens beside "
-                f"task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole"
-            )
-        return [tokens for tokens, _ in found]
 
     def _teacher_forced(
         self, model: nn.Module, split: str, batch_size: int

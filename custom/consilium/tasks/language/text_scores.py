@@ -127,7 +127,13 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: i
     and divided by the number of n-grams. A brevity factor lowers answers that are shorter than the mean of their references.
     Without any words the score is 0.
     """
-    split = _mteval()
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    mteval = Tokenizer13a()
+
+    def split(text: str) -> list[str]:
+        return str(mteval(_composed(text.lower()))).split()
+
     own, known = [split(one) for one in written], [[split(ref) for ref in refs] for refs in references]
     times: Grams = Counter()
     for ref in (ref for refs in known for ref in refs):
@@ -138,22 +144,11 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: i
         found = [_grams(one, n) & reduce(or_, (_grams(ref, n) for ref in refs)) for one, refs in zip(own, known, strict=True)]
         told = sum(count * math.log2(times[gram[:-1]] / times[gram]) for grams in found for gram, count in grams.items())
         total += told / max(1, sum(max(0, len(one) - n + 1) for one in own))
-    return total * _brevity(sum(map(len, own)), sum(sum(map(len, refs)) / len(refs) for refs in known))
-
-
-def _brevity(written: int, expected: float) -> float:
-    """Return NIST's brevity factor; it is 1/2 if answers have two thirds of their references' words."""
-    if not written or written >= expected:
-        return float(written > 0)
-    return float(0.5 ** ((math.log(written / expected) / math.log(1.5)) ** 2))
-
-
-def _mteval() -> Callable[[str], list[str]]:
-    """Return the tokenizer of mteval-v13a, in lower case."""
-    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
-
-    split = Tokenizer13a()
-    return lambda text: str(split(_composed(text.lower()))).split()
+    count, expected = sum(map(len, own)), sum(sum(map(len, refs)) / len(refs) for refs in known)
+    brevity = float(count > 0)
+    if 0 < count < expected:  # 1/2 if answers have two thirds of their references' words
+        brevity = float(0.5 ** ((math.log(count / expected) / math.log(1.5)) ** 2))
+    return total * brevity
 
 
 def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 4) -> float:
@@ -170,14 +165,16 @@ def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: 
         documents = Counter(gram for refs in counted for gram in set().union(*refs))
         for one, texts, refs in zip(written, references, counted, strict=True):
             vector = _weigh(_grams(words(one), n), documents, len(written))
-            close = [_clipped_cosine(vector, _weigh(ref, documents, len(written))) for ref in refs]
-            total += sum(c * _penalty(one, text) for c, text in zip(close, texts, strict=True)) / len(refs)
+            close = []
+            for ref in refs:
+                true = _weigh(ref, documents, len(written))
+                norms = math.hypot(*vector.values()) * math.hypot(*true.values())
+                both = sum(min(value, true[gram]) * true[gram] for gram, value in vector.items() if gram in true)
+                close.append(both / norms if norms else 0.0)
+            own, *others = (max(len(words(text)) - 1, 0) for text in (one, *texts))
+            penalties = [math.exp(-((own - other) ** 2) / (2 * 6.0**2)) for other in others]
+            total += sum(c * penalty for c, penalty in zip(close, penalties, strict=True)) / len(refs)
     return 10 * total / longest / len(written)
-
-
-def _penalty(one: str, other: str) -> float:
-    pairs = [max(len(words(text)) - 1, 0) for text in (one, other)]
-    return math.exp(-((pairs[0] - pairs[1]) ** 2) / (2 * 6.0**2))
 
 
 def words(text: str) -> list[str]:
@@ -192,8 +189,3 @@ def _grams(tokens: Sequence[str], n: int) -> Grams:
 
 def _weigh(grams: Grams, documents: Counter[tuple[str, ...]], count: int) -> dict[tuple[str, ...], float]:
     return {g: c * math.log(count / max(1, documents[g])) for g, c in grams.items()}
-
-
-def _clipped_cosine(own: dict[tuple[str, ...], float], true: dict[tuple[str, ...], float]) -> float:
-    norms = math.hypot(*own.values()) * math.hypot(*true.values())
-    return sum(min(value, true[gram]) * true[gram] for gram, value in own.items() if gram in true) / norms if norms else 0.0

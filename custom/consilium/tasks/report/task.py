@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import image_shape
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample, read_picture
-from consilium.data.settings import PictureSettings, reading_key
+from consilium.data.settings import reading_key
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.image_inputs import PictureTokens
@@ -119,11 +118,14 @@ class ReportTask(LanguageTask):
                     raise
                 return {"image": blank}
 
+        def check(item: Item) -> None:
+            image_shape(item, settings)
+
         pictures = {split: tuple(Item(Path(text.image), None) for text in texts) for split, texts in data.splits.items()}
         self._pictures = SampleCache(
             DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # no other code has checked them
             read,
-            partial(_check_picture, settings),
+            check,
             reading_key("report, or black" if data.loading.ignore_unfit else "report", settings, side, padding),
         )
 
@@ -142,10 +144,6 @@ class ReportTask(LanguageTask):
 
     def _images(self, split: str, indices: Sequence[int]) -> Tensor:
         return torch.stack([to_float(index, self._pictures.raw(split, index))["image"] for index in indices])
-
-
-def _check_picture(settings: PictureSettings, item: Item) -> None:
-    image_shape(item, settings)
 
 
 def build(config: ReportConfig, model: VisionLanguageConfig, data: DataList, tokenizer: Any) -> ReportTask:

@@ -27,7 +27,7 @@ from consilium.tasks.embedding_cache import EmbeddingCache
 from consilium.tasks.segmentation import SegmentationConfig, prompts_of
 from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
-from consilium.tasks.segmentation.units import Plane, Row, Units, counts, dice_loss, order, overlaps, summary
+from consilium.tasks.segmentation.units import Plane, Units, counts, dice_loss, order, overlaps, summary
 
 MASK_BYTES = 2**27
 """The most bytes of masks at the files' size kept in memory, with 1 bit per pixel and class; each validation needs them."""
@@ -133,7 +133,13 @@ class SegmentationTask(SampledTask):
         found, table = units.scores()
         self.scored = self._unit_scores(items, found, units.shown, table["dice"]) if distances else None
         closing = summary(found, table) | self._count_too_small(split) if distances else {}
-        return {"loss": losses / count} | self._average(table) | closing
+        result = {"loss": losses / count}
+        for metric, values in table.items():  # the means per class over the units where it is defined, and the mean of these
+            by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
+            known = {c: v for c, v in by_class.items() if not np.isnan(v)}
+            result |= {f"{metric}/{c}": v for c, v in known.items()}
+            result |= {metric: sum(known.values()) / len(known)} if known else {}
+        return result | closing
 
     def _count_too_small(self, split: str) -> dict[str, float]:
         """Return the counts of too small structures for all splits.
@@ -182,18 +188,6 @@ class SegmentationTask(SampledTask):
         return Segmented(
             shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes), GRIDS[self.scores.grid]
         )
-
-    def _average(self, scores: Row) -> dict[str, float]:
-        """Return for each metric the mean per class over the units where it is defined, and the mean of these."""
-        result: dict[str, float] = {}
-        for metric, values in scores.items():
-            by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
-            known = {c: v for c, v in by_class.items() if not np.isnan(v)}
-            result |= {
-                **{f"{metric}/{c}": v for c, v in known.items()},
-                **({metric: sum(known.values()) / len(known)} if known else {}),
-            }
-        return result
 
     def _forward(self, model: nn.Module, batch: Batch, known: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logits, labels and the mask of annotated classes. `known`: pictures repeat, so embeddings are cached."""

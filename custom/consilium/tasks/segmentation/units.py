@@ -57,13 +57,11 @@ def overlaps(found: Tensor, count_empty: bool, background: bool = False) -> dict
     absent = torch.where(guess == 0, 1.0, 0.0) if count_empty else torch.full_like(guess, float("nan"))
     ratios = {"dice": 2.0 * both / (guess + reference), "iou": both / (guess + reference - both)}
     scores = {name: torch.where(reference == 0, absent, ratio).double() for name, ratio in ratios.items()}
-    return scores | {"iou": (scores["iou"] + _outside(found)) / 2} if background else scores
-
-
-def _outside(found: Tensor) -> Tensor:
-    """Return the IoU (C,) of each class's background."""
-    both, guess, reference, whole = found.double()
-    return torch.where(both == whole, 1.0, (whole - guess - reference + both) / (whole - both))
+    if background:
+        both, guess, reference, whole = found.double()
+        outside = torch.where(both == whole, 1.0, (whole - guess - reference + both) / (whole - both))
+        scores["iou"] = (scores["iou"] + outside) / 2
+    return scores
 
 
 def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]) -> tuple[float, float]:
@@ -81,18 +79,13 @@ def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]
     padded, step = [np.pad(mask[cut], 1) for mask in (guess, reference)], np.asarray(spacing, dtype=np.float64)
     surfaces = [np.argwhere(mask ^ binary_erosion(mask)) * step for mask in padded]  # voxels at a border, (V, axes)
     both = [_nearest(*surfaces), _nearest(*reversed(surfaces))]
-    return max(map(_percentile, both)), float(torch.cat(both).mean())
+    percentiles = [np.quantile(one.numpy(), 0.95) if one.numel() > _MOST_SORTED else torch.quantile(one, 0.95) for one in both]
+    return max(map(float, percentiles)), float(torch.cat(both).mean())
 
 
 def _nearest(these: np.ndarray, others: np.ndarray) -> Tensor:
     """Return the distance of each point of `these` to the nearest point of `others`, float32."""
     return torch.from_numpy(KDTree(others, leafsize=32).query(these)[0]).float()
-
-
-def _percentile(values: Tensor) -> float:
-    if values.numel() > _MOST_SORTED:
-        return float(np.quantile(values.numpy(), 0.95))
-    return float(torch.quantile(values, 0.95))
 
 
 def _box(mask: np.ndarray) -> tuple[slice, ...]:
@@ -177,17 +170,28 @@ class Units:
         whose = number_groups([group_of(item) for item in items])
         places = [int(np.flatnonzero(whose == number)[0]) for number in range(whose.max() + 1)]
         first, self.shown = [items[place] for place in places], [self.shown[place] for place in places]
-        return first, {name: _means(values, whose) for name, values in table.items()}
+        means = {}
+        for name, values in table.items():  # (U, C) to (G, C), over the known values
+            known = (~values.isnan()).numpy().astype(float)
+            with np.errstate(invalid="ignore"):
+                means[name] = torch.from_numpy(sum_by_group(values.nan_to_num(0).numpy(), whose) / sum_by_group(known, whose))
+        return first, means
 
     def _end(self, but: object = None) -> None:
         """Score all open units except the one named `but`."""
         for name in [name for name in self._open if name != but]:
             unit = self._open.pop(name)
             row = overlaps(unit.counts, self._config.empty_references == "count", self._config.iou == "both")
-            parted = (
-                self._config.per != "image" and unit.item.tile is not None
-            )  # tiles overlap and differ in scale, so they have no common surface
-            row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
+            whole, image = self._config.per != "image", unit.item.image
+            # tiles overlap and differ in scale, so they have no common surface
+            if self._far and not (whole and unit.item.tile is not None):
+                spacing, depth = spacing_of(unit.item, unit.shape), 1  # a volume with one plane is treated as a picture
+                if whole and volumes.is_volume(image):
+                    depth = volumes.header(image, unit.item.affine).grid.planes(unit.item.axis)
+                steps = (spacing or (1.0, 1.0, 1.0))[0 if depth > 1 else 1 :]
+                far = [distances(_mask(unit, 0, c, depth), _mask(unit, 1, c, depth), steps) for c in range(len(unit.known))]
+                both = zip(DISTANCES, torch.tensor(far, dtype=torch.float64).T, strict=True)
+                row |= {f"{name}{MILLIMETRES if spacing else ''}": values for name, values in both}
             self.shown.append(unit.shown)
             self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
 
@@ -243,16 +247,6 @@ def _pack_bits(masks: Tensor) -> np.ndarray:
     return np.packbits(masks.flatten(1).numpy(), axis=1)
 
 
-def _distances(unit: _Unit, whole: bool) -> Row:
-    """Return HD95 and ASSD (C,), named with their unit (mm or pixels). A volume with one plane is treated as a picture."""
-    spacing, image = spacing_of(unit.item, unit.shape), unit.item.image
-    depth = volumes.header(image, unit.item.affine).grid.planes(unit.item.axis) if whole and volumes.is_volume(image) else 1
-    steps = (spacing or (1.0, 1.0, 1.0))[0 if depth > 1 else 1 :]
-    found = [distances(_mask(unit, 0, c, depth), _mask(unit, 1, c, depth), steps) for c in range(len(unit.known))]
-    values = torch.tensor(found, dtype=torch.float64).T
-    return {f"{name}{MILLIMETRES if spacing else ''}": row for name, row in zip(DISTANCES, values, strict=True)}
-
-
 def _mask(unit: _Unit, which: int, number: int, depth: int) -> np.ndarray:
     """Return the mask of class `number`: (depth, rows, columns), or (rows, columns) if `depth` is 1.
 
@@ -269,10 +263,3 @@ def _table(rows: Sequence[Row]) -> Row:
     names = [name for name in NAMES if any(name in row for row in rows)]
     absent = torch.full_like(rows[0]["dice"], math.nan)
     return {name: torch.stack([row.get(name, absent) for row in rows]) for name in names}
-
-
-def _means(values: Tensor, whose: np.ndarray) -> Tensor:
-    """Return the means (G, C) over the known values (U, C) of each group."""
-    known = (~values.isnan()).numpy().astype(float)
-    with np.errstate(invalid="ignore"):
-        return torch.from_numpy(sum_by_group(values.nan_to_num(0).numpy(), whose) / sum_by_group(known, whose))
