@@ -17,7 +17,16 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
 from consilium.core.errors import CheckpointError
-from consilium.core.storage import digest, file_hash, file_lock, load_state, named, save_state, sweep, write_atomic
+from consilium.core.storage import (
+    digest,
+    file_hash,
+    file_lock,
+    load_state,
+    name_path_in_errors,
+    save_state,
+    sweep,
+    write_atomic,
+)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -124,9 +133,12 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
     with full, pytest.raises(OSError, match="space") as told:
         write_atomic(tmp_path / "a", b"new")
     assert told.value.filename == str(tmp_path / "a")  # which the system does not name
-    with pytest.raises(FileNotFoundError) as told, named(tmp_path):  # by safetensors, whose error is none of the system's
+    with (
+        pytest.raises(FileNotFoundError) as told,
+        name_path_in_errors(tmp_path),
+    ):  # by safetensors, whose error is none of the system's
         save_file({"a": torch.zeros(9)}, tmp_path / "no/folder")
     assert told.value.filename == str(tmp_path)
-    with pytest.raises(SafetensorError, match="header"), named(tmp_path):
+    with pytest.raises(SafetensorError, match="header"), name_path_in_errors(tmp_path):
         deserialize(b"")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]

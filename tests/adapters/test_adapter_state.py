@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from consilium.adapters import adapter_state, bottleneck, dual_rank, lora
 from consilium.adapters.kinds import FULL, LORA, BottleneckConfig, DualRankConfig, FullConfig, LoraConfig
-from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, linear_layers
-from consilium.adapters.parts import FeatureShift, add_parts, cut_of, merge_shift, part_shapes
+from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, prepare_linear_layers
+from consilium.adapters.parts import FeatureShift, add_parts, feature_point_of, merge_shift, part_shapes
 from consilium.adapters.registry import ADAPTERS
 from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
@@ -190,9 +190,9 @@ def test_a_parameter_shared_with_another_module_is_found() -> None:
 
 def test_models_that_an_adapter_does_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match="has no linear layers to adapt; use kind full"):
-        linear_layers(nn.Conv2d(1, 1, 1), TargetSet(".*"))
+        prepare_linear_layers(nn.Conv2d(1, 1, 1), TargetSet(".*"))
     with pytest.raises(ConfigError, match=r"'other' matches no linear layer of the model; use a full regex"):
-        linear_layers(Two(), TargetSet("other"))
+        prepare_linear_layers(Two(), TargetSet("other"))
     with pytest.raises(ConfigError, match=r"adapter\.decoder: 'share': the model has no mask decoder; use freeze"):
         decoder_names(Two(), "share")
     assert decoder_names(Two(), "freeze") == []
@@ -241,5 +241,5 @@ def test_a_shift_is_merged_into_the_nearest_bias(encoder_bias: bool, head_bias: 
 def test_a_model_without_a_point_between_encoder_and_head_is_named() -> None:
     for kind in (ModelKind(ModelConfig, "classification", Two), ModelKind(ModelConfig, "x", Two, cut=lambda m: m.nowhere)):
         with pytest.raises(ConfigError, match="model: Two has no single point where its encoder ends"):
-            cut_of(Two(), kind)
-    assert cut_of(model := Two(), BASE).module is model.encoder
+            feature_point_of(Two(), kind)
+    assert feature_point_of(model := Two(), BASE).module is model.encoder

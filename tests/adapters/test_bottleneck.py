@@ -99,7 +99,7 @@ def test_only_adapters_train_and_a_decoder_where_it_may() -> None:
 
 def test_the_base_is_evaluated_with_its_own_decoder() -> None:
     model, images, before = tiny(decoder="keep")
-    adapter_state.load(model, initial(model, 0) | adapter_state.zero_base_changes(model))
+    adapter_state.load(model, initial(model, 0) | adapter_state.initial_base_changes(model))
     with torch.no_grad():
         assert torch.equal(model(images), before)
         for parameter in adapter_state.tensors(model).values():
@@ -115,12 +115,12 @@ def test_a_change_of_the_base_is_what_was_added_to_its_parameter() -> None:
     model, _, _ = tiny(decoder="share")
     parameter = dict(model.named_parameters())["mask_decoder.iou_token.weight"]
     before, change = parameter.detach().clone(), {"base.mask_decoder.iou_token.weight": torch.full((1, 64), 0.25)}
-    adapter_state.load(model, initial(model, 0) | adapter_state.zero_base_changes(model) | change)
+    adapter_state.load(model, initial(model, 0) | adapter_state.initial_base_changes(model) | change)
     assert torch.equal(parameter, before + 0.25)
     assert torch.allclose(
         adapter_state.values(model)["base.mask_decoder.iou_token.weight"], torch.full((1, 64), 0.25), atol=1e-6
     )
-    assert torch.equal(adapter_state.parameters_of(model, change)["mask_decoder.iou_token.weight"], before + 0.25)
+    assert torch.equal(adapter_state.trained_base_values(model, change)["mask_decoder.iou_token.weight"], before + 0.25)
 
 
 def test_export_holds_every_tensor(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from consilium.adapters.kinds import LORA
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job import assemble_job
-from consilium.federation.saved_model import with_parameters
-from consilium.federation.trainable_checks import as_changes
+from consilium.federation.saved_model import changes_to_parameters
+from consilium.federation.trainable_checks import name_base_changes
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.registry import TargetSet
@@ -218,7 +218,7 @@ def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_pa
     with torch.device("meta"):
         shapes = LORA.shapes(build_sam("tiny", None, 64, 1, weights=False), config, SAM)
     assert {name: tuple(tensor.shape) for name, tensor in adapter_state.tensors(model).items()} == dict(shapes)
-    adapter_state.load(model, initial(model, seed=1) | adapter_state.zero_base_changes(model))
+    adapter_state.load(model, initial(model, seed=1) | adapter_state.initial_base_changes(model))
     base = build_sam("tiny", None, 64, 1)
     torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
     randomize(model)
@@ -230,10 +230,10 @@ def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_pa
     merged = length[:, None] * direction / direction.norm(dim=1, keepdim=True)  # DoRA, Eq. 5
     with adapter_state.disabled(model):
         torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
-    LORA.export(tmp_path / "site", with_parameters(model, values), config, SAM, "sam")
+    LORA.export(tmp_path / "site", changes_to_parameters(model, values), config, SAM, "sam")
     tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path / "site")
     torch.testing.assert_close(tuned(images), wanted, rtol=1e-4, atol=1e-4)
-    LORA.export(tmp_path / "server", as_changes(values), config, SAM, "sam")
+    LORA.export(tmp_path / "server", name_base_changes(values), config, SAM, "sam")
     assert not (tmp_path / "server" / "adapter_config.json").exists()  # a server has no lengths to add the changes to
     lora.merge(model)
     torch.testing.assert_close(model.image_encoder.blocks[0].attn.qkv.weight, merged, rtol=1e-4, atol=1e-5)

@@ -42,7 +42,7 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, ge
 from consilium.config.job import TrainingConfig
 from consilium.data import check_samples, images
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.disk_cache import open_store
+from consilium.data.disk_cache import open_disk_cache
 from consilium.data.loading import Loading
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.tasks.base import Batch
@@ -263,9 +263,9 @@ def batches_of(made: Any) -> None:
 
 def look(data: DataList, name: str, loading: Loading) -> None:
     """Print how long the look before training takes."""
-    store, listed = open_store(loading.folder, loading.most), replace(data, loading=loading)
+    store, listed = open_disk_cache(loading.folder, loading.most), replace(data, loading=loading)
     clock, spent = timed(
-        lambda: list(check_samples.find_errors(listed, lambda i: check_samples.check_sample(i, CLASSES), "", store))
+        lambda: list(check_samples.find_errors(listed, lambda i: check_samples.check_and_find_vanished(i, CLASSES), "", store))
     )
     print(f"the look before training, {name}: {clock:.1f} s, {spent:.1f} s of processor time")
 

@@ -98,7 +98,7 @@ class Round:
 
     def _masked(self, attempt: Attempt, name: str, parties: list[str], sent: Payload) -> Payload:
         party = self.parties[name]
-        party.open(replace(sent, masking=attempt.train_question(name, parties)), self.order)
+        party.check_train_question(replace(sent, masking=attempt.train_question(name, parties)), self.order)
         update = quantize({"w": torch.randn(self.numbers, generator=torch.Generator().manual_seed(self.round)) / 100})
         words = party.mask(attempt.place, update, 1)
         return Payload(sent.round, 0, {MASKED: torch.from_numpy(words.view("int64").copy())})
@@ -211,7 +211,7 @@ def private_steps(repeats: int, numbers: int) -> None:
 
         def exact() -> None:
             for image, label in zip(vit.images, vit.labels, strict=True):
-                with private.sum.unit():
+                with private.sum.add_unit():
                     nn.functional.cross_entropy(vit.model(image[None]), label[None]).backward()
             private.step({})
 

@@ -25,7 +25,7 @@ from consilium.core.storage import load_state
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.strategies.fedsca import MATRIX
 from consilium.study.definition import Cell
-from consilium.study.records import record_of
+from consilium.study.records import current_record
 
 FOLDER = Path(__file__).parent / "measured"
 MEASURE, VALUE, SECONDS = "measure", "value", "seconds"
@@ -98,7 +98,7 @@ def collected(cells: Iterable[Cell], wanted: dict[str, list[dict[str, str]]]) ->
     """Return the wanted measures of finished cells and every cell's seconds. `wanted`: by measure, the labels of its cells."""
     found: Rows = {}
     for cell in cells:
-        record = record_of(cell.folder)
+        record = current_record(cell.folder)
         if record.state != "done":
             continue
         fit = [name for name, places in wanted.items() if any(one.items() <= cell.labels.items() for one in places)]

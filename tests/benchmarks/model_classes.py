@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from consilium.adapters import adapter_state, lora
-from consilium.adapters.names import linear_layers
+from consilium.adapters.names import prepare_linear_layers
 from consilium.models.registry import MODELS
 from consilium.tasks.registry import TASKS
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, SPEAKING, Made, make
@@ -101,7 +101,7 @@ def _speaking(made: Made, images: Tensor) -> Case:
 
     shown = picture_tokens(model.config, SIDE).ids
     ids = torch.tensor([[*shown, *range(10, 30)]]).expand(len(images), -1)
-    given = model.see(ids, torch.ones_like(ids), images, torch.zeros_like(ids).bool())
+    given = model.picture_inputs(ids, torch.ones_like(ids), images, torch.zeros_like(ids).bool())
 
     def ours(one: Any) -> Tensor:
         return one(**given, use_cache=False).logits
@@ -123,7 +123,7 @@ def row(name: str, kind: str, sizes: dict[str, Any], case_of: Callable[[Made, Te
     case = case_of(made, images)
     with torch.no_grad():
         wanted, found = case.plain(made.model), case.ours(case.model)
-    adapted = linear_layers(case.model, base.target("all-linear"))
+    adapted = prepare_linear_layers(case.model, base.target("all-linear"))
     there = [n for n, m in case.model.named_modules() if isinstance(m, nn.Linear) and re.search(case.blocks, n)]
     lora.inject(case.model, RANK, ALPHA, base.target("all-linear"))
     losses = _train(case, wanted)

@@ -62,7 +62,7 @@ def test_the_list_of_jobs(width: int, monkeypatch: pytest.MonkeyPatch, status: A
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_sites_of_a_job(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    show(jobs.lines_of({"experiment": "e", "status": "RUNNING", "job_id": JOB, "problems": [], "progress": progress()}))
+    show(jobs.status_lines({"experiment": "e", "status": "RUNNING", "job_id": JOB, "problems": [], "progress": progress()}))
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
     assert text.count("university-hospital-of-the-north") == text.count("university-hospital-of-the-south") == 1

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from consilium.client.build import build_guard
-from consilium.client.site_data import ledger_name_of, site_data
+from consilium.client.site_data import ledger_dataset_name, site_data
 from consilium.config.data import DatasetConfig
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, find_site, load_site
@@ -65,7 +65,7 @@ def test_a_single_named_set_needs_no_naming(tmp_path: Path) -> None:
     one = site(tmp_path, datasets={"fundus": {"datalist": str(path)}})
     for data in ({}, {"dataset": "fundus"}):
         assert len(site_data(job(**data), "a", one, tmp_path).splits["training"]) == 2
-        assert ledger_name_of(job(**data), "a", one, site_data(job(**data), "a", one, tmp_path)) == "fundus"
+        assert ledger_dataset_name(job(**data), "a", one, site_data(job(**data), "a", one, tmp_path)) == "fundus"
 
 
 def test_phantoms_never_stand_in_for_a_set_that_is_named() -> None:
@@ -120,7 +120,7 @@ def test_budgets_are_by_set_unless_the_site_says_otherwise(tmp_path: Path) -> No
     both, named = two(tmp_path), {n: job(dataset=n) for n in ("old", "new")}
 
     def ledgers(where: SiteConfig) -> list[str]:
-        return [ledger_name_of(config, "a", where, site_data(config, "a", where, tmp_path)) for config in named.values()]
+        return [ledger_dataset_name(config, "a", where, site_data(config, "a", where, tmp_path)) for config in named.values()]
 
     assert ledgers(both) == ["old", "new"]
     shared = {name: one.model_copy(update={"patients": "eyes"}) for name, one in both.datasets.items()}

@@ -12,7 +12,7 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.data import nifti, volumes
 from consilium.data.codestreams import MOST_PARTS, check_decoding_cost
-from consilium.data.safe_open import most_unpacked, pages, parse_json, text_lines
+from consilium.data.safe_open import most_unpacked, page_count, parse_json, text_lines
 
 GIB = 2**30
 
@@ -69,11 +69,11 @@ def test_pages_of_a_tiff_are_counted(tmp_path: Path) -> None:
     grey = Image.new("L", (4, 4))
     for count in (1, 3):
         grey.save(tmp_path / "a.tif", format="TIFF", save_all=True, append_images=[grey] * (count - 1))
-        assert pages(tmp_path / "a.tif") == count
+        assert page_count(tmp_path / "a.tif") == count
     data = bytearray((tmp_path / "a.tif").read_bytes())
     data[4:8] = struct.pack("<I", len(data) + 9)  # a chain that leads out of the file
     (tmp_path / "a.tif").write_bytes(data)
-    assert pages(tmp_path / "a.tif") == 1
+    assert page_count(tmp_path / "a.tif") == 1
 
 
 def test_lines_come_one_by_one_and_long_ones_are_cut(tmp_path: Path) -> None:

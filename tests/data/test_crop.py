@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, Crop, DataList, Item, read_datalist
-from consilium.data.disk_cache import open_store
+from consilium.data.disk_cache import open_disk_cache
 from consilium.data.images import read_masks, read_picture, read_sample
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
@@ -193,7 +193,7 @@ def test_a_volume_s_distances_are_of_its_crop(grid: str, tmp_path: Path) -> None
 
 def test_cropped_samples_have_names_of_their_own_in_the_store(tmp_path: Path) -> None:
     item = saved(tmp_path, np.zeros((40, 40), np.uint8))
-    store = open_store(tmp_path / "kept", 10**6)
+    store = open_disk_cache(tmp_path / "kept", 10**6)
     assert store is not None
     crops = (None, Crop(16, 0, 0), Crop(16, 0.5, 0), Crop(17, 0, 0))
     assert len({store.name(replace(item, crop=crop), "s") for crop in crops}) == 4

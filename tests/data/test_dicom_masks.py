@@ -308,7 +308,7 @@ def test_check_lists_structures_that_nobody_asks_for(wide: Path) -> None:
     mapped = check_datalist(
         wide / "list.json",
         {"tumour": [1]},
-        change=lambda data: with_job_labels(data, {"lesion": ("tumour",)}, None, ["tumour"]),
+        prepare_list=lambda data: with_job_labels(data, {"lesion": ("tumour",)}, None, ["tumour"]),
     )
     assert mapped.images_of_class["tumour"]["training"] == 1
     assert "no structure of the job's classes" not in mapped.warnings

@@ -7,7 +7,7 @@ import pytest
 
 from consilium.config.site import Given, find_site
 from consilium.core.errors import ConsiliumError, DataError
-from consilium.data.class_names import doubtful_names
+from consilium.data.class_names import doubtful_name_findings
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.pairs import parse
@@ -198,7 +198,7 @@ def test_an_empty_label_is_no_class(tmp_path: Path) -> None:
 def test_doubtful_names_of_classes(names: tuple[str, ...], noted: set[str]) -> None:
     assert {
         f"{kind}: {line}".partition(" (1)" + (":" if "missing" in kind else " differ"))[0]
-        for kind, line in doubtful_names(dict.fromkeys(names, 1))
+        for kind, line in doubtful_name_findings(dict.fromkeys(names, 1))
     } == noted
 
 

@@ -154,8 +154,8 @@ def test_what_stops_a_training_is_named_with_its_kind(name: str, tmp_path: Path)
     (line,) = report.problems[kind]
     assert words in line
     assert report.bad == {"training": 1}
-    assert report.verdict[0] == f"training would stop at these problems: {kind}; fix them first"
-    assert report.verdict[1] == "with bad_samples: skip in site.yaml it would leave out 1 of 2 training samples"
+    assert report.verdict_lines[0] == f"training would stop at these problems: {kind}; fix them first"
+    assert report.verdict_lines[1] == "with bad_samples: skip in site.yaml it would leave out 1 of 2 training samples"
 
 
 def palette(folder: Path) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def test_what_deserves_a_look_is_a_warning(name: str, tmp_path: Path) -> None:
     assert report.problems == {}
     assert words in " ".join(report.warnings[kind])
     assert report.warnings["empty split"] == ["validation", "test"]
-    assert report.verdict == [f"no problems, {len(report.warnings)} kinds of warnings"]
+    assert report.verdict_lines == [f"no problems, {len(report.warnings)} kinds of warnings"]
 
 
 def other(folder: Path, name: str) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def test_one_volume_in_two_splits(tmp_path: Path) -> None:
     entry = volumes(tmp_path)
     report = check(tmp_path, entry | {"slice": 1}, test=[entry | {"slice": 3}])
     assert report.problems == {"volume in two splits": ["test: v.nii.gz[3] = training: v.nii.gz[1]"]}
-    assert report.verdict == ["these do not stop training, but make its scores worthless: volume in two splits"]
+    assert report.verdict_lines == ["these do not stop training, but make its scores worthless: volume in two splits"]
     assert report.bad == {}
 
 
@@ -305,7 +305,7 @@ def test_all_bad_ones_are_named_and_counted(tmp_path: Path) -> None:
     entries = [entry | {"image": write_bytes(tmp_path / f"{i}.png", b"")} for i in range(13)]
     report = check(tmp_path, entry, *entries, test=[entry | {"image": "gone.png"}])
     assert [len(lines) for lines in report.problems.values()] == [1, 13]
-    assert report.verdict[1] == (
+    assert report.verdict_lines[1] == (
         "with bad_samples: skip in site.yaml it would leave out 13 of 14 training, 1 of 1 test samples"
     )
-    assert check(tmp_path, entries[0]).verdict[1].endswith("and stop, for no training sample is left")
+    assert check(tmp_path, entries[0]).verdict_lines[1].endswith("and stop, for no training sample is left")

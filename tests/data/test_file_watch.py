@@ -52,20 +52,20 @@ def test_files_that_are_gone(tmp_path: Path) -> None:
     strict, skips = FileWatch(data, BOTH, skip=False), FileWatch(data, BOTH, skip=True)
     done, read = reader()
     (tmp_path / "c.png").unlink()
-    strict.check(read)
-    skips.check(read)
+    strict.check_still_readable(read)
+    skips.check_still_readable(read)
     (tmp_path / "b.png").unlink()
     (tmp_path / "m.png").unlink()
     with pytest.raises(DataError, match=r"m\.png: cannot be read \(No such file"):
-        strict.check(read)
-    skips.check(read)
+        strict.check_still_readable(read)
+    skips.check_still_readable(read)
     (tmp_path / "n.png").unlink()  # the pictures are there
     with pytest.raises(DataError, match=r"n\.png: cannot be read"):
-        skips.check(read)
+        skips.check_still_readable(read)
     assert not done
     nothing = listed(tmp_path, {"training": []})
     for skip in (False, True):
-        FileWatch(nothing, BOTH, skip).check(read)
+        FileWatch(nothing, BOTH, skip).check_still_readable(read)
 
 
 def test_what_has_changed_is_read_again_once(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_has_changed_is_read_again_once(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_text("other")
     done, read = reader()
     for _ in range(2):
-        watch.check(read)
+        watch.check_still_readable(read)
     assert done == [("training", 0), ("validation", 0)]
 
 
@@ -86,16 +86,16 @@ def test_what_has_changed_and_cannot_be_read_says_so_until_it_can(tmp_path: Path
     _, read = reader(("training", 1))
     for _ in range(2):
         with pytest.raises(DataError, match="training 1: cannot be decoded"):
-            strict.check(read)
-        skips.check(read)
+            strict.check_still_readable(read)
+        skips.check_still_readable(read)
     _, read = reader(("training", 0), ("training", 1))
     for _ in range(2):
         with pytest.raises(DataError, match="cannot be decoded"):
-            skips.check(read)
-    strict.check(reader()[1])
+            skips.check_still_readable(read)
+    strict.check_still_readable(reader()[1])
     (tmp_path / "b.png").write_text("once more")
     done, read = reader(("validation", 0), error=UnfitError)
-    strict.check(read)  # that it does not fit the job is not a reason to stop
+    strict.check_still_readable(read)  # that it does not fit the job is not a reason to stop
     assert done == [("validation", 0)]
 
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_there_and_cannot_be_opened_or_read(skip: bool, tmp_path:
             return opened(path, *how)
 
         with patch.object(Path, "open", fails), pytest.raises(DataError, match=os.strerror(number)):
-            watch.check(reader()[1])
+            watch.check_still_readable(reader()[1])
 
 
 @pytest.mark.parametrize("how", ["emptied", "away", "shorter"])
@@ -130,17 +130,17 @@ def test_a_folder_of_dicom_files_is_what_was_in_it(how: str, tmp_path: Path) -> 
     def read(split: str, index: int) -> object:
         return volumes.voxels(data.splits[split][index].image)
 
-    watch.check(read)
+    watch.check_still_readable(read)
     if how == "away":
         share.rename(tmp_path / "away")
     for file in sorted(series.iterdir())[how == "shorter" :] if how != "away" else ():
         file.unlink()
     for _ in range(2):
         if how == "shorter":  # a plane alone is still a volume: what was read is what counts
-            watch.check(read)
+            watch.check_still_readable(read)
         else:
             with pytest.raises(DataError, match=r"series: (holds no DICOM image|is not a volume)"):
-                watch.check(read)
+                watch.check_still_readable(read)
 
 
 def test_a_folder_that_was_empty_is_a_volume_when_its_share_is_back(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_plane_looks_the_same_however_it_is_stored(orientation: str, tilted: b
     grid, values = Grid(image.shape, image.affine), np.asarray(image.dataobj)
     axes: tuple[Axis, ...] = ("axial", "coronal", "sagittal")
     for axis, letter in zip(axes, "SAR", strict=True):
-        assert grid.planes(axis) == SIDE[letter]
+        assert grid.plane_count(axis) == SIDE[letter]
         for number in range(SIDE[letter]):
             assert np.array_equal(grid.cut(values, axis, number), seen(axis, number))
     assert grid.pixel("axial") == pytest.approx((3, 2))
@@ -82,7 +82,7 @@ def test_what_is_cut_is_put_back(orientation: str, axis: Axis) -> None:
     image = stored(orientation)
     grid, values = Grid(image.shape, image.affine), np.asarray(image.dataobj)
     back = np.zeros_like(values)
-    for number in range(grid.planes(axis)):
+    for number in range(grid.plane_count(axis)):
         grid.put(back, axis, number, grid.cut(values, axis, number))
     assert np.array_equal(back, values)
 
@@ -206,5 +206,5 @@ def test_the_check_of_data_looks_at_the_planes_that_training_sees(tmp_path: Path
 def test_a_stored_plane_is_the_files_own(orientation: str) -> None:
     image = stored(orientation)
     grid, values = Grid(image.shape, image.affine), np.asarray(image.dataobj)
-    for number in range(grid.planes("stored")):
+    for number in range(grid.plane_count("stored")):
         assert set(grid.cut(values, "stored", number).ravel()) == set(values[:, :, number].ravel())

@@ -151,13 +151,13 @@ def test_pictures_are_turned_as_their_tag_says(name: str, options: dict[str, str
     tag[0x0112] = orientation
     Image.fromarray(stored).save(tmp_path / name, exif=tag, **options)
     if name == "x.tif" and not options and orientation >= 5:  # PIL scrambles these
-        for look in (pictures.read, pictures.size):
+        for look in (pictures.read, pictures.picture_shape):
             with pytest.raises(DataError, match="uncompressed TIFF that its orientation tag lays on its side; save it upright"):
                 look(tmp_path / name)
         return
     expected = UPRIGHT[orientation](stored)
     assert np.array_equal(pictures.read(tmp_path / name), expected)
-    assert pictures.size(tmp_path / name) == expected.shape
+    assert pictures.picture_shape(tmp_path / name) == expected.shape
 
 
 @pytest.mark.parametrize("axes", [(1, 1), (-1, -1), (-1, 1)])

@@ -15,7 +15,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import disk_cache as cache_folder, disk_cache as fingerprint, images, nifti, volumes
-from consilium.data.check_samples import check_sample, without_faults
+from consilium.data.check_samples import check_and_find_vanished, without_faults
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.disk_cache import DiskCache
 from consilium.data.loading import Loading, prefetch
@@ -185,7 +185,7 @@ def test_no_more_volumes_are_held_than_said(planes: DataList, monkeypatch: pytes
 
 
 def look(item: object) -> None:
-    check_sample(item, CLASSES)
+    check_and_find_vanished(item, CLASSES)
 
 
 def test_a_look_finds_all_but_bad_pixels_and_names_the_file(tmp_path: Path) -> None:

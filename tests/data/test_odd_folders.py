@@ -144,7 +144,7 @@ def turned(path: Path, way: int, shape: tuple[int, int], behind: bool = False, s
 @pytest.mark.parametrize("way", [1, 3, 6, 8])
 def test_a_size_is_that_of_the_picture_as_it_is_read(name: str, behind: bool, way: int, tmp_path: Path) -> None:
     path = turned(tmp_path / name, way, (20, 30), behind)
-    assert pictures.size(path) == pictures.read(path).shape[:2] == ((20, 30) if way < 5 else (30, 20))
+    assert pictures.picture_shape(path) == pictures.read(path).shape[:2] == ((20, 30) if way < 5 else (30, 20))
 
 
 def test_import_and_check_agree_on_turned_pictures(tmp_path: Path) -> None:

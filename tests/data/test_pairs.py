@@ -7,7 +7,7 @@ from PIL import Image
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.folders import has_classes
-from consilium.data.importers.base import Options, files
+from consilium.data.importers.base import Options, find_files
 from consilium.data.importers.registry import import_set
 from consilium.data.pairs import find_pairs, parse
 from tests.data.hospitals import drawn, hospital, photo
@@ -49,9 +49,9 @@ def test_every_picture_gets_its_own_mask(image: str, mask: str, mode: str, tmp_p
 @pytest.mark.parametrize(("image", "mask"), HABITS[::3])
 def test_the_pattern_that_is_shown_gives_the_same_pairs_when_it_is_written(image: str, mask: str, tmp_path: Path) -> None:
     hospital(tmp_path, image, mask, count=12)
-    found = find_pairs(tmp_path, files(tmp_path, (".png", ".jpg", ".bmp", ".tif")))
+    found = find_pairs(tmp_path, find_files(tmp_path, (".png", ".jpg", ".bmp", ".tif")))
     assert found is not None
-    again = find_pairs(tmp_path, files(tmp_path, (".png", ".jpg", ".bmp", ".tif")), [parse(str(found.pattern))])
+    again = find_pairs(tmp_path, find_files(tmp_path, (".png", ".jpg", ".bmp", ".tif")), [parse(str(found.pattern))])
     assert again is not None
     assert again.found == found.found
 

@@ -12,7 +12,7 @@ from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.synthetic.cells import CELLS
-from consilium.data.synthetic.phantoms import class_shares, draw_phantom, few_classes, habits, make_phantoms
+from consilium.data.synthetic.phantoms import class_shares, draw_phantom, equal_class_shares, habits, make_phantoms
 from consilium.data.synthetic.sentences import FINDINGS, LABELS, make_texts, site_probabilities
 from consilium.data.text import Text, read_texts
 
@@ -91,7 +91,7 @@ def test_sites_see_the_classes_unevenly_but_test_them_alike(tmp_path: Path) -> N
 
 
 def test_sites_in_turn_learn_from_two_classes_and_are_tested_on_all(tmp_path: Path) -> None:
-    shares = [few_classes(f"site-{i}", 2).tolist() for i in (1, 2, 3)]
+    shares = [equal_class_shares(f"site-{i}", 2).tolist() for i in (1, 2, 3)]
     assert shares == [[0.5, 0.5, 0, 0, 0], [0, 0, 0.5, 0.5, 0], [0.5, 0, 0, 0, 0.5]]
     path = make_phantoms(tmp_path, "cells", "site-2", 0, 12, 6, 5, 32, 0.3, 0.7, classes=2)
     found = {s: {item["label"] for item in json.loads(path.read_text())[s]} for s in ("training", "validation", "test")}

@@ -17,7 +17,7 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.data import disk_cache as cache_folder
 from consilium.data.datalist import Item
-from consilium.data.disk_cache import DiskCache, open_store
+from consilium.data.disk_cache import DiskCache, open_disk_cache
 from tests.conftest import run
 from tests.data.storing import made
 
@@ -26,7 +26,7 @@ NAME = "0" * 32
 
 
 def store(folder: Path, most: int = 10**6) -> DiskCache:
-    found = open_store(folder, most)
+    found = open_disk_cache(folder, most)
     assert found is not None
     return found
 
@@ -99,13 +99,13 @@ def test_a_folder_left_open_is_closed_and_a_link_is_refused(tmp_path: Path, capl
     other = tmp_path / "other"
     other.mkdir()
     (other / cache_folder.FOLDER).symlink_to(tmp_path)
-    assert open_store(other, 100) is None
+    assert open_disk_cache(other, 100) is None
     (tmp_path / cache_folder.FOLDER).chmod(0o777)  # somebody may have put a salt of his own there
-    assert open_store(tmp_path, 100) is None
+    assert open_disk_cache(tmp_path, 100) is None
     (tmp_path / cache_folder.FOLDER).chmod(0o700)
     (tmp_path / cache_folder.FOLDER / "salt").rename(tmp_path / "elsewhere")
     (tmp_path / cache_folder.FOLDER / "salt").symlink_to(tmp_path / "elsewhere")
-    assert open_store(tmp_path, 100) is None
+    assert open_disk_cache(tmp_path, 100) is None
     assert caplog.text.count("it is a link, another user's, or others may write in it") == 2
     assert "its salt is a link" in caplog.text
 
@@ -191,7 +191,7 @@ def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / cache_folder.FOLDER).symlink_to(behind)
     for root in (tmp_path / "shared", tmp_path / "alike"):
-        cache_folder.discard_cache(root)
+        cache_folder.clear_cache_if_present(root)
         with pytest.raises(DataError, match=cache_folder.FOLDER):
             cache_folder.find_cache(root)
     assert len(list(behind.iterdir())) == len(list(alike.iterdir())) == 4
@@ -274,8 +274,8 @@ def test_a_pipe_in_a_list_is_not_waited_for(tmp_path: Path) -> None:
 WORKER = """
 import sys, numpy as np
 from pathlib import Path
-from consilium.data.disk_cache import open_store
-kept = open_store(Path(sys.argv[1]), 10**9)
+from consilium.data.disk_cache import open_disk_cache
+kept = open_disk_cache(Path(sys.argv[1]), 10**9)
 wrong = 0
 for turn in range(2):
     for n in range(60):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.check_samples import check_sample
+from consilium.data.check_samples import check_and_find_vanished
 from consilium.data.datalist import SCORED, Item, draw_crop
 from consilium.data.images import read_sample, resize_labels
 from consilium.data.settings import PictureSettings
@@ -69,7 +69,7 @@ def test_what_the_file_shows_is_learned(box: Box, resize: Any, tmp_path: Path) -
         wanted[int(row * rows / SIDE), int(column * columns / 600)] = True
     assert wanted.any()
     assert np.array_equal(found, wanted)
-    assert check_sample(item, {"lesion": [1]}, settings, SMALL) == ("lesion",)
+    assert check_and_find_vanished(item, {"lesion": [1]}, settings, SMALL) == ("lesion",)
 
 
 def test_a_class_within_another_keeps_its_own_pixel(tmp_path: Path) -> None:

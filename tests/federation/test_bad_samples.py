@@ -111,10 +111,10 @@ def test_a_task_that_leaves_no_picture_out_needs_them_all(tmp_path: Path) -> Non
     texts = tuple(Text(f"line {n}", "see", "", ("x",), image=tmp_path / f"{n}.png") for n in range(2))
     data = DataList(tmp_path / "training.jsonl", {"training": texts, "validation": (), "test": ()}, Loading(skip=True))
     watch = watch_files(config().model_copy(update={"task": ReportConfig(name="report")}), data)
-    watch.check(lambda split, index: None)
+    watch.check_still_readable(lambda split, index: None)
     (tmp_path / "0.png").unlink()
     with pytest.raises(DataError, match=r"0\.png: .*No such file or directory"):
-        watch.check(lambda split, index: None)
+        watch.check_still_readable(lambda split, index: None)
 
 
 def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder
         ends.append(tensors(tmp_path / f"run-{index}"))
         assert not list((tmp_path / f"run-{index}").rglob(cache_folder.FOLDER))
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in ends[0])
-    assert cache_folder.cache_contents(tmp_path / "kept" / cache_folder.FOLDER)[0] == 12  # six of each site
+    assert cache_folder.cache_count_and_bytes(tmp_path / "kept" / cache_folder.FOLDER)[0] == 12  # six of each site
 
 
 # validation -----------------------------------------------------------------------------------------------------------

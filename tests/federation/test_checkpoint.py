@@ -24,8 +24,8 @@ def test_reading_many_sites_is_exact_and_linear(tmp_path: Path, monkeypatch: pyt
         ages = {name: number for number, name in enumerate(sites)}
         shared = {"layer.lora_A": torch.zeros(2)}
         state = ServerState(3, 1, shared, shared, sites=sites, reported=ages, weights=dict.fromkeys(sites, 1))
-        run_start.write(tmp_path, job, Saved("r", "base", state))
-        found = run_start.read(tmp_path, job).state
+        run_start.write_run_checkpoint(tmp_path, job, Saved("r", "base", state))
+        found = run_start.read_run_checkpoint(tmp_path, job).state
         assert (found.round, found.phase, found.reported) == (3, 1, ages)
         assert found.sites.keys() == sites.keys()
         for name, tensors in sites.items():

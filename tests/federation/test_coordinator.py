@@ -158,7 +158,7 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
     server.accept("site-0", update(job, 1.0))
     with pytest.raises(ConsiliumError, match=r"1 of 3 .*federation\.min_sites is 2"):
         server.conclude()
-    server.refuse("site-1", "no room", word=Reason.LEDGER)
+    server.refuse("site-1", "no room", site_reason=Reason.LEDGER)
     with pytest.raises(ConsiliumError, match=f"1 sites gave no result: site-1: {Reason.LEDGER.text}.*1 of 3 .*federation"):
         server.conclude()
     assert server.state.round == 0
@@ -170,7 +170,7 @@ def test_refusals_come_before_what_follows_from_them(small_job: MakeJob, tmp_pat
     """Also of sites that may not join; a site that joined in the end has not refused. Sites with one reason stand together."""
     server = coordinator(small_job("fedit"), tmp_path, sites=1)
     for name in ("site-0", "b", "a"):
-        server.refuse(name, "its own words", joining=True, word=Reason.BUDGET)
+        server.refuse(name, "its own words", joining=True, site_reason=Reason.BUDGET)
     server.refuse("c", "another version", joining=True)
     with pytest.raises(ConsiliumError) as told:
         server.start()

@@ -7,7 +7,7 @@ import pytest
 from consilium.config.job import JobConfig, load_job
 from consilium.estimates.communication import Cost, bottleneck_counts, compare, run_bytes
 from consilium.federation.job import assemble_job
-from consilium.federation.trainable_checks import trained_set
+from consilium.federation.trainable_checks import describe_trained_tensors
 from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from tests.conftest import JOBS, small_cells, small_config
 
@@ -63,7 +63,7 @@ def test_table_3_to_the_last_digit_printed(
     job = assemble_job(JobConfig.model_validate(raw))
     own = compare(job)[0]
     assert (f"{own.trainable / 1e6:.2f}", f"{own.total / 1e6:.2f}") == (trainable, total)
-    assert trained_set(job.config.adapter, job.initial) == trains
+    assert describe_trained_tensors(job.config.adapter, job.initial) == trains
 
 
 def test_fedscas_table_3_counts_adapters_and_decoder_and_the_whole_model() -> None:

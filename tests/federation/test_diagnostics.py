@@ -20,7 +20,7 @@ from consilium.federation.job import assemble_job
 from consilium.privacy.mechanism import linear_terms, measure_noise_terms as measured_noise
 from consilium.report.figures import plot_curves
 from consilium.runtime.engine import simulate
-from consilium.server.aggregation import penalized
+from consilium.server.aggregation import mean_penalty_losses
 from consilium.strategies.deer import DEeR
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.fedsa_lora import FedSALoRA
@@ -60,8 +60,8 @@ def test_loss_and_penalty_are_means_over_the_sites_that_say_both() -> None:
     """Site c says no penalty and d nothing: (1 + 3) / 2 and (0.5 + 0.25) / 2 are of a and b alone."""
     both = [{TRAIN_LOSS: 1.0, TRAIN_PENALTY: 0.5}, {TRAIN_LOSS: 3.0, TRAIN_PENALTY: 0.25}]
     others: list[dict[str, float]] = [{TRAIN_LOSS: 9.0}, {}]
-    assert penalized([*both, *others]) == {"loss/task": 2.0, "loss/with penalty": 2.375, "penalty/mean": 0.375}
-    assert penalized([*others, {TRAIN_PENALTY: 1.0}]) == {}
+    assert mean_penalty_losses([*both, *others]) == {"loss/task": 2.0, "loss/with penalty": 2.375, "penalty/mean": 0.375}
+    assert mean_penalty_losses([*others, {TRAIN_PENALTY: 1.0}]) == {}
 
 
 def test_linear_terms_are_the_norms_of_the_products() -> None:

@@ -23,7 +23,7 @@ from consilium.core.messages import HELD_OUT, Hello, Kind, Observer, Payload
 from consilium.core.storage import load_state
 from consilium.federation.job import Job
 from consilium.privacy.guard.masking import FILE, FOLDER, Masking
-from consilium.privacy.guard.task_schedule import AuthorizedTask, check_place
+from consilium.privacy.guard.task_schedule import AuthorizedTask, check_round_phase
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.costs import cost_table
 from consilium.report.live_view import LiveView, progress, refusal_time_text
@@ -221,7 +221,7 @@ def test_a_job_without_it_has_the_digest_that_it_had() -> None:
 
 def test_a_site_lets_its_closing_scores_out_earlier_in_such_a_job_alone() -> None:
     def ask(job: Job, *at: int) -> None:
-        check_place("a", job.config, job.strategy, AuthorizedTask(Kind.EVALUATE, "run", Payload(*at, {})), False)
+        check_round_phase("a", job.config, job.strategy, AuthorizedTask(Kind.EVALUATE, "run", Payload(*at, {})), False)
 
     ask(job_of(), 4, 0)
     ask(job_of(), 10, 0)

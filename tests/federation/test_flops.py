@@ -8,7 +8,7 @@ import pytest
 
 import consilium.models
 from consilium.config.job import JobConfig
-from consilium.estimates.flops import Samples, Work, flops_per_sample, own_samples, run_flops, step_flops
+from consilium.estimates.flops import Samples, Work, flops_per_sample, generated_samples, run_flops, step_flops
 from consilium.federation.job import assemble_job
 from tests.conftest import small_cells, small_config, small_text
 
@@ -98,9 +98,9 @@ def test_phases_and_passes_train_again_and_pooled_data_train_once(strategy: Any,
 
 
 def test_generated_data_say_their_own_size() -> None:
-    assert own_samples(small_cells("fedit"), 3) == Samples(3, 72, 15, 30)
+    assert generated_samples(small_cells("fedit"), 3) == Samples(3, 72, 15, 30)
     raw = small_cells("fedit").model_dump() | {"data": {}}
-    assert own_samples(JobConfig.model_validate(raw), 3) is None
+    assert generated_samples(JobConfig.model_validate(raw), 3) is None
 
 
 @pytest.mark.parametrize(

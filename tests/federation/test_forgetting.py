@@ -11,7 +11,7 @@ import pytest
 
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import OWNER, STATE
-from consilium.privacy.ledger.audit_log import FILE, AuditLog, read
+from consilium.privacy.ledger.audit_log import FILE, AuditLog, read_with_epsilon
 from consilium.report.run_files import LOCK
 from tests.conftest import run
 
@@ -65,7 +65,7 @@ def test_models_and_logs_go_the_record_and_the_ledger_stay_and_it_is_told(
     assert not (kit / JOB).exists()
     assert not (kit / STATE / "runs/fundus-1/link").is_symlink()
     assert (tmp_path / "outside/patients.csv").is_file()
-    record = read(kit / STATE / FILE)
+    record = read_with_epsilon(kit / STATE / FILE)
     (said,) = record["messages"]
     assert record["broken_line"] is None
     assert (said["kind"], said["run"], said["reason"], said["jobs"]) == (
@@ -74,7 +74,7 @@ def test_models_and_logs_go_the_record_and_the_ledger_stay_and_it_is_told(
         "the hospital withdrew",
         [JOB],
     )
-    assert read(kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE)["broken_line"] is None
+    assert read_with_epsilon(kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE)["broken_line"] is None
 
 
 def test_only_what_is_past_its_time_goes_by_itself(
@@ -159,7 +159,7 @@ def test_the_server_forgets_a_run_and_flares_copies_of_its_jobs_and_that_is_on_r
     before, others = files(tmp_path), {p for p in files(tmp_path) if name not in p.split("/") and job not in p}
     assert run(monkeypatch, "forget", name, "--kit", server, "--reason", "hospital b withdrew") == 0
     assert files(tmp_path) == others | {f"hub/_consilium/runs/{name}/{OWNER}", f"hub/_consilium/{FILE}"}
-    (said,) = read(server / STATE / FILE)["messages"]
+    (said,) = read_with_epsilon(server / STATE / FILE)["messages"]
     assert (said["run"], said["reason"], said["jobs"], said["files"]) == (name, "hospital b withdrew", [job], 4)
     assert len(before - files(tmp_path)) == 4
 

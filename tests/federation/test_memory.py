@@ -277,14 +277,14 @@ def test_the_doctor_counts_the_step_of_the_sites_own_device(
 
 def test_a_run_says_what_a_gpu_has_measured_beside_the_prediction(counted: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        machine_check.compare_peak(_job("clip", 1), "site-1", 80.0)
+        machine_check.log_peak_memory(_job("clip", 1), "site-1", 80.0)
     assert "(+25 %)" in caplog.text
 
 
 def test_a_private_step_s_peak_is_said_only_where_lines_of_the_data_go(counted: None, caplog: pytest.LogCaptureFixture) -> None:
     raw = _job("clip", 1).model_dump() | {"privacy": {"unit": "record", "epsilon": 8.0, "clip": 1.0}}
     with caplog.at_level("INFO"):
-        machine_check.compare_peak(JobConfig.model_validate(raw), "site-1", 80.0)
+        machine_check.log_peak_memory(JobConfig.model_validate(raw), "site-1", 80.0)
     assert [(record.name.startswith(OF_DATA), "(+25 %)" in record.message) for record in caplog.records] == [(True, True)]
 
 
@@ -296,5 +296,5 @@ def test_no_prediction_costs_a_site_its_round(
 
     monkeypatch.setattr(machine_check, "memory_of", fail)
     with caplog.at_level("INFO"):
-        machine_check.compare_peak(_job("clip", 1), "site-1", 2.0**30)
+        machine_check.log_peak_memory(_job("clip", 1), "site-1", 2.0**30)
     assert caplog.messages == ["site-1: training took 1.00 GiB at its peak; no prediction: first line"]

@@ -17,7 +17,7 @@ from consilium.config.site import CapacityConfig, SiteConfig
 from consilium.federation.job import assemble_job
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.models.low_precision import store
+from consilium.models.low_precision import store_frozen_as
 from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from tests.conftest import small_text
 
@@ -73,7 +73,7 @@ def test_what_takes_less_memory_is_measured_as_less(lower: bool, model: torch.nn
         with pytest.raises(ConfigError, match=r"capacity\.memory_bytes: .*; raise it"):
             measured(model, memory_bytes=2.1e6)
         if lower:
-            store(model, "bf16", adapter_state.tensors(model).values())
+            store_frozen_as(model, "bf16", adapter_state.tensors(model).values())
         else:
             cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
         assert measured(model, memory_bytes=2.1e6)["memory"] > 2

@@ -208,7 +208,7 @@ def test_the_check_of_a_pass_leaves_the_sites_tensors_as_they_were(tmp_path: Pat
     sites = [layer, copy.deepcopy(layer)]
     held = [tensor for model in sites for tensor in adapter_state.tensors(model).values()]
     before, versions = [tensor.clone() for tensor in held], [tensor._version for tensor in held]
-    joint_forward.check_rows([joint_forward.Call(one, one, one.forward, (torch.ones(2, 3),), {}) for one in sites])
+    joint_forward.check_joint_outputs([joint_forward.Call(one, one, one.forward, (torch.ones(2, 3),), {}) for one in sites])
     assert len(held) == 4
     assert all(map(torch.equal, before, held))
     assert [tensor._version for tensor in held] == versions

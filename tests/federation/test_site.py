@@ -24,7 +24,7 @@ from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, 
 from consilium.core.messages import HELD_OUT, Payload, SiteInfo
 from consilium.core.storage import load_state
 from consilium.federation.job import Job, assemble_job
-from consilium.federation.saved_model import read_best, read_kept
+from consilium.federation.saved_model import read_adapter_folder, read_best
 from consilium.report import predictions
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config, training_only
@@ -215,7 +215,7 @@ def test_a_card_says_which_model_no_noise_covers_and_tells_no_count_of_a_private
     site, sent = make_site(job, tmp_path), payload(job)
     site.train("run", sent)
     site.evaluate("run", replace(sent, round=2))
-    cards = {stage: read_kept(tmp_path / "adapters" / stage)[1] for stage in ("global", "personalized")}
+    cards = {stage: read_adapter_folder(tmp_path / "adapters" / stage)[1] for stage in ("global", "personalized")}
     assert {stage for stage, card in cards.items() if UNCOVERED in card.notes} == held_back
     for card in cards.values():
         assert card.training == (None if unit else 4)

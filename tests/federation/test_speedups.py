@@ -57,7 +57,7 @@ def encoded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(images))
         return encode(images)
 
-    monkeypatch.setattr(model, "encode", counted)
+    monkeypatch.setattr(model, "encode_normalized", counted)
     return sizes
 
 

@@ -54,7 +54,7 @@ class Federation(RoundController):
 
     def register(self, fl_ctx: FLContext) -> None:
         """Send the sites a hello."""
-        Registration(self.tasks(fl_ctx)).send()
+        Registration(self.tasks(fl_ctx)).send_hellos()
 
     def sequence(self, fl_ctx: FLContext) -> RunLoop:
         tasks = self.tasks(fl_ctx)

@@ -88,7 +88,8 @@ class Thief(SiteExecutor):
             return result
         answer = wire.pop(result)
         everything = {
-            n: p.detach().clone() for n, p in adapter_state.tensors(site_registry.ready(self, fl_ctx).context.model).items()
+            n: p.detach().clone()
+            for n, p in adapter_state.tensors(site_registry.built_client(self, fl_ctx).context.model).items()
         }
         return wire.put(replace(answer, result=replace(answer.result, tensors=everything)))
 

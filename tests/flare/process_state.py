@@ -32,7 +32,7 @@ def filters_put_back() -> Iterator[None]:
 
 def put(guard: Guard) -> None:
     """Let the filters of a context without a job meet this guard."""
-    site_registry.site_job(FLContext()).guard = guard
+    site_registry.site_job_state(FLContext()).guard = guard
 
 
 def forget_guards() -> None:

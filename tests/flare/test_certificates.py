@@ -30,7 +30,13 @@ from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAs
 from consilium.core.errors import ConfigError
 from consilium.flare.admin.session import connect
 from consilium.flare.kit import heartbeat_client, revocation
-from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, expiry_warnings
+from consilium.flare.kit.certificates import (
+    NO_PROXIES,
+    PROXIES,
+    examine_own_certificates,
+    examine_server_connection,
+    expiry_warnings,
+)
 from consilium.flare.kit.connection_refusals import Cause, noted_cause
 from consilium.flare.kit.kit_contents import certificate_path
 from consilium.flare.kit.local_folder import update_local
@@ -108,7 +114,7 @@ def test_expiry_warnings_start_at_60_days(
     before: int, remedy: str, advice: str, kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=before, minutes=1))
-    for found in examine_own(kit):  # the root ends with it
+    for found in examine_own_certificates(kit):  # the root ends with it
         assert found.remedy.startswith(remedy)
         assert bool(found.remedy) == bool(remedy)
         assert found.advice.startswith(advice)
@@ -118,7 +124,7 @@ def test_expiry_warnings_start_at_60_days(
 def test_clock_behind_the_kit(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's remedy, a later kit, would make it worse."""
     set_clock(monkeypatch, opened(kit).not_valid_before_utc - timedelta(hours=2))
-    for found in examine_own(kit):
+    for found in examine_own_certificates(kit):
         assert found.remedy.startswith("set the clock: it is behind")
 
 
@@ -138,7 +144,7 @@ def test_invalid_server_certificate_names_the_clock(kit: Path, monkeypatch: pyte
     aged = ssl.SSLCertVerificationError("certificate verify failed: certificate is not yet valid")
     aged.verify_code = 9
     monkeypatch.setattr("consilium.flare.kit.certificates.server_certificate", Mock(side_effect=aged))
-    found = examine_servers(kit)
+    found = examine_server_connection(kit)
     assert "its certificate is not valid now, 20" in found.found
     assert found.remedy.startswith("set the clock, or at the hub: `consilium renew")
 
@@ -212,10 +218,10 @@ def test_doctor_uses_the_sites_proxy(kit: Path, answering: int, monkeypatch: pyt
     path.write_text(json.dumps(raw))
     with Relay(None, login="ward 3:p@ss:word") as proxy:
         monkeypatch.setenv("https_proxy", f"http://ward%203:p%40ss%3Aword@127.0.0.1:{proxy.port}")
-        assert "answers, and is of this project" in examine_servers(kit).found
+        assert "answers, and is of this project" in examine_server_connection(kit).found
         assert proxy.asked == [f"CONNECT localhost:{answering}"]
         monkeypatch.setenv("no_proxy", "example.org, localhost")
-        assert "answers, and is of this project" in examine_servers(kit).found
+        assert "answers, and is of this project" in examine_server_connection(kit).found
         assert len(proxy.asked) == 1
         monkeypatch.setenv("no_proxy", "example.org")
         for wrong in (
@@ -224,7 +230,7 @@ def test_doctor_uses_the_sites_proxy(kit: Path, answering: int, monkeypatch: pyt
             "http://u:hunter2@a..b:1",
         ):
             monkeypatch.setenv("https_proxy", wrong)
-            found = examine_servers(kit)
+            found = examine_server_connection(kit)
             assert not found.ok
             assert "hunter2" not in found.found + found.remedy
             said = found.found.partition(": ")[2]  # the server's port may have these digits too

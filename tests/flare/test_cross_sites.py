@@ -136,13 +136,13 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
     assert matrix.owners == ["gives"]
     sent = matrix.shared_model_payloads()["gives"]
-    assert matrix.answered == 0
+    assert matrix.num_scored == 0
     told = replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})
     assert "stale" in matrix.accept("gives", replace(told, phase=1))
     assert matrix.accept("gives", told) is None
     for name in ("gives", "stranger"):
         assert "was not asked, or has answered already" in matrix.accept(name, told)
-    assert matrix.answered == 1
+    assert matrix.num_scored == 1
     matrix.take_model("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))
     sent = matrix.owner_model_payloads()["gives"]
     told = replace(sent, tensors={}, scalars={}, metrics=scores | {"test/personalized/dice": 0.25})

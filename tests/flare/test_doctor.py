@@ -341,7 +341,7 @@ def test_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert address == f"localhost:{relay['port'].found.partition(':')[0]}"
     assert certificates.server_address(kits / "a") == certificates.server_address(kits / RELAY) != address
     assert problems(kits / "b")["server"].startswith(f"PROBLEM  server: {address}: [Errno 111]")
-    monkeypatch.setattr(doctor, "examine_servers", lambda kit: Finding("server", "answers"))
+    monkeypatch.setattr(doctor, "examine_server_connection", lambda kit: Finding("server", "answers"))
     assert "not asked through a relay" in {one.check: one for one in examine(kits / "b")}["admission"].found
     (kits / "localhost" / STATE).mkdir()
     seen = {name: {"last_seen": 1, "here": name == "a", "jobs": []} for name in ("a", "b", "c")}

@@ -19,15 +19,15 @@ from consilium.cli.main import COMMANDS
 from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.flare.kit.certificates import show_root_fingerprint
+from consilium.flare.kit.certificates import root_fingerprint_finding
 from consilium.flare.kit.class_allow_list import CLASSES
 from consilium.flare.kit.kit_contents import kit_name
 from consilium.flare.kit.kit_hardening import (
     CONNECTED,
     STARTS,
-    complete_start_script,
-    is_pinned,
-    leave_callers_folder,
+    add_unlock_prompt,
+    harden_start_scripts,
+    shadows_job_settings,
     unsafe_scripts,
 )
 from consilium.flare.kit.local_folder import apply_local, update_local
@@ -84,7 +84,7 @@ def test_server_allow_list(kits: Path) -> None:
 def test_kits_are_closed(kits: Path) -> None:
     """Scripts leave the folder they are called from before Python runs; settings lie where FLARE looks first."""
     for name in ("fl.hub.example", "hospital-a"):
-        assert is_pinned(kits / name)
+        assert shadows_job_settings(kits / name)
         assert json.loads((kits / name / "comm_config.json").read_text()).keys() == {"grpc"}
         script = (kits / name / "startup/sub_start.sh").read_text()
         assert script.index('cd "$WORKSPACE/.empty" || exit 1') < script.index("python3")
@@ -102,7 +102,7 @@ def test_provision_local_closes_unsigned_kits(kits: Path, tmp_path: Path) -> Non
         if not signed:
             (kit / "startup/signature.json").unlink()
         apply_local(EXAMPLE, kit)
-        assert is_pinned(kit)
+        assert shadows_job_settings(kit)
         assert bool(unsafe_scripts(kit / "startup")) is signed
 
 
@@ -118,7 +118,7 @@ def test_kits_are_private_and_the_fingerprint_is_printed(
         root = x509.load_pem_x509_certificate((kit / "startup/rootCA.pem").read_bytes())
         number = root.fingerprint(hashes.SHA256()).hex()
         assert number in printed.splitlines()
-        assert number in show_root_fingerprint(kit).found
+        assert number in root_fingerprint_finding(kit).found
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_start_script_of_an_earlier_kit_is_completed_once(kits: Path, tmp_path: 
     script.write_text(now.replace(STARTS.format(connected=CONNECTED["site"]), ""))
     assert script.read_text() != now
     for _ in range(2):
-        complete_start_script(tmp_path / "startup")
+        add_unlock_prompt(tmp_path / "startup")
         assert script.read_text() == now
 
 
 def test_unknown_start_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sub_start.sh").write_text("python3 -m nvflare\n")
     with pytest.raises(ConsiliumError, match="script of FLARE"):
-        leave_callers_folder(tmp_path)
+        harden_start_scripts(tmp_path)
 
 
 def test_entries_reach_their_kits(kits: Path) -> None:

@@ -139,7 +139,7 @@ def test_data_errors_go_to_the_private_log(
         monkeypatch.setattr(logger, "handlers", [])
         monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
-    monkeypatch.setattr(job_context, "leave_to_quorum", lambda fl_ctx: None)
+    monkeypatch.setattr(job_context, "preset_exit_success", lambda fl_ctx: None)
     monkeypatch.setattr(wire, "pop", take)
     executor.handle_event(EventType.START_RUN, fl_ctx)
     executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())

@@ -53,7 +53,7 @@ def test_site_with_a_slow_process_is_registered_before_the_round_ends(tmp_path: 
             standing = registration.sent.get(name)
             return standing.name if standing and federation._one_task(Client(name, name)) else ""
 
-        registration.send()
+        registration.send_hellos()
         assert [asks(name) for name in sites] == [wire.HELLO, wire.HELLO]
         assert coordinator.sites.keys() == set(sites)
 

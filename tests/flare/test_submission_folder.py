@@ -10,7 +10,7 @@ import yaml
 from consilium.config.job import load_job
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.admin.session import connect
-from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_again
+from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_resume
 from consilium.flare.job.recipe import export
 from tests.conftest import JOBS
 
@@ -59,10 +59,10 @@ def test_refused_submission_leaves_nothing(overrides: dict, name: str, reason: s
 
 def test_resume_sets_one_argument(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not submitted from this kit"):
-        prepare_again("study", tmp_path, None)
+        prepare_resume("study", tmp_path, None)
     first = yaml.safe_load((prepare(JOBS / "quickstart", {}, "study", tmp_path) / "app/config/job.yaml").read_text())
     for job in (None, JOBS / "quickstart"):
-        folder = prepare_again("study", tmp_path, job)
+        folder = prepare_resume("study", tmp_path, job)
         server = json.loads((folder / "app/config/config_fed_server.json").read_text())
         assert [w["args"] for w in server["workflows"]] == [{"resume": True}]
         assert yaml.safe_load((folder / "app/config/job.yaml").read_text()) == first
@@ -94,7 +94,7 @@ def test_broken_resume_keeps_the_submission(tmp_path: Path) -> None:
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     (tmp_path / "broken.yaml").write_text("name: broken\n")
     with pytest.raises(ConfigError):
-        prepare_again("study", tmp_path, tmp_path / "broken.yaml")
+        prepare_resume("study", tmp_path, tmp_path / "broken.yaml")
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 

@@ -88,7 +88,7 @@ def test_test_only_guard_refuses_training(hospitals: Path, tmp_path: Path) -> No
     guard = build_guard(job, "source", own, tmp_path, tmp_path, lambda event: None)
     site = build_site(job, "source", own, tmp_path, lambda event: None)
     task = guard.authorize(Kind.HELLO, "run")
-    told = guard.greet(task, site.hello(task.run).to_dict())
+    told = guard.release_hello(task, site.hello(task.run).to_dict())
     assert (told["num_samples"], told["test_only"]) == (0, True)
     with pytest.raises(RefusedError, match="no task train"):
         guard.authorize(Kind.TRAIN, "run", Payload(0, 0, {}))

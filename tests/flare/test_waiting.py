@@ -39,12 +39,12 @@ def test_rotation_keeps_what_people_did(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(AuditService, "the_auditor", None)
     path = tmp_path / "audit.log"
     AuditService.initialize(str(path))
-    audit_rotation.rotate(tmp_path)
+    audit_rotation.rotate_if_large(tmp_path)
     assert not (tmp_path / "audit.log.1").exists()
     for number in range(30):
         AuditService.add_event("lead@hub.example", "list_jobs -d")
         AuditService.add_event("lead@hub.example", f"job_mgmt.submit_job {number}")
-        audit_rotation.rotate(tmp_path)
+        audit_rotation.rotate_if_large(tmp_path)
     AuditService.add_event("lead@hub.example", "job_mgmt.abort_job last")
     assert path.stat().st_size + (tmp_path / "audit.log.1").stat().st_size < 6000
     text = (tmp_path / audit_rotation.ACTIONS).read_text() + path.read_text()
@@ -69,7 +69,7 @@ def test_an_action_is_kept_whatever_its_arguments_are(audit: Path) -> None:
     AuditService.add_event("lead@hub.example", "abort_job 1 [A:list_jobs ]", ref="1")
     AuditService.add_event("lead@hub.example", "list_jobs -d", ref="2")
     AuditService.add_event("lead@hub.example", "check_status server")
-    audit_rotation.rotate(audit.parent)
+    audit_rotation.rotate_if_large(audit.parent)
     (line,) = (audit.parent / audit_rotation.ACTIONS).read_text().splitlines()
     assert "abort_job 1" in line
 
@@ -89,8 +89,8 @@ def test_a_full_disk_repeats_no_action(audit: Path, monkeypatch: pytest.MonkeyPa
         patched.setattr(audit_rotation, "open_private", full)
         for _ in range(2):
             with pytest.raises(OSError, match="No space"):
-                audit_rotation.rotate(audit.parent)
-    audit_rotation.rotate(audit.parent)
+                audit_rotation.rotate_if_large(audit.parent)
+    audit_rotation.rotate_if_large(audit.parent)
     first, line = (audit.parent / audit_rotation.ACTIONS).read_text().splitlines()
     assert first == "before"
     assert "abort_job 1" in line

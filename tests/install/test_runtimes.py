@@ -13,7 +13,7 @@ import yaml
 
 from consilium import __version__
 from consilium.flare.kit.class_allow_list import CLASSES
-from consilium.flare.kit.kit_hardening import is_pinned
+from consilium.flare.kit.kit_hardening import shadows_job_settings
 from consilium.flare.kit.provision import provision
 from tests.conftest import run
 
@@ -48,7 +48,7 @@ def test_a_prepared_kit_keeps_its_policies(
     assert launcher in components[f"{'slurm' if runtime == 'slurm' else 'k8s'}_launcher"]
     assert "process_launcher" not in components
     assert not (out / "local/resources.json.default").exists()
-    assert is_pinned(out)
+    assert shadows_job_settings(out)
     assert read(out / "comm_config.json")["grpc"] == read(kit / "comm_config.json")["grpc"]
     assert read(out / "comm_config.json")["internal"]["resources"]["connection_security"] == "mtls"
     for policy in ("authorization.json", *(("privacy.json", "site.yaml") if role == "site" else ())):

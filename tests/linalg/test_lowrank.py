@@ -10,7 +10,18 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from consilium.core.linalg import lanczos as certified, lowrank
-from consilium.core.linalg.lowrank import Change, Spectrum, Update, add, products, refactor, residuals, spectra, spectrum, zero
+from consilium.core.linalg.lowrank import (
+    Change,
+    Spectrum,
+    Update,
+    add,
+    balanced_factors,
+    products,
+    residuals,
+    spectra,
+    spectrum,
+    zero,
+)
 
 TIERS = [(4, 8)] * 3 + [(8, 16)] * 5 + [(12, 24)] * 2
 SCALE = 2.0
@@ -48,7 +59,7 @@ def product(found: Spectrum) -> Tensor:
 def trained(found: Spectrum, tier: tuple[int, int], weight: float, seed: int) -> Change:
     """Return what a site sends back of its download: its prefix, moved."""
     out, into = found.left.shape[0], found.right.shape[1]
-    b, a = refactor(found, tier[1], SCALE, randn(64, into, seed=9).float() / 8)
+    b, a = balanced_factors(found, tier[1], SCALE, randn(64, into, seed=9).float() / 8)
     start = b[:, : tier[0]], a[: tier[0]]
     moved = (
         start[0] + 0.05 * randn(out, tier[0], seed=seed).float(),
@@ -81,7 +92,7 @@ def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int], monkeypatch: 
 
 def test_a_round_of_untrained_sites_changes_nothing() -> None:
     found = spectrum(as_dense(shaped(40, 30, torch.arange(20, 0, -1).double())), 16)
-    b, a = refactor(found, 16, SCALE, torch.zeros(16, 30))
+    b, a = balanced_factors(found, 16, SCALE, torch.zeros(16, 30))
     left, right = residuals([Change(0.5, (b[:, :r], a[:r]), (b[:, :r], a[:r])) for r in (4, 16)], SCALE)
     assert not (left @ right).any()
 
@@ -217,7 +228,7 @@ def test_zero_and_rank_deficient_updates(dense: bool) -> None:
     assert not found.right[3:].any()
     assert not found.left[:, 3:].any()
     initial = randn(8, 30, seed=1).float()
-    b, a = refactor(found, 8, SCALE, initial)
+    b, a = balanced_factors(found, 8, SCALE, initial)
     assert torch.allclose(SCALE * b @ a, three, atol=1e-5)
     assert torch.equal(a[3:], initial[3:])
     assert not b[:, 3:].any()
@@ -238,9 +249,9 @@ def test_more_ranks_than_the_layer_has_are_not_there() -> None:
 def test_refactored_ranks_nest_and_give_the_truncated_update(rank: int) -> None:
     matrix = shaped(40, 30, 0.9 ** torch.arange(30).double())
     found = spectrum(as_dense(matrix), 16)
-    b, a = refactor(found, rank, SCALE, torch.zeros(16, 30))
+    b, a = balanced_factors(found, rank, SCALE, torch.zeros(16, 30))
     assert float((matrix - SCALE * b @ a).double().square().sum()) == pytest.approx(found.rest(rank), rel=1e-4)
-    wide = refactor(found, 16, SCALE, torch.zeros(16, 30))
+    wide = balanced_factors(found, 16, SCALE, torch.zeros(16, 30))
     assert torch.equal(b, wide[0][:, :rank])
     assert torch.equal(a, wide[1][:rank])
 
@@ -285,14 +296,14 @@ def test_the_dense_state_begins_where_it_takes_less_time_or_room(out: int, into:
     if small > 512:
         dense = min(dense, cost["pass"] * out * into * (512 + 16 * 14) + factored(512))
     fits = out * into // (out + into)  # as many numbers as the dense matrix, or fewer
-    assert lowrank.dense_from(out, into) == next((w for w in range(fits + 1) if factored(w) > dense), fits + 1)
+    assert lowrank.dense_width_threshold(out, into) == next((w for w in range(fits + 1) if factored(w) > dense), fits + 1)
 
 
 def test_the_state_is_chosen_by_cost() -> None:
-    width = lowrank.dense_from(4096, 4096)
+    width = lowrank.dense_width_threshold(4096, 4096)
     assert 200 < width < 2049
-    assert lowrank.dense_from(64, 48) <= 28  # never more numbers than the dense matrix
-    assert lowrank.dense_from(1024, 4096) == lowrank.dense_from(4096, 1024)
+    assert lowrank.dense_width_threshold(64, 48) <= 28  # never more numbers than the dense matrix
+    assert lowrank.dense_width_threshold(1024, 4096) == lowrank.dense_width_threshold(4096, 1024)
     update = add(zero(64, 48), (torch.ones(64, 5), torch.ones(5, 48)))
     assert update.dense is None
     whole = add(update, (torch.ones(64, 40), torch.ones(40, 48)))

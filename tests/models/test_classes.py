@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskGeneration
 
 from consilium.adapters import adapter_state, lora
-from consilium.adapters.names import linear_layers
-from consilium.adapters.parts import cut_of
+from consilium.adapters.names import prepare_linear_layers
+from consilium.adapters.parts import feature_point_of
 from consilium.client.evaluator import Evaluator
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
@@ -84,9 +84,12 @@ def test_a_classifier_by_folder_is_what_transformers_has(kind: str, tmp_path: Pa
     laid_out = _build("vision", made, TWO, weights=False)
     assert adapter_state.head_shapes(laid_out) == adapter_state.head_shapes(model)
     assert torch.equal(model(images), torch.zeros(2, 2))
-    names = linear_layers(model, MODELS["vision"].target("paper"))
+    names = prepare_linear_layers(model, MODELS["vision"].target("paper"))
     assert len(names) == 6  # q, k, v of two blocks
-    assert len(linear_layers(model, MODELS["vision"].target("all-linear"))) in (12, 14)  # of DINOv3 the MLP may be gated
+    assert len(prepare_linear_layers(model, MODELS["vision"].target("all-linear"))) in (
+        12,
+        14,
+    )  # of DINOv3 the MLP may be gated
     lora.inject(model, RANK, 4.0, MODELS["vision"].target("paper"))
     _train(model, (images,))
     wanted = model(images).detach()
@@ -132,7 +135,7 @@ def test_a_promptable_model_by_folder_is_what_transformers_has(
 
     with torch.no_grad():
         torch.testing.assert_close(model(images, boxes), masks(plain), rtol=1e-4, atol=1e-5)
-    names = linear_layers(model, MODELS["sam"].target("paper"))
+    names = prepare_linear_layers(model, MODELS["sam"].target("paper"))
     assert {name.partition(".")[0] for name in names} == {"vision_encoder", "mask_decoder"}
     lora.inject(model, RANK, 4.0, MODELS["sam"].target("paper"))
     before = model(images, boxes).detach()
@@ -226,7 +229,7 @@ def test_classes_without_boxes_are_the_masks_that_sam_has(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"model\.image_size: 20 is not a multiple of the patch size 8; use 16"):
         _build("sam", made, {"name": "segmentation", "classes": ["a"]}, image_size=20)
     with pytest.raises(ConfigError, match=r"'qv': query and value have no layers of their own"):
-        linear_layers(model, MODELS["sam"].target("qv"))
+        prepare_linear_layers(model, MODELS["sam"].target("qv"))
 
 
 @pytest.mark.parametrize("kind", ["sam", "sam_hq"])
@@ -337,7 +340,7 @@ def test_an_encoder_that_hands_on_several_maps_is_named_where_a_strategy_needs_o
     made = make(tmp_path / "base", "sam2", PROMPTABLE["sam2"])
     model = _build("sam", made, {"name": "segmentation", "classes": ["disc"], "prompt": "box"})
     with pytest.raises(ConfigError, match=r"SAM 2 and 3 .*; use weights of the first SAM"):
-        cut_of(model, MODELS["sam"])
+        feature_point_of(model, MODELS["sam"])
 
 
 @pytest.mark.parametrize("kind", kinds(("sam2", "sam3_tracker"), "sam2"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from consilium.models.custom_weight_access import is_weight_read, user_of
+from consilium.models.custom_weight_access import is_weight_read, reading_architecture
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SPEAKING
 
 HARMLESS = {
@@ -54,13 +54,13 @@ def test_every_weight_that_goes_into_a_product_is_known() -> None:
         found |= {(kind, name) for name in re.findall(r"^ +self\.(\w+_proj)\.weight,$", code, re.MULTILINE)}
         found |= {(kind, name) for name in re.findall(r"self\.(\w+)\.weight @", code)}
     assert {("jamba", "dt_proj"), ("falcon_mamba", "x_proj"), ("bamba", "out_proj")} <= found
-    assert {(kind, name) for kind, name in found if user_of(f"model.{name}", {kind}) != kind} == set()
+    assert {(kind, name) for kind, name in found if reading_architecture(f"model.{name}", {kind}) != kind} == set()
 
 
 def test_a_layer_is_known_by_its_own_name_and_architecture() -> None:
     """Most architectures call the projection of an attention's result out_proj too; adapters put a name behind the layer's."""
-    assert user_of("layers.0.mixer.out_proj", {"bamba", "llama"}) == "bamba"
-    assert user_of("layers.0.out_proj", {"llama"}) is None
+    assert reading_architecture("layers.0.mixer.out_proj", {"bamba", "llama"}) == "bamba"
+    assert reading_architecture("layers.0.out_proj", {"llama"}) is None
     for wrapped in ("mixer.out_proj.base_layer", "mixer.out_proj.base"):
         assert is_weight_read(wrapped, {"mamba2"})
         assert not is_weight_read(wrapped, {"opt"})

@@ -16,7 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job, build_meta_model, build_model, build_task
-from consilium.models.low_precision import StoredLinear, replace, store
+from consilium.models.low_precision import StoredLinear, replace_frozen_linear, store_frozen_as
 from consilium.training.device import autocast
 from tests.conftest import small_cells, small_config, small_text
 from tests.models.folders import config_of, save_folder
@@ -92,7 +92,7 @@ def test_without_autocast_it_computes_in_the_type_of_what_comes_in() -> None:
     layer = nn.Linear(2, 2)
     layer.weight.data, layer.bias.data = torch.tensor([[1.5, -2.0], [0.25, 4.0]]), torch.tensor([0.5, -1.0])
     x = torch.tensor([[1.000001, 3.0]])
-    model = store(nn.Sequential(layer), "bf16", [])
+    model = store_frozen_as(nn.Sequential(layer), "bf16", [])
     found = model(x)
     assert found.dtype == torch.float32
     assert torch.equal(found, x @ torch.tensor([[1.5, -2.0], [0.25, 4.0]]).T + torch.tensor([0.5, -1.0]))
@@ -110,14 +110,14 @@ def test_a_base_is_kept_in_less_or_the_job_is_refused(kind: str) -> None:
             assemble_job(job)
         return
     assemble_job(job)
-    model = store(build_meta_model(job), "bf16", [])
+    model = store_frozen_as(build_meta_model(job), "bf16", [])
     assert {p.dtype for n, p in model.named_parameters() if "layers" in n or ".h." in n if p.ndim > 1} == {torch.bfloat16}
 
 
 def test_a_weight_that_an_embedding_shares_stays_as_it_is() -> None:
     embedding, out = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
     out.weight = embedding.weight
-    model = store(nn.ModuleDict({"embedding": embedding, "out": out}), "bf16", [])
+    model = store_frozen_as(nn.ModuleDict({"embedding": embedding, "out": out}), "bf16", [])
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert type(out) is nn.Linear
 
@@ -127,7 +127,9 @@ def test_what_writes_the_output_is_not_quantized_and_what_code_reads_by_itself_s
     base = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, tie_word_embeddings=False))
     texts = torch.arange(12).reshape(1, 12)
     seen = list[str]()
-    replace(base, [], "nf4", lambda layer, dtype: seen.append(f"{layer.in_features}x{layer.out_features} {dtype}"))
+    replace_frozen_linear(
+        base, [], "nf4", lambda layer, dtype: seen.append(f"{layer.in_features}x{layer.out_features} {dtype}")
+    )
     mixer = base.backbone.layers[0].mixer
     assert isinstance(base.lm_head, StoredLinear)
     for layer in (mixer.x_proj, mixer.dt_proj, mixer.out_proj):
@@ -137,7 +139,7 @@ def test_what_writes_the_output_is_not_quantized_and_what_code_reads_by_itself_s
     torch.manual_seed(0)
     plain = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, tie_word_embeddings=False)).eval()
     wanted = plain(texts).logits
-    found = store(plain, "bf16", [])(texts).logits
+    found = store_frozen_as(plain, "bf16", [])(texts).logits
     assert float((found - wanted).detach().norm() / wanted.detach().norm()) < 0.05  # eight bits a weight
 
 
@@ -156,7 +158,7 @@ def test_an_output_layer_is_known_below_its_adapter(adapter: dict[str, Any]) -> 
     folder["config"] = shape | {"vocab_size": 64, "tie_word_embeddings": False}  # type: ignore[assignment]
     raw = small_text("fedit").model_dump() | {"model": folder, "adapter": adapter | {"targets": r".*\.q_proj|.*lm_head"}}
     seen, model = list[str](), build_meta_model(JobConfig.model_validate(raw))
-    replace(
+    replace_frozen_linear(
         model,
         adapter_state.tensors(model).values(),
         "nf4",

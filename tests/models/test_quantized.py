@@ -27,7 +27,7 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.estimates.memory import replace_by_quantized_stand_ins
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.models.low_precision import store
+from consilium.models.low_precision import store_frozen_as
 from consilium.training.loop import train
 from tests.conftest import small_cells, small_config, small_text
 from tests.models.folders import config_of, save_folder
@@ -57,7 +57,7 @@ def layer(dtype: str, bias: bool = True) -> tuple[nn.Module, torch.Tensor, torch
     torch.manual_seed(0)
     own = nn.Linear(64, 32, bias=bias)
     weight = own.weight.detach().clone()
-    return store(nn.Sequential(own), dtype, []).to("cpu"), weight, own.bias
+    return store_frozen_as(nn.Sequential(own), dtype, []).to("cpu"), weight, own.bias
 
 
 def _papers(weight: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_a_scale_may_go_over_the_end_of_a_row(inputs: int, outputs: int) -> None
     own = nn.Linear(inputs, outputs)
     own.weight.data *= torch.logspace(-2, 1, outputs)[torch.randperm(outputs)][:, None]
     wanted = _papers(own.weight.detach())
-    model, x = store(nn.Sequential(own), "nf4", []).to("cpu"), torch.randn(5, inputs, requires_grad=True)
+    model, x = store_frozen_as(nn.Sequential(own), "nf4", []).to("cpu"), torch.randn(5, inputs, requires_grad=True)
     with torch.no_grad():
         assert torch.allclose(model(x), F.linear(x, wanted, own.bias), rtol=1e-4, atol=1e-4)
     model(x).sum().backward()
@@ -174,7 +174,7 @@ def test_without_bitsandbytes_site_and_doctor_refuse_in_one_line(monkeypatch: py
     (tmp_path / "job.yaml").write_text(kept_as(small_config("fedit"), "nf4").model_dump_json())
     refused = r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded .*consilium-flare\[quant\]"
     with pytest.raises(ConfigError, match=refused):
-        store(nn.Linear(2, 2), "nf4", [])
+        store_frozen_as(nn.Linear(2, 2), "nf4", [])
     with pytest.raises(ConfigError, match=refused):
         examine_memory(tmp_path / "job.yaml", SiteConfig())
 
@@ -216,7 +216,7 @@ def test_what_fit_counts_is_as_large_as_the_real_layers(bitsandbytes: None) -> N
     """Beside bitsandbytes' own storage, counted tensor by tensor."""
     for dtype in ("nf4", "int8"):
         own, counted = nn.Linear(64, 96), nn.Linear(64, 96)
-        store(nn.Sequential(own), dtype, []).to("cpu")
+        store_frozen_as(nn.Sequential(own), dtype, []).to("cpu")
         replace_by_quantized_stand_ins(nn.Sequential(counted), dtype, [])
         own(torch.zeros(1, 64))
         scales: Any = own.weight.quant_state.absmax if dtype == "nf4" else own.state.SCB
@@ -229,7 +229,7 @@ def test_what_fit_counts_is_as_large_as_the_real_layers(bitsandbytes: None) -> N
 def test_any_shape_is_scored_as_its_rows_are(dtype: str, shape: tuple[int, ...]) -> None:
     """SAM's windows have four dimensions, of which bitsandbytes' int8 product makes something else."""
     torch.manual_seed(0)
-    model = store(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu").eval()
+    model = store_frozen_as(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu").eval()
     x = torch.randn(shape)
     with torch.no_grad():
         rows = [model(row[None]) for row in x.reshape(-1, 64)]
@@ -242,7 +242,7 @@ def test_any_shape_is_scored_as_its_rows_are(dtype: str, shape: tuple[int, ...])
 @pytest.mark.parametrize("dtype", ["nf4", "int8"])
 def test_numbers_cast_to_a_weights_type_are_refused(dtype: str) -> None:
     """By the layer, and where memory is counted, as the doctor does before a site joins."""
-    model, counted = store(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu"), nn.Sequential(nn.Linear(64, 32))
+    model, counted = store_frozen_as(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu"), nn.Sequential(nn.Linear(64, 32))
     replace_by_quantized_stand_ins(counted, dtype, [])
     for one in (model, counted):
         with pytest.raises(ConfigError, match="use bf16 or fp32"):
@@ -263,6 +263,6 @@ def test_siglip_2_sees_the_same_picture(dtype: str) -> None:
     }
     with torch.no_grad():
         wanted = plain(**inputs).last_hidden_state
-        found = store(plain, dtype, []).to("cpu")(**inputs).last_hidden_state
+        found = store_frozen_as(plain, dtype, []).to("cpu")(**inputs).last_hidden_state
     assert type(plain.encoder.layers[0].mlp.fc1) is not nn.Linear
     assert float((found - wanted).norm() / wanted.norm()) < 0.15

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import adapter_state, lora
-from consilium.adapters.names import linear_layers
+from consilium.adapters.names import prepare_linear_layers
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, save
@@ -48,7 +48,7 @@ def _laid_out(kind: str, sizes: dict[str, Any]) -> torch.nn.Module:
 
 def _found(model: torch.nn.Module, name: str) -> set[str]:
     """Return what a set means, as names inside a block, after checking that it is the same in both blocks."""
-    names = linear_layers(model, CAUSAL_LM.target(name))
+    names = prepare_linear_layers(model, CAUSAL_LM.target(name))
     blocks: dict[str, set[str]] = {"0": set(), "1": set()}
     for layer in names:
         found = re.fullmatch(r".*?\.(\d)\.(.*)", layer)
@@ -90,7 +90,7 @@ def test_query_and_value_are_refused_where_they_have_no_layers_of_their_own(kind
         assert _found(model, "qv") == {"self_attn.q_proj", "self_attn.v_proj"}
         return
     with pytest.raises(ConfigError, match=rf"'qv': query and value have no layers of their own \(.*{inputs}\)"):
-        linear_layers(model, CAUSAL_LM.target("qv"))
+        prepare_linear_layers(model, CAUSAL_LM.target("qv"))
 
 
 def test_experts_that_are_no_linear_layers_are_named() -> None:
@@ -98,13 +98,13 @@ def test_experts_that_are_no_linear_layers_are_named() -> None:
     assert _found(model, "attention") == {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
     missed = r"would miss model\.layers\.\*\.mlp\.experts\.gate_up_proj, model\.layers\.\*\.mlp\.experts\.down_proj"
     with pytest.raises(ConfigError, match=missed):
-        linear_layers(model, CAUSAL_LM.target("all-linear"))
+        prepare_linear_layers(model, CAUSAL_LM.target("all-linear"))
 
 
 def test_a_model_without_attention_says_so() -> None:
     model = _laid_out("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4})
     with pytest.raises(ConfigError, match="'attention': the model's blocks have no attention layers"):
-        linear_layers(model, CAUSAL_LM.target("attention"))
+        prepare_linear_layers(model, CAUSAL_LM.target("attention"))
 
 
 MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
@@ -122,7 +122,7 @@ def test_layers_whose_weight_is_read_past_them_are_refused(
     """PEFT refuses out_proj by its own list; of dt_proj the model's code multiplies by the weight, so nothing is learned."""
     model = _laid_out(kind, sizes)
     with pytest.raises(ConfigError) as error:
-        linear_layers(model, CAUSAL_LM.target(targets))
+        prepare_linear_layers(model, CAUSAL_LM.target(targets))
     remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
     assert str(error.value) == f"adapter.targets: {layer}: {kind}'s code reads such weights past an adapter; {remedy}"
     if rest:

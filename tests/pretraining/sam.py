@@ -38,7 +38,7 @@ def _box(rng: np.random.Generator, mask: np.ndarray) -> np.ndarray:
 
 def predict(model: PromptedSam, images: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     """Return low-resolution logits of tokens 0 to 3 without a prompt (N, 4, h, w), and of token 0 by box (N, 1, h, w)."""
-    embedding = model.encode((images - model.pixel_mean) / model.pixel_std)
+    embedding = model.encode_normalized((images - model.pixel_mean) / model.pixel_std)
     return model.decode(embedding, None, [0, 1, 2, 3]), model.decode(embedding, boxes, [0])
 
 

@@ -39,7 +39,7 @@ def run(job: Job, folder: Path) -> Path:
 def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job("fediat", rounds=1, local_steps=1)
     path = run(job, tmp_path)
-    messages = audit_log.read(path)["messages"]
+    messages = audit_log.read_with_epsilon(path)["messages"]
     assert [m["kind"] for m in messages] == ["hello", "update", "evaluation"]
     assert messages[0]["values"]["num_samples"] == 4
     last, shared = messages[1], job.strategy.names(job.initial, Role.SHARED, 0, 0)
@@ -84,14 +84,14 @@ def test_a_records_folder_is_for_its_user_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["site", "record"])
 def test_epsilon_on_record_is_the_ledgers(unit: str, private_runs: dict[str, Path]) -> None:
     (spent,) = summary(Ledger(private_runs[unit] / "sites/site-1/ledger.sqlite"))
-    releases = [m["privacy"] for m in audit_log.read(record_of(private_runs[unit]))["messages"] if "privacy" in m]
+    releases = [m["privacy"] for m in audit_log.read_with_epsilon(record_of(private_runs[unit]))["messages"] if "privacy" in m]
     assert len(releases) == 2
     assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"][unit]["1e-05"])
     assert releases[0]["epsilon"] < releases[1]["epsilon"]
 
 
 def test_the_norm_on_record_is_that_of_the_noised_update(private_runs: dict[str, Path]) -> None:
-    messages = audit_log.read(record_of(private_runs["site"]))["messages"]
+    messages = audit_log.read_with_epsilon(record_of(private_runs["site"]))["messages"]
     (first, _) = (m["tensors"] for m in messages if m["kind"] == "update")
     norm = math.sqrt(sum(t["norm"] ** 2 for t in first.values()))
     count = sum(t["bytes"] // 4 for t in first.values())
@@ -104,15 +104,15 @@ def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> No
         audit_log.AuditLog(path).add({"kind": "hello", "values": {"n": number}})
     whole = path.read_text().splitlines()
     assert len(whole) == 3
-    assert audit_log.read(path)["broken_line"] is None
+    assert audit_log.read_with_epsilon(path)["broken_line"] is None
     path.write_text("\n".join([whole[0], whole[1].replace('"n": 2', '"n": 7'), whole[2]]) + "\n")
-    assert audit_log.read(path)["broken_line"] == 3
+    assert audit_log.read_with_epsilon(path)["broken_line"] == 3
     path.write_text("\n".join([whole[0], whole[2]]) + "\n")
-    assert audit_log.read(path)["broken_line"] == 2
-    seal = audit_log.read(path)["seal"]
+    assert audit_log.read_with_epsilon(path)["broken_line"] == 2
+    seal = audit_log.read_with_epsilon(path)["seal"]
     path.write_text("\n".join(whole[:2]) + "\n")  # a cut end follows; only the seal tells
-    assert audit_log.read(path)["broken_line"] is None
-    assert audit_log.read(path)["seal"] != seal
+    assert audit_log.read_with_epsilon(path)["broken_line"] is None
+    assert audit_log.read_with_epsilon(path)["seal"] != seal
 
 
 def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Pat
         record.add({"kind": "refusal", "reason": "task"}, again=True)
     other.add({"kind": "hello"})
     one.add({"kind": "hello"})
-    assert [m["kind"] for m in audit_log.read(path)["messages"]] == [*["refusal"] * 5, "hello"]
-    assert audit_log.read(path)["broken_line"] is None
+    assert [m["kind"] for m in audit_log.read_with_epsilon(path)["messages"]] == [*["refusal"] * 5, "hello"]
+    assert audit_log.read_with_epsilon(path)["broken_line"] is None
 
 
 def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Pa
     record.path.write_text("")  # nothing of it has reached the disk
     record.add({"kind": "hello"})
     record.add({"kind": "hello"})
-    assert [line["kind"] for line in audit_log.read(record.path)["messages"]] == ["hello"]
+    assert [line["kind"] for line in audit_log.read_with_epsilon(record.path)["messages"]] == ["hello"]
 
 
 def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     for one in (record, audit_log.AuditLog(record.path)):
         one.add({"kind": "update"})
-    found = audit_log.read(record.path)
+    found = audit_log.read_with_epsilon(record.path)
     assert ([line["kind"] for line in found["messages"]], found["broken_line"]) == (["hello", "update"], None)
 
 
@@ -171,7 +171,7 @@ def test_nothing_is_written_behind_half_a_line(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:
     (tmp_path / audit_log.FILE).write_text("[1]\n")
-    assert audit_log.read(tmp_path / audit_log.FILE)["broken_line"] == 1
+    assert audit_log.read_with_epsilon(tmp_path / audit_log.FILE)["broken_line"] == 1
     with pytest.raises(RefusedError, match="a line is damaged"):
         audit_log.AuditLog(tmp_path / audit_log.FILE).add({"kind": "hello"})
 
@@ -193,7 +193,7 @@ def test_epsilon_goes_by_what_was_spent_so_far_and_a_place_counts_once(tmp_path:
     audit_log.AuditLog(path).add(
         {"round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | {"noise_multiplier": 4.0}}}
     )
-    found = [line["privacy"]["epsilon"] for line in audit_log.read(path)["messages"]]
+    found = [line["privacy"]["epsilon"] for line in audit_log.read_with_epsilon(path)["messages"]]
     expected = [gaussian_epsilon(mu, 1e-5) for mu in (1 / 2, (1 / 4 + 1) ** 0.5, (1 / 16 + 1) ** 0.5)]
     assert found == pytest.approx(expected, abs=1e-8)
 
@@ -225,10 +225,10 @@ def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_
         "round": 1,
         "phase": 0,
         "privacy": {"delta": 1e-5, "spend": SPEND | change},
-        "previous": audit_log.read(path)["seal"],
+        "previous": audit_log.read_with_epsilon(path)["seal"],
     }
     path.write_text(path.read_text() + json.dumps(line) + "\n")
-    for found in (audit_log.load_record(path), audit_log.read(path)):
+    for found in (audit_log.load_record(path), audit_log.read_with_epsilon(path)):
         assert (found["broken_line"], len(found["messages"])) == (2, 1)
     assert check_chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
 

@@ -29,7 +29,7 @@ from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import gradient_step
-from consilium.server.masked_round import opened_sums
+from consilium.server.masked_round import sums_and_divisor
 from consilium.strategies.strategy import ServerState
 from consilium.training.joint_dpsgd_step import step_update
 from tests.conftest import Snapshot, assembled, small_cells, training_only
@@ -266,7 +266,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
         for n, part in privatize_update(plan(config), update, maps, as_sums=True)[0].items():
             sums[n] += part
             expected[n] += products[n] * min(1.0, 0.5 / norm) / 3
-    opened, divisor, back = opened_sums(made, state, sums, 3)
+    opened, divisor, back = sums_and_divisor(made, state, sums, 3)
     mean = restore_update(back, {n: t.double() * UNIT / divisor for n, t in opened.items()})
     for n in names:
         assert torch.allclose(scale * mean[n] @ state.shared[n[:-1] + "A"].double(), expected[n], atol=1e-8)
@@ -276,7 +276,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
 def test_sums_of_steps_are_divided_by_the_jobs_constant_and_others_by_the_sites(privacy: dict, divisor: float) -> None:
     made = assembled(job(privacy))
     state = made.strategy.initialize(made.initial)
-    assert opened_sums(made, state, {}, 3)[1] == divisor
+    assert sums_and_divisor(made, state, {}, 3)[1] == divisor
 
 
 def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan() -> None:

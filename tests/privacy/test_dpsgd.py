@@ -23,7 +23,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
-from consilium.privacy.ledger.audit_log import FILE, read
+from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.page.html import privacy_statement
@@ -54,7 +54,7 @@ def test_a_model_that_draws_in_a_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="random numbers"):
         rehearse(layer, {"weight": layer.weight}, "record", lambda: layer(torch.ones(1, 3)).mean())
     clipped = ClippedSum(layer, {"weight": layer.weight}, DpSgd(1.0, 1.0, 0.5))
-    with clipped.unit():  # should it draw for some records only, these count as zero
+    with clipped.add_unit():  # should it draw for some records only, these count as zero
         layer(torch.ones(2, 3)).mean().backward()
     assert not clipped.take().any()
 
@@ -63,7 +63,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
     """By hand: only the first weight gets a gradient, (3, 4), which the clip 1 makes (0.6, 0.8)."""
     layers = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     clipped = ClippedSum(nn.ModuleList(layers), {str(i): one.weight for i, one in enumerate(layers)}, DpSgd(0.0, 1.0, 0.5))
-    with clipped.unit():
+    with clipped.add_unit():
         layers[0](torch.tensor([[3.0, 4.0]])).sum().backward()
     assert torch.allclose(clipped.take() * UNIT, torch.tensor([0.6, 0.8, 0.0, 0.0]), atol=1e-6)
     assert all(one.weight.grad is None for one in layers)
@@ -81,7 +81,7 @@ def test_each_sample_is_clipped_on_its_own_and_the_mean_has_a_constant_divisor()
     x = torch.tensor([[100.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
     with private:
         for row in x:
-            with private.sum.unit():
+            with private.sum.add_unit():
                 (-layer(row)).sum().backward()  # the gradient is -row
         private.step({})
     assert torch.allclose(layer.weight, torch.tensor([[1.0, 0.5]]) / 2, atol=1e-5)  # 10 samples at rate 0.2: 2 expected
@@ -93,7 +93,7 @@ def test_a_sample_without_a_finite_gradient_adds_nothing_and_stops_nothing(odd: 
         layer, private = steps(DpSgd(0.0, 0.5, 1.0, seed=0))
         with private:
             for row in rows:
-                with private.sum.unit():
+                with private.sum.add_unit():
                     (-layer(torch.tensor(row))).sum().backward()
             private.step({})
         return layer.weight.detach().clone()
@@ -237,7 +237,7 @@ def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(priv
     told = "NOT PRIVATE: the noise of site-1, site-2 came from a seed"
     assert told in " ".join(privacy_statement(read_run(folder))[0])
     assert told in (folder / "adapters/global/README.md").read_text()
-    assert "NOT PRIVATE" in markdown(read(next((folder / "sites/site-1").rglob(FILE))))
+    assert "NOT PRIVATE" in markdown(read_with_epsilon(next((folder / "sites/site-1").rglob(FILE))))
     plan = make_plan(private_config(noise_multiplier=1.0), FedIT(), 8)
     summary = plan.with_seeded(["site-2", "site-1"]).summary()
     assert told in summary["claim"]
@@ -269,7 +269,7 @@ def test_a_step_is_divided_by_how_many_units_it_draws_on_average(units: int, bat
     nn.init.zeros_(layer.weight)
     dp = DpSgd(0.0, 1.0, rate, seed=0)
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, units, dp) as private:
-        with private.sum.unit():
+        with private.sum.add_unit():
             (-layer(torch.ones(1, 1))).mean().backward()
         private.step({})
     assert layer.weight.item() == pytest.approx(1 / (units * rate), rel=1e-6)

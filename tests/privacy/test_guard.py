@@ -242,7 +242,7 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
     rows = guard.ledger.entries()
     assert [(row.count, row.digest == "word") for row in rows] == [(1, True), (1, True), (1, False)]
     (record,) = tmp_path.rglob(audit_log.FILE)
-    told = [m["privacy"]["epsilon"] for m in audit_log.read(record)["messages"] if "privacy" in m]
+    told = [m["privacy"]["epsilon"] for m in audit_log.read_with_epsilon(record)["messages"] if "privacy" in m]
     assert told == pytest.approx([epsilon_for("site", rows[:n], 1e-5) for n in (1, 2, 3)])  # the page counts words too
     (released,) = tmp_path.rglob("released.safetensors")
     released.unlink()
@@ -269,7 +269,7 @@ def test_a_site_has_joined_a_run_in_which_it_has_paid_for_a_release(make: Make) 
 
     def joined(run: str) -> bool:
         guard = make(job)
-        return bool(guard.greet(guard.authorize(Kind.HELLO, run), hello)["joined"])
+        return bool(guard.release_hello(guard.authorize(Kind.HELLO, run), hello)["joined"])
 
     assert not joined("one")
     for run in ("one", "two"):
@@ -295,7 +295,7 @@ def test_in_steps_what_is_trained_after_a_word_costs_again(make: Make, tmp_path:
     rows = guard.ledger.entries()
     assert sum(row.count > 0 for row in rows) == 2
     (record,) = tmp_path.rglob(audit_log.FILE)
-    told = [m["privacy"]["epsilon"] for m in audit_log.read(record)["messages"] if "privacy" in m]
+    told = [m["privacy"]["epsilon"] for m in audit_log.read_with_epsilon(record)["messages"] if "privacy" in m]
     assert told[-1] == pytest.approx(epsilon_for("record", rows, 1e-5))
 
 

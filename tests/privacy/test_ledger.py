@@ -19,7 +19,7 @@ from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import RefusedError
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
 from consilium.privacy.accounting.composition import DISCRETE, Entry, epsilon_for, merge, weakest
-from consilium.privacy.ledger.ledger import Ledger, check_name, summary
+from consilium.privacy.ledger.ledger import Ledger, check_dataset_name, summary
 
 BUDGET = {"site": BudgetConfig(epsilon=3.0, delta=1e-5)}
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
@@ -147,12 +147,12 @@ def test_a_ledger_that_cannot_be_used_refuses(content: bytes | None, tmp_path: P
 
 def test_data_known_by_their_list_do_not_begin_anew_under_a_name(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
-    check_name("a", "ward-7", "/data/list.json", ledger)
+    check_dataset_name("a", "ward-7", "/data/list.json", ledger)
     ledger.spend(replace(ONE, dataset="/data/list.json"), {})
     with pytest.raises(RefusedError, match=r"patients: /data/list\.json"):
-        check_name("a", "ward-7", "/data/list.json", ledger)
+        check_dataset_name("a", "ward-7", "/data/list.json", ledger)
     for dataset, listed in (("/data/list.json", "/data/list.json"), ("ward-7", ""), ("ward-7", "/data/other.json")):
-        check_name("a", dataset, listed, ledger)
+        check_dataset_name("a", dataset, listed, ledger)
 
 
 def test_a_summary_names_what_its_epsilon_means(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError, RefusedError
 from consilium.data.counts import tally
 from consilium.data.datalist import DataList, Item
-from consilium.data.patients import by_patient, patients_and_most_samples
+from consilium.data.patients import patients_and_most_samples, training_indices_by_patient
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon
@@ -51,7 +51,7 @@ def config(privacy: dict | None = PATIENT, **training: object) -> JobConfig:
 
 
 def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
-    assert by_patient(listed("b", "a", "b", "c", "a")) == ((0, 2), (1, 4), (3,))
+    assert training_indices_by_patient(listed("b", "a", "b", "c", "a")) == ((0, 2), (1, 4), (3,))
     assert patients_and_most_samples(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
     assert count_units(config(), listed("b", "a", "b")) == 2
     assert count_units(config({"unit": "record", "epsilon": 8}), listed("b", "a", "b")) == 3
@@ -60,12 +60,15 @@ def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
 def test_texts_have_patients_as_pictures_have(tmp_path: Path) -> None:
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate("abaa")]
     data = read_texts(write(tmp_path, "training.jsonl", *notes))
-    assert by_patient(data) == ((0, 2, 3), (1,))
+    assert training_indices_by_patient(data) == ((0, 2, 3), (1,))
     job = JobConfig.model_validate(training_only(small_text("fedit")).model_dump() | {"privacy": PATIENT})
     assert count_units(job, data) == 2
     assert tally(data, job.task, 4).patients["training"]
     assert len(set(tally(data, job.task, 4).people["training"])) == 2  # small counts are of patients, not of notes
-    assert by_patient(read_texts(write(tmp_path / "nameless", "training.jsonl", {"input": "a", "output": "b"}))) == ()
+    assert (
+        training_indices_by_patient(read_texts(write(tmp_path / "nameless", "training.jsonl", {"input": "a", "output": "b"})))
+        == ()
+    )
 
 
 @pytest.mark.slow
@@ -89,7 +92,7 @@ def test_a_language_model_trains_by_patients(trust: str, tmp_path: Path) -> None
 def test_a_sample_of_nobody_is_not_trained_on_and_warned_of() -> None:
     """As an error it told, for nothing, whether every entry names a patient."""
     nameless = listed("a", "", "b", "", "a")
-    assert by_patient(nameless) == ((0, 4), (2,))
+    assert training_indices_by_patient(nameless) == ((0, 4), (2,))
     assert count_units(config(), nameless) == 2
     told = 'privacy.unit patient: 2 of 5 training samples name no patient, and are left out; write "patient" into every entry'
     assert patient_warning(config(), nameless) == f"{told} of the list"
@@ -115,7 +118,7 @@ def stepped(rows: torch.Tensor, patients: tuple[tuple[int, ...], ...], drawn: li
     dp = DpSgd(0.0, 1.0, 0.5, seed=0, patients=patients, per_patient=per_patient)
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, 8, dp) as private:
         for part in private.samples(drawn):
-            with private.sum.unit():
+            with private.sum.add_unit():
                 (-layer(rows[part])).mean().backward()
         private.step({})
     return layer.weight.detach().flatten()

@@ -17,7 +17,7 @@ from consilium.privacy.disclosure_control import (
     disclose,
     merge_small_cells,
     question_hash,
-    separable_classes,
+    releasable_classes,
 )
 from tests.conftest import small_cells, small_config
 
@@ -105,7 +105,7 @@ def masks(shown: dict[str, str], people: int) -> Tally:
     ],
 )
 def test_a_difference_of_two_counts_is_a_count_too(disc: str, cup: str, expected: list[str]) -> None:
-    assert separable_classes(masks({"disc": disc, "cup": cup}, 40), "training", 10) == expected
+    assert releasable_classes(masks({"disc": disc, "cup": cup}, 40), "training", 10) == expected
 
 
 def config(**section: Any) -> JobConfig:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.names import linear_layers
+from consilium.adapters.names import prepare_linear_layers
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
 from consilium.models.registry import ModelKind
 
@@ -34,7 +34,7 @@ class Shift(adapter_state.AdapterModule):
 
 def shapes(model: nn.Module, config: ShiftConfig, base: ModelKind) -> Shapes:
     """Return a vector per adapted layer."""
-    found = linear_layers(model, base.target(config.targets))
+    found = prepare_linear_layers(model, base.target(config.targets))
     return {f"{name}.shift.bias": (layer.out_features,) for name, layer in found.items()}
 
 

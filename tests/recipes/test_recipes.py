@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from consilium.adapters import adapter_state
 from consilium.cli.main import main
-from consilium.config.code_digest import code_of
+from consilium.config.code_digest import strategy_code_digest
 from consilium.config.job import JobConfig, load_job
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -131,7 +131,7 @@ def test_fedadam_learns_and_a_broken_run_goes_on_with_its_moments(install: Insta
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     assert (finished / "adapters/global/adapter_model.safetensors").is_file()
     versions = json.loads((finished / "versions.json").read_text())
-    assert (versions["recipe_fedadam"], versions["code"]) == ("1.0", code_of(config))
+    assert (versions["recipe_fedadam"], versions["code"]) == ("1.0", strategy_code_digest(config))
 
 
 # a model --------------------------------------------------------------------------------------------------------------

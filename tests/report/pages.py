@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from consilium.report.best_worst_cases import CASES, FOLDER, name_of
+from consilium.report.best_worst_cases import CASES, FOLDER, case_file_name
 from tests.conftest import small_config
 
 STAGES = ("pretrained", "global", "personalized")
@@ -67,7 +67,7 @@ def make_cases(folder: Path, site: str, metrics: dict[str, float], task: dict[st
     (folder / CASES).write_text(json.dumps(found))
     for case in cases:
         for what in ("picture", "reference", *STAGES):
-            Image.new("RGB", (16, 16), (200, 40, 40)).save(folder / FOLDER / name_of(case["which"], what), "JPEG")
+            Image.new("RGB", (16, 16), (200, 40, 40)).save(folder / FOLDER / case_file_name(case["which"], what), "JPEG")
 
 
 class Page(HTMLParser):

@@ -99,9 +99,9 @@ def test_a_kept_decoder_counts_among_the_parameters_that_a_run_has_recorded(tmp_
         "task": {"name": "segmentation", "classes": ["disc"]},
     }
     run = make(tmp_path / "a", {"s": 0.5}, "fedsca", **adapter, **model)
-    assert read_finished(run).trained is None  # a run of before
+    assert read_finished(run).parameter_counts is None  # a run of before
     note_in(run, {"event": "parameters", "round": 0, "phase": 0, "shared": 10, "local": 5, "frozen": 0})
-    assert read_finished(run).trained == {Role.SHARED: 10, Role.LOCAL: 5, Role.FROZEN: 0}
+    assert read_finished(run).parameter_counts == {Role.SHARED: 10, Role.LOCAL: 5, Role.FROZEN: 0}
 
 
 STATE, SITES = ServerState(0, 0, {}, {}), ["north", "south"]
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     config = small_config("fedit", rounds=4)
     log = RunLog(folder, config)
-    log.record_parameter_counts(config.strategy, {})
+    log.record_run_start(config.strategy, {})
     log.record_start_adapter("0" * 64)
     for site in SITES:
         log.record_join(0, site, "", test_only=site == "south")

@@ -142,7 +142,7 @@ def test_sites_that_only_test_are_in_no_mean_rank_or_test(tmp_path: Path) -> Non
     runs = [make(tmp_path / name, dict(zip("abs", values, strict=True)), name) for name, values in scores.items()]
     table = accuracy(*(note_in(run, {"event": "joined", "site": "s", "round": 0, "test_only": True}) for run in runs))
     assert table.sites == ["a", "b", "s"]
-    assert table.inside == ["a", "b"]
+    assert table.averaged_sites == ["a", "b"]
     first, second = table.methods
     assert table.means(first) == pytest.approx([0.5])
     assert table.means(second) == pytest.approx([0.6])

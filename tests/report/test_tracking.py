@@ -43,7 +43,7 @@ def client_at(uri: str) -> Any:
 def record(folder: Path, uri: str, observer: Callable = print, resume: bool = False, rounds: int = 1) -> None:
     """Write the record of a run of one site and `rounds` rounds, from the first or from the second one on."""
     log = RunLog(folder, CONFIG, resume, partial(Tracker, uri, folder, CONFIG, observer))
-    log.record_resume(ServerState(1, 0, {}, {})) if resume else log.record_parameter_counts(CONFIG.strategy, {})
+    log.record_resume(ServerState(1, 0, {}, {})) if resume else log.record_run_start(CONFIG.strategy, {})
     for round in range(1 if resume else 0, rounds):
         log.record_result("site-1", Payload(round, 0, {"x": torch.tensor([3.0, 4.0])}, metrics={"train/loss": 0.5 + round}))
         log.record_phase_end(ServerState(round, 0, {}, {}), ["site-1"], 0.25)

@@ -298,10 +298,10 @@ def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str, s
 def test_random_ranks_differ_by_site_and_round_and_are_the_same_again() -> None:
     strategy = hera(allocation="random", profile={"high": 1.0})
     state = play(strategy, strategy.initialize(initial()), SITES)
-    drawn = [strategy.ranks(state, SiteInfo(name, 1)) for name in SITES]
-    assert drawn == [strategy.ranks(state, SiteInfo(name, 1)) for name in SITES]
+    drawn = [strategy.download_and_train_ranks(state, SiteInfo(name, 1)) for name in SITES]
+    assert drawn == [strategy.download_and_train_ranks(state, SiteInfo(name, 1)) for name in SITES]
     assert len({str(ranks) for ranks in drawn}) > 1
-    assert drawn != [strategy.ranks(replace(state, round=9), SiteInfo(name, 1)) for name in SITES]
+    assert drawn != [strategy.download_and_train_ranks(replace(state, round=9), SiteInfo(name, 1)) for name in SITES]
 
 
 def test_raw_energies_compete_across_layers() -> None:
@@ -317,7 +317,7 @@ def test_raw_energies_compete_across_layers() -> None:
         for layer, values in squares.items():
             state.matrices[f"{layer}.values"] = torch.tensor(values, dtype=torch.float64).sqrt()
             state.matrices[f"{layer}.energy"] = torch.tensor([sum(values), 0.0], dtype=torch.float64)
-        download, _ = strategy.ranks(state, SiteInfo("a", 1))
+        download, _ = strategy.download_and_train_ranks(state, SiteInfo("a", 1))
         kept[energy] = list(download.values())
     assert kept == {"normalized": [1, 3], "raw": [4, 0]}
 

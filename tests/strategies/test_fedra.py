@@ -47,7 +47,7 @@ def test_blocks_are_averaged_over_those_who_had_them_and_others_keep_their_value
             start = strategy.receive(initial(), sent)
             had = {name.partition(".attn")[0] for name in start if name != DECODER}
             assert len(had) == (3 if site == "b" else 2)
-            assert had == strategy.held(expected, round, site)
+            assert had == strategy.allocated_blocks(expected, round, site)
             assert DECODER in start
             generator = torch.Generator().manual_seed(10 * round + ord(site))
             end = {name: tensor + torch.randn(2, 2, generator=generator) for name, tensor in start.items()}
@@ -64,10 +64,10 @@ def test_blocks_are_averaged_over_those_who_had_them_and_others_keep_their_value
 
 def test_every_round_draws_anew_and_every_block_in_time() -> None:
     strategy = FedRA(share=1 / 3)
-    drawn = [strategy.held(initial(), round, "a") for round in range(30)]
+    drawn = [strategy.allocated_blocks(initial(), round, "a") for round in range(30)]
     assert set().union(*drawn) == set(BLOCKS)
     assert len({tuple(sorted(blocks)) for blocks in drawn}) > 8
-    assert drawn[0] != strategy.held(initial(), 0, "b") or drawn[1] != strategy.held(initial(), 1, "b")
+    assert drawn[0] != strategy.allocated_blocks(initial(), 0, "b") or drawn[1] != strategy.allocated_blocks(initial(), 1, "b")
 
 
 def small(kind: Mapping[str, Any], **training: Any) -> JobConfig:
@@ -91,7 +91,7 @@ def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp
     adapter_state.load(whole, state.shared)
     encoder: Any = whole.image_encoder
     names = [f"image_encoder.blocks.{number}" for number in range(len(encoder.blocks))]
-    held = job.strategy.held(state.shared, 0, "a")
+    held = job.strategy.allocated_blocks(state.shared, 0, "a")
     windows = [block.window_size for block in encoder.blocks]
     assert len(set(windows)) > 1
     shorter = nn.ModuleList(block for block, name in zip(encoder.blocks, names, strict=True) if name in held)

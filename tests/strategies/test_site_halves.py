@@ -297,7 +297,7 @@ def test_a_site_compares_samples_where_its_strategy_weighs_by_their_likeness(wei
     context.load({name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in job.initial.items()})
     batch = context.task.batch([0, 1, 2], 0)
     with torch.no_grad():
-        context.mix(0.5)
+        context.set_local_share(0.5)
         fixed = float(context.task.loss(context.model, batch))
         with made.evaluator.use_personalized(job.config.strategy.traits.interpolation, Payload(0, 0, {})):
             found = float(context.task.loss(context.model, batch))

@@ -140,7 +140,7 @@ def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strateg
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
     period = len(strategy.traits.phases)
-    first, again = (strategy.traits.role_schedule(strategy.traits.warm_up + later, period) for later in (0, period))
+    first, again = (strategy.traits.phase_schedule(strategy.traits.warm_up + later, period) for later in (0, period))
     assert [phase for _, phase in first] == [phase for _, phase in again]
     for name in tensors_of(strategy, 0):
         assert [strategy.role(name, *place) for place in first] == [strategy.role(name, *place) for place in again]

@@ -11,12 +11,12 @@ import pytest
 
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
-from consilium.core.storage import private_folder
+from consilium.core.storage import make_private_folder
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.study.definition import load
 from consilium.study.preflight import Planned, Planner
-from consilium.study.records import CellRecord, cell_lock, record_of
-from consilium.study.run_cell import record_failure, run_cell, start_record
+from consilium.study.records import CellRecord, cell_lock, current_record
+from consilium.study.run_cell import record_failure, run_cell, running_record
 from consilium.study.runner import run_study
 from tests.study.conftest import MakeStudy
 
@@ -32,10 +32,10 @@ def planned(path: Path, folder: Path, data: Path | None = None) -> list[Planned]
 
 def test_a_cell_is_an_ordinary_run_and_is_never_run_again(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
-    assert record_of(one.cell.folder).state == "waiting"
+    assert current_record(one.cell.folder).state == "waiting"
     record = run_cell(one, quiet)
     assert (record.state, record.labels, record.overrides) == ("done", {"seed": "3"}, ("training.seed=3",))
-    assert record_of(one.cell.folder) == replace(record, seconds=record_of(one.cell.folder).seconds)
+    assert current_record(one.cell.folder) == replace(record, seconds=current_record(one.cell.folder).seconds)
     assert json.loads((one.cell.folder / "results.json").read_text()).keys() == {"site-1", "site-2"}
     for name in ("job.yaml", "metrics.jsonl", "predictions.png", "server/state.safetensors"):
         assert (one.cell.folder / name).is_file()
@@ -45,9 +45,9 @@ def test_a_cell_is_an_ordinary_run_and_is_never_run_again(study_file: MakeStudy,
     results = (one.cell.folder / "results.json").read_text()
     for damage in ("{", "[]"):  # a copy that was interrupted
         (one.cell.folder / "results.json").write_text(damage)
-        assert record_of(one.cell.folder).state == "interrupted"
+        assert current_record(one.cell.folder).state == "interrupted"
     (one.cell.folder / "results.json").unlink()
-    assert record_of(one.cell.folder).state == "interrupted"
+    assert current_record(one.cell.folder).state == "interrupted"
     assert run_cell(one, quiet).state == "done"
     assert (one.cell.folder / "results.json").read_text() == results
 
@@ -55,9 +55,9 @@ def test_a_cell_is_an_ordinary_run_and_is_never_run_again(study_file: MakeStudy,
 def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("running").save(one.cell.folder)
-    assert record_of(one.cell.folder).state == "interrupted"
+    assert current_record(one.cell.folder).state == "interrupted"
     with cell_lock(one.cell.folder):
-        assert record_of(one.cell.folder).state == "locked"
+        assert current_record(one.cell.folder).state == "locked"
         assert run_cell(one, quiet).state == "locked"
     assert not (one.cell.folder / "metrics.jsonl").exists()
 
@@ -97,7 +97,7 @@ def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_fi
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
     (one.cell.folder / "results.json").write_text("{}")
-    one.cell.folder.rename(private_folder(tmp_path / "w" / "set-aside") / f"{one.cell.id}-{one.data}-{one.code}")
+    one.cell.folder.rename(make_private_folder(tmp_path / "w" / "set-aside") / f"{one.cell.id}-{one.data}-{one.code}")
     assert run_cell(one, quiet).state == "done"
     assert not (one.cell.folder / "metrics.jsonl").exists()  # it did not run again
     assert list((tmp_path / "w" / "set-aside").iterdir()) == []
@@ -111,7 +111,7 @@ def test_a_process_that_is_gone_fails_no_cell_that_another_one_has(study_file: M
     assert record_failure(one, "gone").reason == "gone"
     CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
     (one.cell.folder / "results.json").write_text("{}")
-    assert record_failure(one, "gone").state == record_of(one.cell.folder).state == "done"
+    assert record_failure(one, "gone").state == current_record(one.cell.folder).state == "done"
 
 
 def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
     assert [one.names for one in found] == [("a", "b"), ("a", "b"), ("c",), ("c",)]
     assert [one.given.data for one in found[1:3]] == [tmp_path / "data" / "even", tmp_path / "data" / "skewed"]
     assert found[0].data == found[1].data != found[2].data
-    assert [start_record(one).folder for one in found] == ["even", "even", "skewed", "skewed"]
+    assert [running_record(one).folder for one in found] == ["even", "even", "skewed", "skewed"]
     assert len({one.cell.id for one in found}) == 4
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["hashes.json"]
     shutil.copytree(tmp_path / "data", tmp_path / "moved")
@@ -149,7 +149,7 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
 )
 def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "cell.json").write_text(text)
-    assert record_of(tmp_path) == CellRecord()
+    assert current_record(tmp_path) == CellRecord()
 
 
 @pytest.mark.slow
@@ -172,5 +172,5 @@ def test_cells_that_draw_other_samples_have_other_data(study_file: MakeStudy, tm
     assert changed[0].whole == changed[1].whole != one.whole
     CellRecord("done", data=one.data, whole=one.whole, labels={"seed": "old name"}).save(one.cell.folder)
     assert run_study([changed[0]], 1, lambda *_: None)[one.cell.id].state == "done"
-    record = record_of(one.cell.folder)  # its own samples are the same: it is a run on the changed set too
+    record = current_record(one.cell.folder)  # its own samples are the same: it is a run on the changed set too
     assert (record.whole, record.labels) == (changed[0].whole, {"seed": "0"})

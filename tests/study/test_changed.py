@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from consilium import strategies as package
-from consilium.config.code_digest import code_of
+from consilium.config.code_digest import strategy_code_digest
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.report.run_record import KEPT, cell_folder, earlier_cells, save_cells, study_cells
 from consilium.study.definition import Cell, Study, load
 from consilium.study.preflight import Planned, Planner
-from consilium.study.records import CellRecord, record_of
-from consilium.study.run_cell import is_finished, run_cell, set_aside, start_record as begun_record
+from consilium.study.records import CellRecord, current_record
+from consilium.study.run_cell import is_finished, run_cell, running_record as begun_record, swap_stored_run
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
 from tests.report.pages import Page
@@ -204,21 +204,21 @@ def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
     assert run(monkeypatch, "study", "show", path, "--workspace", w, "--format", "json") == 0
     assert [cell["outdated"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [False, True]
     own = planned(rerun=True)[1]
-    set_aside(own)
+    swap_stored_run(own)
     assert (begun_record(own).state, begun_record(own).code, own.code != first[1].code) == ("running", own.code, True)
     aside = w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}"
     assert (aside / "results.json").is_file()
     source.write_text(PLUGIN)
     done(own.cell, 0.75, data=own.data, code=own.code)
     assert run_cell(planned(rerun=True)[1], print).seconds == 0  # done as it is, and not run again
-    assert record_of(own.cell.folder).code == first[1].code
+    assert current_record(own.cell.folder).code == first[1].code
     assert json.loads((own.cell.folder / "results.json").read_text())["s"]["test/global/accuracy"] == 0.5  # it came back
     (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}").mkdir()
     source.write_text(PLUGIN + "    mu: float = 0.25\n")
     CellRecord("done", data=own.data, code=first[1].code).save(own.cell.folder)
-    set_aside(planned(rerun=True)[1])  # the place is taken: both are kept
+    swap_stored_run(planned(rerun=True)[1])  # the place is taken: both are kept
     assert (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}-former" / "results.json").is_file()
-    record = record_of(first[0].cell.folder)
+    record = current_record(first[0].cell.folder)
     assert not replace(record, code="").outdated("any")  # of a version that noted none
 
 
@@ -238,7 +238,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     path, w = study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w"
 
     def planned(code: str) -> Planned:
-        for place in ("consilium.config.code_digest.code_of", "consilium.study.preflight.code_of"):
+        for place in ("consilium.config.code_digest.strategy_code_digest", "consilium.study.preflight.code_of"):
             monkeypatch.setattr(place, lambda config: code)
         return Planner(Given(), w).plan(load(path, workspace=w).cells())[0]
 
@@ -252,7 +252,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     for _ in range(2):  # by the same code it goes on
         with suppress(Gone):
             run_cell(first, print)
-    assert (record_of(first.cell.folder).state, (w / "set-aside").exists()) == (state, False)
+    assert (current_record(first.cell.folder).state, (w / "set-aside").exists()) == (state, False)
     planned("new")
     told = "1 cell begun by code that has changed since: seed=3; `consilium study run` sets that aside and begins anew"
     assert run(monkeypatch, "study", "show", path, "--workspace", w) == 0
@@ -262,12 +262,14 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
         assert run(monkeypatch, "study", "run", path, "--workspace", w) == 1
     assert told in " ".join(capsys.readouterr().out.split())
     assert (w / "set-aside" / f"{first.cell.id}-{first.data}-old" / "metrics.jsonl").read_text() == "oldold"
-    assert (first.cell.folder / "metrics.jsonl").read_text() == record_of(first.cell.folder).code == "new"
+    assert (first.cell.folder / "metrics.jsonl").read_text() == current_record(first.cell.folder).code == "new"
 
 
 def test_the_code_of_an_algorithm_is_its_files_and_those_of_its_bases_alone(study_file: MakeStudy, tmp_path: Path) -> None:
     axes = {"method": {"FedIT": None, "FedProx": {"strategy": "fedprox"}, "small": {"strategy": "fedprox", "training.lr": 1}}}
-    average, prox, other = (code_of(cell.load()) for cell in load(study_file(axes=axes), workspace=tmp_path).cells())
+    average, prox, other = (
+        strategy_code_digest(cell.load()) for cell in load(study_file(axes=axes), workspace=tmp_path).cells()
+    )
     assert average != prox == other
     names = ("fedit", "fedprox", "strategy")
     files = {f"consilium.strategies.{name}": (strategies / f"{name}.py").read_bytes() for name in names}

@@ -8,7 +8,7 @@ import pytest
 
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
-from consilium.study.definition import Cell, identity, load
+from consilium.study.definition import Cell, cell_digest, load
 from consilium.study.records import CellRecord
 from tests.benchmarks import results
 from tests.benchmarks.claims import Claim
@@ -137,7 +137,7 @@ def test_noise_over_signal_is_what_a_page_of_arithmetic_says(privacy: str, tmp_p
     (tmp_path / "results.json").write_text("{}")
     base, texts = JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml", [f"privacy={json.dumps(section)}", *plain]
     config = load_job(base, dict(map(parse_override, texts)))
-    cell = Cell(identity(config, "", ""), {}, texts, tmp_path, base)
+    cell = Cell(cell_digest(config, "", ""), {}, texts, tmp_path, base)
     assert measured(cell, NOISE) == pytest.approx(ratio)
 
 

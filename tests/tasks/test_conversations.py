@@ -86,7 +86,7 @@ def encoder(template: str, most: int = 1000, **more: Any) -> Encoder:
 
 
 def learned(made: Encoder, text: Text) -> str:
-    found = made.pair(text)
+    found = made.encode_record(text)
     return made.tokenizer.decode([token for token, label in zip(found.ids, found.labels, strict=True) if label != IGNORED])
 
 
@@ -103,7 +103,7 @@ def test_learned_tokens_are_those_of_trls_assistant_masks(name: str, template: s
     tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
     tokenizer.chat_template = template
-    found = Encoder(tokenizer, 1000, "chat").pair(text)
+    found = Encoder(tokenizer, 1000, "chat").encode_record(text)
     runs = [len(list(group)) for _, group in itertools.groupby(label != IGNORED for label in found.labels)]
     key = (name, 1 + len(text.history))
     assert (runs, sum(found.ids)) == (TRL[key], SUMS[key])
@@ -111,7 +111,7 @@ def test_learned_tokens_are_those_of_trls_assistant_masks(name: str, template: s
 
 def test_a_conversation_is_written_as_the_tokenizer_writes_it() -> None:
     tokenizer = speaking(SMOLLM)
-    found = Encoder(tokenizer, 1000, "chat").pair(replace(TWO, system="You are a nurse."))
+    found = Encoder(tokenizer, 1000, "chat").encode_record(replace(TWO, system="You are a nurse."))
     (earlier,) = TWO.history
     words = [("system", "You are a nurse."), *zip(("user", "assistant"), earlier, strict=True), ("user", TWO.instruction)]
     turns = [{"role": role, "content": content} for role, content in [*words, ("assistant", TWO.outputs[0])]]
@@ -134,8 +134,8 @@ def test_a_prompt_to_be_answered_has_the_earlier_turns() -> None:
 def test_special_tokens_in_a_conversation_s_own_words_are_letters() -> None:
     made = encoder(SMOLLM)
     sly = replace(TWO, history=(("a</s>b", "c<s>d"),), system="e</s>f")
-    ends = made.pair(sly).ids.count(made.tokenizer.eos_token_id)
-    assert ends == made.pair(replace(TWO, system="e f")).ids.count(made.tokenizer.eos_token_id)
+    ends = made.encode_record(sly).ids.count(made.tokenizer.eos_token_id)
+    assert ends == made.encode_record(replace(TWO, system="e f")).ids.count(made.tokenizer.eos_token_id)
     assert learned(made, sly) == "c<s>d</s>\nIt needs a look too.</s>\n"
 
 
@@ -143,16 +143,16 @@ def test_a_conversation_over_the_context_is_refused_and_fits_when_the_context_is
     with pytest.raises(
         UnfitError, match=r"training\.jsonl:2: a conversation of (\d+) tokens, over model\.max_length 30"
     ) as found:
-        encoder(SMOLLM, 30).pair(TWO)
+        encoder(SMOLLM, 30).encode_record(TWO)
     needed = int(str(found.value).split(" tokens")[0].split()[-1])
-    assert len(encoder(SMOLLM, needed).pair(TWO).ids) == needed == encoder(SMOLLM, 30).full_length(TWO)
+    assert len(encoder(SMOLLM, needed).encode_record(TWO).ids) == needed == encoder(SMOLLM, 30).full_length(TWO)
 
 
 def test_a_prompt_of_one_question_refuses_several_turns() -> None:
     made = Encoder(speaking(SMOLLM), 1000, "alpaca")
     with pytest.raises(ConfigError, match=r"training\.jsonl:2: a conversation of several turns, .* use task.prompt: chat"):
-        made.pair(TWO)
-    said = made.tokenizer.decode(made.pair(replace(ONE, system="You are a nurse.")).ids)
+        made.encode_record(TWO)
+    said = made.tokenizer.decode(made.encode_record(replace(ONE, system="You are a nurse.")).ids)
     assert said.startswith("You are a nurse.\n\nBelow is a task.")
 
 
@@ -162,8 +162,8 @@ def test_a_prompt_of_one_question_refuses_several_turns() -> None:
 def test_a_system_prompt_that_the_template_refuses_or_drops_is_refused(template: str) -> None:
     made = encoder(template)
     with pytest.raises(ConfigError, match=r"system: the tokenizer's chat template takes no system prompt; move its words"):
-        made.pair(replace(ONE, system="You are a nurse."))
-    assert made.pair(replace(ONE, instruction=f"You are a nurse. {ONE.instruction}")).ids
+        made.encode_record(replace(ONE, system="You are a nurse."))
+    assert made.encode_record(replace(ONE, instruction=f"You are a nurse. {ONE.instruction}")).ids
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_a_template_that_cannot_write_a_conversation_is_one_line(more: str) -> N
     with pytest.raises(
         ConfigError, match=r"task\.prompt: 'chat': the tokenizer's template (writes the turns|fails for a record)"
     ):
-        encoder(template).pair(TWO)
+        encoder(template).encode_record(TWO)
 
 
 def test_marks_around_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="marks no word of an answer"):
-        encoder(SMOLLM + "{% if false %}{% generation %}{% endgeneration %}{% endif %}").pair(ONE)
+        encoder(SMOLLM + "{% if false %}{% generation %}{% endgeneration %}{% endif %}").encode_record(ONE)
 
 
 @pytest.mark.parametrize(("template", "said"), [(SMOLLM, "You help."), (PHI_3, ""), (GEMMA, ""), (LLAMA_3, "")])
@@ -207,7 +207,7 @@ def test_private_characters_of_a_record_are_words_like_others(template: str, str
         own = {key: value.replace("{}", word) for key, value in fields.items()}
         history = ((f"g {word} h", f"i {word} j"),)
         record = Text("x:1", outputs=(f"k {word} l",), history=history, **own)
-        whole = writer.pair(record)
+        whole = writer.encode_record(record)
         learned = [one for one, label in zip(whole.ids, whole.labels, strict=True) if label != IGNORED]
         return writer.decode(whole.ids), writer.decode(learned)
 

@@ -87,8 +87,8 @@ def test_a_long_input_loses_its_middle_and_is_counted(caplog: pytest.LogCaptureF
 
 def test_a_prompt_of_instruction_alone_keeps_begin_and_end() -> None:
     question = text(" ".join(str(n) for n in range(300)), "yes")
-    ids, labels, cut, lost = Encoder(TOKENIZER, 60).pair(question)
-    whole = Encoder(TOKENIZER, 10_000).pair(question).ids
+    ids, labels, cut, lost = Encoder(TOKENIZER, 60).encode_record(question)
+    whole = Encoder(TOKENIZER, 10_000).encode_record(question).ids
     assert Encoder(TOKENIZER, 60).full_length(question) == len(whole) > 300
     assert (cut, lost) == (True, False)
     assert len(ids) == 60
@@ -117,7 +117,7 @@ def test_a_long_answer_leaves_half_of_the_length_to_the_prompt_and_loses_its_end
     encoder = Encoder(cast(Any, Beginning()), 10, "{instruction}")
 
     def pair(prompt: range, answer: range) -> tuple[list[int], int, bool, bool]:
-        ids, labels, *cut = encoder.pair(text(" ".join(map(str, prompt)), " ".join(map(str, answer))))
+        ids, labels, *cut = encoder.encode_record(text(" ".join(map(str, prompt)), " ".join(map(str, answer))))
         unlearned = labels.count(IGNORED)
         assert labels == [IGNORED] * unlearned + ids[unlearned:]
         return ids, unlearned, cut[0], cut[1]
@@ -351,5 +351,5 @@ def test_records_without_a_label_or_final_answer_are_refused() -> None:
 
 
 def test_a_tokenizer_that_begins_texts_begins_prompts() -> None:
-    ids = Encoder(cast(Any, Beginning()), 100, "{instruction}").pair(text("7", "8 9")).ids
+    ids = Encoder(cast(Any, Beginning()), 100, "{instruction}").encode_record(text("7", "8 9")).ids
     assert ids == [1, 7, 8, 9, 2]

@@ -78,7 +78,7 @@ def test_options_are_ranked_as_lm_evaluation_harness_ranks_them(monkeypatch: pyt
     assert found["accuracy_low"] < 0.5 < found["accuracy_high"]
     shown = scores(task.config)
     assert (shown.leading, shown.beside[:2]) == (("accuracy", "loss"), ("accuracy_norm", "loss"))
-    assert shown.lead(found) == "accuracy"
+    assert shown.leading_name(found) == "accuracy"
 
 
 class Unigrams(nn.Module):

@@ -84,7 +84,7 @@ def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(
     assert float(task.loss(model, batch)) < first
     found = task.evaluate(model, "validation", 2, distances=True)
     assert {"loss", "rouge_l", "cider"} <= found.keys()
-    given = model.see(batch["input_ids"], batch["attention_mask"], batch["image"], batch["labels"] != -100)
+    given = model.picture_inputs(batch["input_ids"], batch["attention_mask"], batch["image"], batch["labels"] != -100)
     with torch.no_grad():
         wanted = model(**given, use_cache=False).logits
         other = model(**given | {"pixel_values": given["pixel_values"].flip(-1)}, use_cache=False).logits

@@ -13,7 +13,7 @@ from consilium.data.datalist import read_datalist
 from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, task as task_module
 from consilium.tasks.segmentation.prompts import boxes, points
 from consilium.tasks.segmentation.task import SegmentationTask
-from consilium.tasks.segmentation.units import counts, overlaps
+from consilium.tasks.segmentation.units import overlap_counts, overlaps
 from consilium.training.loop import batches
 
 
@@ -81,19 +81,19 @@ def test_iou_of_foreground_and_background() -> None:
     guess, label = torch.zeros(4, 16, dtype=torch.bool), torch.zeros(4, 16, dtype=torch.bool)
     guess[0, :6] = label[0, 3:7] = guess[1] = label[1] = True
     guess[2, :2] = label[2, :4] = guess[3, :8] = label[3, :4] = True
-    found = overlaps(counts(guess, label), False, background=True)
+    found = overlaps(overlap_counts(guess, label), False, background=True)
     assert found["iou"].tolist() == pytest.approx([(3 / 7 + 9 / 13) / 2, 1.0, (1 / 2 + 6 / 7) / 2, (1 / 2 + 2 / 3) / 2])
     assert found["dice"].tolist() == pytest.approx([0.6, 1.0, 2 / 3, 2 / 3])
     nothing = torch.zeros(1, 16, dtype=torch.bool)
-    assert overlaps(counts(guess[:1], nothing), False, background=True)["iou"].isnan().all()  # no reference, no score
-    assert overlaps(counts(guess[:1], nothing), True, background=True)["iou"].item() == pytest.approx((0 + 10 / 16) / 2)
+    assert overlaps(overlap_counts(guess[:1], nothing), False, background=True)["iou"].isnan().all()  # no reference, no score
+    assert overlaps(overlap_counts(guess[:1], nothing), True, background=True)["iou"].item() == pytest.approx((0 + 10 / 16) / 2)
 
 
 def test_an_absent_reference_counts_for_nothing() -> None:
     label, guess = torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 4, 4)
     label[0, 0, :2] = guess[0, 0, :2] = 1
     for empty, expected in ((False, float("nan")), (True, 1.0)):
-        found = [overlaps(counts(guess[i].bool(), label[i].bool()), empty)["dice"].item() for i in (0, 1)]
+        found = [overlaps(overlap_counts(guess[i].bool(), label[i].bool()), empty)["dice"].item() for i in (0, 1)]
         assert found == pytest.approx([1.0, expected], nan_ok=True)
 
 

@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from consilium.tasks.language.text_scores import bleu, cider, meteor, nist, of_corpus, of_records, rouge_l, words
+from consilium.tasks.language.text_scores import bleu, cider, corpus_scores, meteor, nist, record_scores, rouge_l, words
 
 WRITTEN = ["the cat sat on the mat", "a dog"]
 REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]
@@ -144,14 +144,14 @@ def test_a_letter_and_its_mark_are_the_same_as_both_in_one() -> None:
     composed = ["Das Gefäß öffnet sich früh.", "Ça coûte très cher à l’été."]
     apart = [unicodedata.normalize("NFD", one) for one in composed]
     assert apart != composed
-    truth = of_records(composed, [[one] for one in composed]) | of_corpus(composed, [[one] for one in composed])
-    assert of_records(apart, [[one] for one in composed]) | of_corpus(apart, [[one] for one in composed]) == truth
-    assert of_records(composed, [[one] for one in apart]) | of_corpus(composed, [[one] for one in apart]) == truth
+    truth = record_scores(composed, [[one] for one in composed]) | corpus_scores(composed, [[one] for one in composed])
+    assert record_scores(apart, [[one] for one in composed]) | corpus_scores(apart, [[one] for one in composed]) == truth
+    assert record_scores(composed, [[one] for one in apart]) | corpus_scores(composed, [[one] for one in apart]) == truth
 
 
 def test_empty_answers_score_nothing() -> None:
-    assert of_records(["", ""], REFERENCES) == {"rouge_l": [0.0, 0.0], "meteor": [0.0, 0.0]}
-    assert of_corpus(["", ""], REFERENCES) == {"bleu": 0.0, "nist": 0.0, "cider": 0.0}
+    assert record_scores(["", ""], REFERENCES) == {"rouge_l": [0.0, 0.0], "meteor": [0.0, 0.0]}
+    assert corpus_scores(["", ""], REFERENCES) == {"bleu": 0.0, "nist": 0.0, "cider": 0.0}
     assert words("It's 5.") == ["it", "'", "s", "5", "."]
 
 

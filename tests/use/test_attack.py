@@ -231,7 +231,7 @@ def canary(noise: float, present: bool, seed: int) -> float:
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, 21, dp) as private:
         for _ in range(10):
             for part in private.samples(private.draw()):
-                with private.sum.unit():
+                with private.sum.add_unit():
                     (-layer(rows[part])).mean().backward()
             private.step({})
     return float(layer.weight[0, 0].detach())

@@ -17,7 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job import build_model
 from consilium.federation.model_card import Card
-from consilium.federation.saved_model import SavedModel, with_parameters, write_kept
+from consilium.federation.saved_model import SavedModel, changes_to_parameters, write_adapter_folder
 from consilium.models.sam.network import build_sam
 from consilium.use import merge
 from consilium.use.export import export
@@ -34,7 +34,7 @@ def kept(folder: Path, config: JobConfig, base_sha256: str = "", **forward: Any)
     model = trained(config)
     values = adapter_state.values(model)
     card = Card.of(config, "global", 1, base_sha256)
-    write_kept(folder, SavedModel(values, 1, **forward), with_parameters(model, values), config, card)
+    write_adapter_folder(folder, SavedModel(values, 1, **forward), changes_to_parameters(model, values), config, card)
     return folder
 
 
@@ -53,7 +53,7 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
 
     folder = kept(tmp_path / "kept", LORA)
     found = open_model(folder, own=HERE)
-    inputs = merge.inputs_of(LORA, None)
+    inputs = merge.random_inputs(LORA, None)
     wanted = merge.logits_of(found.model, inputs)
     made = export(found, "peft", tmp_path / "peft", HERE)
     assert made.difference is None
@@ -101,7 +101,7 @@ def test_the_command_writes_a_merged_model_with_card_and_licence(
     assert "in the order of the classes: round, elongated, target, teardrop, spiky." in page
     record = json.loads((out / "export.json").read_text())
     assert (record["format"], record["job"], record["model"]) == ("merged", "small", "global")
-    model, inputs = open_model(folder, own=HERE).model, merge.inputs_of(CELLS, None)
+    model, inputs = open_model(folder, own=HERE).model, merge.random_inputs(CELLS, None)
     wanted = merge.logits_of(model, inputs)
     with torch.no_grad():
         found = loaded(page, out, monkeypatch)(**inputs)
@@ -241,7 +241,7 @@ def _never(*args: object) -> None:
 def test_two_adapters_of_fixed_shares_merge_into_one(tmp_path: Path) -> None:
     config = small_config({"name": "feddpa", "weighting": "fixed"})
     folder = kept(tmp_path / "kept", config, share=0.3)
-    model, inputs = open_model(folder, own=HERE).model, merge.inputs_of(config, None)
+    model, inputs = open_model(folder, own=HERE).model, merge.random_inputs(config, None)
     wanted = merge.logits_of(model, inputs)
     alone = merge.logits_of(build_model(config, SiteConfig(device="cpu")), inputs)
     made = export(open_model(folder, own=HERE), "merged", tmp_path / "out", HERE)

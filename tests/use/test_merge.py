@@ -41,7 +41,7 @@ PICTURES: dict[str, JobConfig] = {
 def compare(config: JobConfig, model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge and write a model; load it by the page's code and compare its logits on inputs that nobody has seen."""
     tokenizer = tokenizer_of(config, HERE)
-    inputs = merge.inputs_of(config, tokenizer)
+    inputs = merge.random_inputs(config, tokenizer)
     if "images" in inputs:
         inputs["images"] = inputs["images"].flip(-1) * 0.5
     wanted = merge.logits_of(model, inputs)
@@ -134,7 +134,7 @@ def test_a_layer_that_shares_its_weight_is_refused_and_said_when_the_job_is_made
 def test_a_vector_that_no_bias_can_hold_is_refused_before_anything_is_changed() -> None:
     config = changed(small_text(), strategy="feddbe")
     model = trained(config)
-    inputs = merge.inputs_of(config, tokenizer_of(config, HERE))
+    inputs = merge.random_inputs(config, tokenizer_of(config, HERE))
     wanted = merge.logits_of(model, inputs)
     with pytest.raises(ConfigError, match="no bias there"):
         merge.merge(model, config)

@@ -20,11 +20,18 @@ from consilium.core.messages import SiteInfo, Stage
 from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job, build_task
 from consilium.federation.model_card import Card, page
-from consilium.federation.saved_model import CARD, SavedModel, read_best, read_kept, save_if_best, write_kept
+from consilium.federation.saved_model import (
+    CARD,
+    SavedModel,
+    read_adapter_folder,
+    read_best,
+    save_if_best,
+    write_adapter_folder,
+)
 from consilium.report.run_record import cell_folder
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
-from consilium.server.run_start import check_start_inside, server_start
+from consilium.server.run_start import check_start_folder, server_start
 from consilium.use.model import TrainedModel, adapter_folder, open_model
 from tests.conftest import small_config
 from tests.use.conftest import SITES
@@ -84,7 +91,7 @@ def test_the_global_card_has_means_over_the_sites_that_train(tmp_path: Path) -> 
     ):
         told = {name: results[name] for name in scored}
         keep_shared(tmp_path, job.config, SavedModel(job.initial, 2), sites, told, None, None, ())
-        _, card = read_kept(tmp_path / "adapters/global")
+        _, card = read_adapter_folder(tmp_path / "adapters/global")
         assert card.scores is not None
         assert tuple(card.scores["dice"]) == expected
         assert (card.sites, card.training) == (3, 6)
@@ -129,9 +136,9 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 def _changed(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        kept, card = change(*read_kept(folder))
+        kept, card = change(*read_adapter_folder(folder))
         config = open_model(folder).config
-        write_kept(folder, kept, kept.values, config, card)
+        write_adapter_folder(folder, kept, kept.values, config, card)
 
     return write
 
@@ -148,15 +155,15 @@ def test_the_card_tells_what_the_forward_pass_takes_beside_the_files(copy: Path)
     ):
         _changed(lambda kept, card, changes=changes: (replace(kept, **changes), card))(copy)
         assert all(number in card() and number not in plain for number in told)
-    assert SavedModel({}, 3).forward == {"rounds": 3, "scaling": 1.0, "share": 0.0, "similar": 0}
+    assert SavedModel({}, 3).stored_forward_settings == {"rounds": 3, "scaling": 1.0, "share": 0.0, "similar": 0}
 
 
 def _header(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> Callable[[Path], None]:
     """Return what writes only the file that is opened again."""
 
     def write(folder: Path) -> None:
-        kept, card = change(*read_kept(folder))
-        save_state(folder / "consilium.safetensors", kept.values, {"forward": kept.forward, "card": card.to_dict()})
+        kept, card = change(*read_adapter_folder(folder))
+        save_state(folder / "consilium.safetensors", kept.values, {"forward": kept.stored_forward_settings, "card": card.to_dict()})
 
     return write
 
@@ -283,12 +290,12 @@ def test_a_submitter_gets_no_adapter_from_outside_the_servers_checkpoint_folder(
     ):
         raw["adapter"]["start"] = start
         with pytest.raises(ConfigError, match="not in the server's checkpoint folder"):
-            check_start_inside(JobConfig.model_validate(raw), own)
+            check_start_folder(JobConfig.model_validate(raw), own)
     raw["adapter"]["start"] = str(checkpoints / "shared")
     with pytest.raises(ConfigError, match="not in the server's checkpoint folder"):
-        check_start_inside(JobConfig.model_validate(raw), SiteConfig())
+        check_start_folder(JobConfig.model_validate(raw), SiteConfig())
     raw["adapter"]["start"] = "${SITE}/shared"
-    check_start_inside(JobConfig.model_validate(raw), own)
+    check_start_folder(JobConfig.model_validate(raw), own)
 
 
 def test_a_run_of_a_study_is_named_by_its_values(finished: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_pefts_own_class_opens_the_exported_folder_alone(targets: str, short: li
 
     config, own = of_folder(tmp_path, targets=targets)
     found = open_model(kept(tmp_path / "kept", config, sha_of(config)), own=own)
-    inputs = merge.inputs_of(config, ours("tiny", None))
+    inputs = merge.random_inputs(config, ours("tiny", None))
     wanted = merge.logits_of(found.model, inputs)
     folder = export(found, "peft", tmp_path / "peft", own).folder
     opened = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

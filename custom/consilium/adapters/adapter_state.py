@@ -163,12 +163,12 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor - base[name].cpu() if name in base else tensor.clone() for name, tensor in held.items()}
 
 
-def zero_base_changes(model: nn.Module) -> dict[str, Tensor]:
+def initial_base_changes(model: nn.Module) -> dict[str, Tensor]:
     """Return zeros, the changes of the base's trained parameters before training, by name."""
     return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in _adapted_record(model).base.items()}
 
 
-def parameters_of(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trained_base_values(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the values of the base's trained parameters: the base plus the changes in `values`.
 
     The result's names are those of the base's own parameters. Other tensors in `values` are ignored.

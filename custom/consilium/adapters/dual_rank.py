@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import DualRankConfig, LoraConfig
-from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, linear_layers
+from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, prepare_linear_layers
 from consilium.adapters.registry import Decoder, Shapes
 from consilium.adapters.trained_base_parameters import decoder_names, save_parameters
 from consilium.core.errors import CheckpointError
@@ -76,7 +76,7 @@ class DualRank(adapter_state.AdapterModule):
         dtype = torch.get_autocast_dtype(device) if lower else x.dtype
         weights = self._scale_per_rank()
         parts = (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
-        if not (self.dropout.p and self.training and self._tail):
+        if not (self.dropout.p and self.training and self._tail_rank):
             return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *parts).to(y.dtype)
         rank, (down, up, weights) = len(self.lora_A), parts  # the tail is frozen like the base, so dropout skips it
         y = y + ((x.to(dtype) @ down[rank:].T * weights[rank:]) @ up[rank:]).to(y.dtype)
@@ -89,15 +89,17 @@ class DualRank(adapter_state.AdapterModule):
 
     def _scale_per_rank(self) -> Tensor:
         """Return the factor (r + k,) of each rank: the scaling, times the gate for the tail's ranks."""
-        return torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail)]) * self.scaling
+        return (
+            torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail_rank)]) * self.scaling
+        )
 
     @property
-    def _tail(self) -> int:
+    def _tail_rank(self) -> int:
         return len(self.down) - len(self.lora_A)
 
     def frozen(self) -> dict[str, Tensor]:
         """Return tail_A (k, in), tail_B (out, k) and gate (1,) as views; {} without a tail."""
-        if not self._tail:
+        if not self._tail_rank:
             return {}
         rank = len(self.lora_A)
         return {"tail_A": self.down[rank:], "tail_B": self.up[rank:].T, GATE: self.gate}
@@ -141,7 +143,7 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
     Raises ConfigError for a `target` that matches no layer, or an adapter that is too large.
     """
     found: Shapes = {}
-    for name, layer in linear_layers(model, target).items():
+    for name, layer in prepare_linear_layers(model, target).items():
         most = min(rank, layer.in_features, layer.out_features)
         found |= {f"{name}.lora_A": (most, layer.in_features), f"{name}.lora_B": (layer.out_features, most)}
     adapter_state.check_size(sum(rows * columns for rows, columns in found.values()))

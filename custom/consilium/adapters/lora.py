@@ -25,7 +25,7 @@ from consilium.adapters.names import (
     is_head,
     is_local,
     is_magnitude,
-    linear_layers,
+    prepare_linear_layers,
 )
 from consilium.adapters.registry import Decoder, Shapes
 from consilium.adapters.trained_base_parameters import DECODER, decoder_names, save_parameters
@@ -42,7 +42,7 @@ HEAD_FILE = "head.safetensors"
 def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
     """Return the factors' shapes. Raises ConfigError if the rank exceeds a layer's size or the adapter is too large."""
     found: Shapes = {}
-    for name, layer in linear_layers(model, target).items():
+    for name, layer in prepare_linear_layers(model, target).items():
         if rank > (most := min(layer.in_features, layer.out_features)):
             size = f"{layer.out_features} x {layer.in_features}"
             raise ConfigError(f"adapter.rank: {rank}: {name!r} is {size}; use at most {most}, or other targets")

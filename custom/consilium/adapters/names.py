@@ -22,7 +22,7 @@ import re2
 
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import nn
-from consilium.models.custom_weight_access import architectures, user_of
+from consilium.models.custom_weight_access import architectures, reading_architecture
 from consilium.models.registry import TargetSet
 
 HEAD = "head"
@@ -72,7 +72,7 @@ def local_twin(name: str) -> str:
     return f"{layer}.{LOCAL[own]}"
 
 
-def is_part(name: str) -> bool:
+def is_requested_part(name: str) -> bool:
     """Return whether a tensor belongs to a part that the job's strategy requests, see parts.py."""
     return is_local(name) or name in (SHIFT, MEAN)
 
@@ -132,7 +132,7 @@ def bottleneck_count(names: Iterable[str]) -> int:
 # The linear layers of a model that an adapter adapts.
 
 
-def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
+def prepare_linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     """Return the linear layers that `target` matches, by name, in the model's order. `target.prepare` is called first.
 
     Raises ConfigError if no layer matches, if the pattern is invalid, or if the model's code reads a layer's weight directly.
@@ -155,7 +155,7 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     # An adapter has no effect in a layer whose .weight the model's code reads directly instead of through forward().
     kinds = architectures(model)
     own = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    past = {name: kind for name in own if (kind := user_of(name, kinds))}
+    past = {name: kind for name in own if (kind := reading_architecture(name, kinds))}
     if past:
         rest = "|".join(name for name in own if name not in past)
         remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"

@@ -56,7 +56,7 @@ def part_shapes(parts: Collection[str], adapter: Shapes, model: nn.Module, base:
     if LOCAL_ADAPTER in parts:
         found |= {local_twin(name): shape for name, shape in adapter.items() if factor(name)}
     if FEATURE_SHIFT in parts:
-        found |= dict.fromkeys((SHIFT, MEAN), (cut_of(model, base).width,))
+        found |= dict.fromkeys((SHIFT, MEAN), (feature_point_of(model, base).width,))
     return found
 
 
@@ -68,7 +68,7 @@ def add_parts(parts: Collection[str], model: nn.Module, kind: AdapterKind, confi
     if LOCAL_ADAPTER in parts and kind.add_local:
         kind.add_local(model, config)
     if FEATURE_SHIFT in parts:
-        cut = cut_of(model, base)
+        cut = feature_point_of(model, base)
         part = FeatureShift(cut.width, cut.axis)
         model.add_module("feature_shift", part)
         part.hook = cut.module.register_forward_hook(lambda module, args, output: part(output))
@@ -84,7 +84,7 @@ def merge_shift(model: nn.Module, base: ModelKind) -> None:
     part = getattr(model, "feature_shift", None)
     if not isinstance(part, FeatureShift):
         return
-    last, head = list(cut_of(model, base).module.modules())[-1], getattr(model, HEAD, None)
+    last, head = list(feature_point_of(model, base).module.modules())[-1], getattr(model, HEAD, None)
     if isinstance(bias := getattr(last, "bias", None), nn.Parameter):
         bias.add_(part.shift)
     elif isinstance(head, nn.Linear) and isinstance(head.bias, nn.Parameter):
@@ -96,7 +96,7 @@ def merge_shift(model: nn.Module, base: ModelKind) -> None:
     del model.feature_shift
 
 
-def cut_of(model: nn.Module, base: ModelKind) -> Cut:
+def feature_point_of(model: nn.Module, base: ModelKind) -> Cut:
     """Return the point between a model's encoder and head. Raises ConfigError for a model that defines none."""
     try:
         found = base.cut(model) if base.cut else None

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import FormatOption, emit, page
+from consilium.cli.options import FormatOption, emit, table_console
 from consilium.client import approval
 from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError, ExitCode
@@ -55,7 +55,7 @@ def approve(
     with app_of(job, plugins := kit_plugins(local)) as app:
         review = call(REVIEW, app, kit)
         if format == "txt":
-            emit(None, review.lines(page().width), "txt")
+            emit(None, review.lines(table_console().width), "txt")
         asks = format == "txt" and sys.stdin.isatty()
         if not yes and not asks:
             raise ConfigError("--yes: there is no terminal to ask at, so nothing is approved; repeat the command with --yes")

@@ -10,7 +10,7 @@ from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import markdown_cell
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, is_void, read
+from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon
 from consilium.report.audit_tables import audit_tables
 from consilium.report.tables import markdown as markdown_of, only_true
 
@@ -35,7 +35,7 @@ def audit(
 def _read_record(path: Path) -> dict[str, Any]:
     """Return the record in an audit.jsonl. Raises ConfigError if it cannot be read."""
     try:
-        return read(path)
+        return read_with_epsilon(path)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None

@@ -8,12 +8,12 @@ from typing import Annotated, Literal, cast, get_args
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, pipeline_note, show, study_command, study_size
+from consilium.cli.options import FILE_WIDTH, WorkspaceOption, pipeline_note, show, study_command, study_size, table_console
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.messages import Stage
-from consilium.core.sanitize import few, line, shown
-from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
+from consilium.core.sanitize import few, rich_line, shown
+from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_errors, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE, Test
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
@@ -23,7 +23,7 @@ from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_fini
 from consilium.report.tables import Table, latex, markdown, terminal
 from consilium.report.untrusted_files import subfolders
 from consilium.study.definition import load
-from consilium.study.records import record_of
+from consilium.study.records import current_record
 
 DRAW = "consilium.report.compare.figures:draw"
 YAML = (".yaml", ".yml")
@@ -64,15 +64,17 @@ def compare(
 ) -> None:
     """Compare runs: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
-    groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
+    groups, notes, published = (
+        _load_study_groups(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
+    )
     notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
     _check_metric_and_method(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
-        with named(pictures):
+        with name_path_in_errors(pictures):
             width = COLUMN if columns == 1 else PAGE
-            files, undrawn = call(DRAW, private_folder(pictures), groups, stage, metric or None, width)
+            files, undrawn = call(DRAW, make_private_folder(pictures), groups, stage, metric or None, width)
         notes += undrawn
         names = [file.name for file in files if file.suffix in (".png", ".tex")]
         if names:
@@ -126,10 +128,12 @@ def _is_study(paths: Sequence[Path]) -> bool:
     return False
 
 
-def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tuple[list[Group], list[str], list[Published]]:
+def _load_study_groups(
+    path: Path, smoke: bool, small: bool, workspace: Path | None
+) -> tuple[list[Group], list[str], list[Published]]:
     """Return the groups of a study's finished runs, notes on missing runs, and the published numbers."""
     study = load(path, study_size(smoke, small), workspace)
-    axes = study.config.named_axes
+    axes = study.config.compared_axes
     found: list[RunRecord] = []
     absent: list[MissingRun] = []
     for cell in study.cells():
@@ -138,10 +142,10 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
             run = read_finished(cell.folder, cell.name, labels)
             if run.split is None:
                 raise ConfigError("nothing was scored in the end; delete its folder and run it anew")
-            record = record_of(cell.folder)
+            record = current_record(cell.folder)
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError as error:
-            record = record_of(cell.folder)
+            record = current_record(cell.folder)
             state = "still running" if record.state == "locked" else f"not done ({record.state})"
             why_missing = f"{record.state}: {record.reason}" if record.reason else state
             if record.state == "done":
@@ -199,12 +203,12 @@ def _format_tables(
         return call(f"{PAGES}:study_page", Path(source).stem, source, found, tables, notes, stage)
     if format != "txt":
         return (markdown if format == "md" else latex)(tables, notes)
-    console = Console(width=FILE_WIDTH) if file else page()
+    console = Console(width=FILE_WIDTH) if file else table_console()
     with console.capture() as written:
         for table in tables:
             console.print(terminal(table, console.width))
         for note in notes:
-            console.print(line(f"note: {note}", "yellow", limit=2000))
+            console.print(rich_line(f"note: {note}", "yellow", limit=2000))
     return written.get()
 
 

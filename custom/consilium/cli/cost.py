@@ -19,11 +19,11 @@ from consilium.cli.options import (
 )
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun
-from consilium.estimates.communication import bottleneck_counts, compare as costs_of, run_bytes, what_masks_hide
-from consilium.estimates.flops import Samples, flops_per_sample, own_samples, run_flops, step_flops
+from consilium.estimates.communication import bottleneck_counts, compare as costs_of, masking_sentence, run_bytes
+from consilium.estimates.flops import Samples, flops_per_sample, generated_samples, run_flops, step_flops
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
-from consilium.federation.trainable_checks import trained_set
+from consilium.federation.trainable_checks import describe_trained_tensors
 from consilium.report.tables import Table, columns, size
 from consilium.training.device import multiplies_bf16
 
@@ -39,9 +39,13 @@ def cost(
 ) -> None:
     """Show a job's trainable parameters, its bytes per site and round with each strategy, and GPU hours."""
     config, source = load(job, override or [])
-    hides = what_masks_hide(config)
+    hides = masking_sentence(config)
     ready = assemble_job(config, source)
-    costs, bottlenecks, trained = costs_of(ready), bottleneck_counts(ready), trained_set(config.adapter, ready.initial)
+    costs, bottlenecks, trained = (
+        costs_of(ready),
+        bottleneck_counts(ready),
+        describe_trained_tensors(config.adapter, ready.initial),
+    )
     whole, computes = run_bytes(ready, costs[0], sites), _count_flops(ready, sites, samples, tested)
     hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
     own = {
@@ -89,7 +93,7 @@ def cost(
 def _count_flops(job: Job, sites: int, samples: int | None, tested: int) -> dict[str, float]:
     """Return the FLOPs of a step, of a scored sample and, if the number of samples is known, of the run."""
     work = flops_per_sample(job)
-    given = Samples(sites, samples * sites, 0, tested * sites) if samples else own_samples(job.config, sites)
+    given = Samples(sites, samples * sites, 0, tested * sites) if samples else generated_samples(job.config, sites)
     if given is None and job.config.training.local_steps:
         given = Samples(sites, sites, 0, tested * sites)
     found = {"step": float(step_flops(job, work)), "scored": float(work.scoring)}

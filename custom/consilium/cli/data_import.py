@@ -15,7 +15,7 @@ from consilium.core.sanitize import few, shown
 from consilium.core.storage import nothing_left_on_failure
 from consilium.data.check_report import FEW
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import IMPORTERS, import_sets
+from consilium.data.importers.registry import IMPORTERS, import_set_by_folder
 from consilium.data.pairs import parse
 from consilium.data.synthetic.phantoms import KINDS, check_generated, make_phantoms
 from consilium.data.text import has_texts
@@ -98,7 +98,7 @@ def data_import(
         fields = _pairs("--column: {!r}: expected FIELD=NAME", column)
         how = (fields, tuple(map(parse, mask_pattern or ())), exact_values, patient_folders)
         options = Options(validation, test, seed, sites, minimum, types, resplit, size, tuple(only or ()), names, *how)
-        found = import_sets(name, source, dest, options, add)
+        found = import_set_by_folder(name, source, dest, options, add)
         emit(found[dest] if dest in found else {str(place): one for place, one in found.items()}, _lines(found), format)
 
 

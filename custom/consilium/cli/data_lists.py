@@ -25,10 +25,10 @@ from consilium.config.data import DatasetConfig
 from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.lazy import call
-from consilium.core.sanitize import LONGEST_LINE, line, shown
+from consilium.core.sanitize import LONGEST_LINE, rich_line, shown
 from consilium.core.storage import nothing_left_on_failure
 from consilium.data import disk_cache as cache_folder
-from consilium.data.check import shared_by_sites, suggested_settings
+from consilium.data.check import setting_suggestions, shared_sample_lines
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import DataList, read_datalist, with_affine, with_challenge_splits
 from consilium.data.folders import has_classes, import_command, importable_content, subfolders
@@ -68,10 +68,10 @@ def data_check(
     config = load_for_data(job, override or [], kit)
     lists = find_data_sets(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check_data_set(own, config, checkpoints) for name, own in lists.items()}
-    shared = shared_by_sites(found.items()) if len(found) > 1 else {}
+    shared = shared_sample_lines(found.items()) if len(found) > 1 else {}
     unmapped = {name: one for name, one in found.items() if lists[name].own.labels is None}
     task, longest = (config.task, getattr(config.model, "max_length", 0)) if config else (None, 0)
-    told = suggested_settings(unmapped, getattr(task, "classes", () if task else None), longest)
+    told = setting_suggestions(unmapped, getattr(task, "classes", () if task else None), longest)
     if report is not None:
         write_report(report, found, shared, config.task if config else None)
     between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
@@ -103,7 +103,7 @@ def find_data_sets(path: Path, wanted: str | None = None, choose: bool = False) 
             raise DataError(f"{path}: is a table; `consilium data import csv {shlex.quote(str(path))} DEST` makes lists of it")
         beside = path.parent / "site.yaml"
         site = load_site(beside) if beside.is_file() else SiteConfig()
-        return {path.stem: SiteList(site.of_list(path), site)}
+        return {path.stem: SiteList(site.dataset_of_list(path), site)}
     if not path.is_dir():
         return _of_site(path.parent.name, path, wanted, choose)
     if not (path / "site.yaml").is_file() and has_classes(path) and not _is_site_folder(path):
@@ -175,33 +175,33 @@ def _lines(found: dict[str, Findings], shared: dict[str, list[str]], told: list[
     """Yield the findings as lines. `folder`: the one with the reports."""
     for name, one in found.items():
         if len(found) > 1:
-            yield line(name, "bold")
+            yield rich_line(name, "bold")
         report = one.to_dict()
         counts = ", ".join(f"{n} {split}" for split, n in report["samples"].items())
-        yield line(f"{report['path']}: {counts}", limit=LONGEST_LINE)
+        yield rich_line(f"{report['path']}: {counts}", limit=LONGEST_LINE)
         if sum(report["planes"].values()) > sum(report["samples"].values()):
-            yield line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items()))
+            yield rich_line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items()))
         for heading, key in (("sizes", "sizes"), ("images with label value", "images_with_label_value")):
             if of_value := report[key]:
-                yield line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in of_value.items()), limit=LONGEST_LINE)
+                yield rich_line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in of_value.items()), limit=LONGEST_LINE)
         for klass, by_split in report["images_of_class"].items():
-            yield line(f"class {shown(klass)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()))
+            yield rich_line(f"class {shown(klass)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()))
         for key, style in (("problems", "red"), ("warnings", "yellow")):
             for what, cases in report[key].items():
                 yield from _lines_of_kind(what, cases, style)
-        yield from (line(sentence, limit=LONGEST_LINE) for sentence in report["verdict"])
+        yield from (rich_line(sentence, limit=LONGEST_LINE) for sentence in report["verdict"])
     for kind, lines in shared.items():
         yield from _lines_of_kind(kind, {"count": len(lines), "first": lines[:10]}, "yellow")
-    yield from (line(sentence, limit=LONGEST_LINE) for sentence in told)
+    yield from (rich_line(sentence, limit=LONGEST_LINE) for sentence in told)
     if folder is not None:
-        yield line(f"{folder}: check.html and check.json; they name files and show patients, keep them at the site")
+        yield rich_line(f"{folder}: check.html and check.json; they name files and show patients, keep them at the site")
 
 
 def _lines_of_kind(what: str, found: dict[str, Any], style: str) -> Iterator[Text]:
-    yield line(f"{found['count']} x {what}", style)
-    yield from (line(f"    {name}", limit=LONGEST_LINE) for name in found["first"])
+    yield rich_line(f"{found['count']} x {what}", style)
+    yield from (rich_line(f"    {name}", limit=LONGEST_LINE) for name in found["first"])
     if (more := found["count"] - len(found["first"])) > 0:
-        yield line(f"    and {more} more; --report FOLDER names all")
+        yield rich_line(f"    and {more} more; --report FOLDER names all")
 
 
 # split -----------------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def data_cache(
 ) -> None:
     """Show the number and size of the decoded samples in a site's cache on disk."""
     found = cache_folder.find_cache(folder)
-    samples, size = cache_folder.cache_contents(found)
+    samples, size = cache_folder.cache_count_and_bytes(found)
     if clear:
         cache_folder.clear_cache(found)
     text = f"{found}: samples: {samples:,}, bytes: {size:,}{', removed' if clear else ''}"

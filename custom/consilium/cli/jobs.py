@@ -13,7 +13,7 @@ from rich.text import Text
 from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Stage
-from consilium.core.sanitize import few, line, shown
+from consilium.core.sanitize import few, rich_line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import expiry_warnings
 from consilium.report.live_view import early_stop_text, last_round, refusal_time_text, reported_scores, score_of
@@ -45,7 +45,7 @@ def status(
         raise ConfigError("--watch, --check: are of one job; give its experiment")
 
     with connect(kit) as admin:
-        show((line(warning, "yellow", 1000) for warning in expiry_warnings(kit)), errors=True)
+        show((rich_line(warning, "yellow", 1000) for warning in expiry_warnings(kit)), errors=True)
         if watch:
             watch_job(admin, admin.find_job(job)["job_id"], Console(stderr=format == "json", soft_wrap=True, highlight=False))
         found: Any
@@ -56,7 +56,7 @@ def status(
             found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in KEYS}} for one in jobs]
             for one, reason in zip(found, admin.reasons(jobs), strict=True):
                 one |= {"reason": reason} if reason else {}
-    emit(found, lines_of(found) if job else _lines_of_all(found), format)
+    emit(found, status_lines(found) if job else _job_list_lines(found), format)
     if watch or check:
         raise typer.Exit(exit_code(found["status"]))
 
@@ -71,7 +71,7 @@ def abort(
         found = admin.find_job(job)
         ended = admin.abort(found["job_id"])
     text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
-    emit({"aborted": found["job_id"], "ended": ended}, [line(f"{found['job_id']}: {text}")], format)
+    emit({"aborted": found["job_id"], "ended": ended}, [rich_line(f"{found['job_id']}: {text}")], format)
 
 
 def download(
@@ -86,27 +86,27 @@ def download(
     emit({"folder": str(found)}, [str(found)], format)
 
 
-def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
+def status_lines(found: dict[str, Any]) -> Iterator[Table | Text]:
     """Yield one job's status as tables and lines.
 
     The table has a row per site: its weight in the mean, which federation.max_weight limits, its loss and leading score if it
     shares them, and its bytes up and down.
     """
     progress = found["progress"]
-    yield line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})")
-    yield from (line(f"not deployed: {problem}", "red") for problem in found["problems"])
+    yield rich_line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})")
+    yield from (rich_line(f"not deployed: {problem}", "red") for problem in found["problems"])
     if "waits" in found:
-        yield line(f"not started yet: {found['waits']}", "yellow", 1000)
+        yield rich_line(f"not started yet: {found['waits']}", "yellow", 1000)
     if "reason" in found:
-        yield line(f"stopped: {found['reason']}", "red", 1000)
+        yield rich_line(f"stopped: {found['reason']}", "red", 1000)
     if progress is None:
         return
-    yield line(progress_line(progress))
+    yield rich_line(progress_line(progress))
     if sites := progress["sites"]:
         told = progress["scores"]
         leading = (*map(str, told["leading"]), "loss")  # a server can send values that are not text
         scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
-        score = scores.lead({metric for one in sites.values() for metric in reported_scores(one["metrics"])})
+        score = scores.leading_name({metric for one in sites.values() for metric in reported_scores(one["metrics"])})
         rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)
         for name, one in sorted(sites.items()):
             row = [
@@ -119,12 +119,12 @@ def lines_of(found: dict[str, Any]) -> Iterator[Table | Text]:
             rows.append([*row, *(f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down"))])
         of_stage = [f"{scores.heading(score)} {stage}" for stage in stages]
         heads = columns("site", "round", "weight", "loss", *of_stage, "KiB up", "KiB down")
-        yield Table("", heads, rows, [scores.label(score)] if scores.grid_of(score) else [], whole=True)
+        yield Table("", heads, rows, [scores.label(score)] if scores.scored_grid(score) else [], whole=True)
     for one in progress["refused"]:
-        yield line(f"refused {refusal_time_text(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow")
+        yield rich_line(f"refused {refusal_time_text(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow")
 
 
-def _lines_of_all(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
+def _job_list_lines(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
     """Yield a table with a row per job, and a line per failed job with its reason."""
     keys, rows = ("experiment", "status", "submitted", "took", "by", "job"), []
     for one in jobs:
@@ -133,7 +133,7 @@ def _lines_of_all(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
     yield Table("", [Column(key, int(key in ("submitted", "took", "by")), False) for key in keys], rows, whole=True)
     for one in jobs:
         if "reason" in one:
-            yield line(f"{one['experiment']}: {one['reason']}", "red", 1000)
+            yield rich_line(f"{one['experiment']}: {one['reason']}", "red", 1000)
 
 
 # watch -----------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
             return found
         now = progress_line(found["progress"]) if found["progress"] else found["status"]
         if SECONDS.sub("", now) != said and now != LOST:  # LOST may be the moment between a job's end and its final status
-            console.print(line(now))
+            console.print(rich_line(now))
             said, pause = SECONDS.sub("", now), SOON
         time.sleep(pause)
         pause = min(pause * 1.5, LATE)

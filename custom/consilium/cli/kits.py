@@ -12,7 +12,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import deploy_prepare, key_lock, processes, renewal, revocation
-from consilium.flare.kit.kit_contents import LOCKED, certificate_path, is_open, kit_role
+from consilium.flare.kit.kit_contents import LOCKED, certificate_path, has_private_key, kit_role
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import root_certificate_sha256 as root_fingerprint
@@ -147,7 +147,7 @@ def lock(
 ) -> None:
     """Encrypt a kit's private keys with a passphrase, to send or store the kit; or close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
-    asks = not is_locked or key_lock.unlocked_keys(kit)
+    asks = not is_locked or key_lock.unlocked_key_files(kit)
     key_lock.lock(kit, _passphrase(passphrase_file, anew=not is_locked) if asks else None)
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
     typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them unencrypted")
@@ -162,7 +162,7 @@ def unlock(
     kit = kit.resolve() if ".." in kit.parts else kit  # start.sh gives startup/.. of the kit
     if not (kit / LOCKED).is_file():
         raise ConfigError(f"{kit}: is not locked; nothing to do")
-    if is_open(kit) and not for_good:
+    if has_private_key(kit) and not for_good:
         typer.echo(f"{kit}: is open already")
         return
     folder = key_lock.unlock(kit, _passphrase(passphrase_file), for_good)

@@ -18,7 +18,7 @@ from consilium import __version__
 from consilium.cli.resume_hint import FULL, disk_full_message, same_command_hint, stop_on_signals
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.lazy import resolve
-from consilium.core.sanitize import LONGEST_LINE, line
+from consilium.core.sanitize import LONGEST_LINE, rich_line
 
 # lazy ------------------------------------------------------------------------------------------------------------------
 # Commands whose modules are imported only when the command is called, so that the other commands and `--help` stay quick.
@@ -201,5 +201,5 @@ def _fail(problems: list[str], code: int) -> NoReturn:
     """Print each problem as one line, whatever characters are in its names, and exit."""
     console = Console(stderr=True, soft_wrap=True)
     for problem in problems:
-        console.print(line(problem, "red", limit=LONGEST_LINE))
+        console.print(rich_line(problem, "red", limit=LONGEST_LINE))
     raise SystemExit(code) from None

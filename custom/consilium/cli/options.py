@@ -74,11 +74,11 @@ def show(parts: Iterable[Table | RenderableType], errors: bool = False, elsewher
     """
     for part in parts:
         if isinstance(part, Table):
-            console = page()
+            console = table_console()
             console.print(terminal(part, console.width, elsewhere))
         else:
             text = Text(part) if isinstance(part, str) else part
-            (Console(stderr=errors, soft_wrap=True) if isinstance(text, Text) else page()).print(text, highlight=False)
+            (Console(stderr=errors, soft_wrap=True) if isinstance(text, Text) else table_console()).print(text, highlight=False)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def site_yaml_lines(lists: Sequence[Path]) -> Iterator[str]:
         yield f"site.yaml{of}: {yaml.safe_dump({'datalist': str(lists[0].resolve())}, width=LONGEST_LINE).strip()}{more}"
 
 
-def page() -> Console:
+def table_console() -> Console:
     """Return the console for tables, as wide as the terminal or the variable COLUMNS; FILE_WIDTH in a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)

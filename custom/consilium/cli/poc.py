@@ -20,7 +20,7 @@ from consilium.config.overrides import parse_override
 from consilium.config.site import Given, find_site
 from consilium.core.errors import ConfigError, ConsiliumError, JobError, UnreachableError
 from consilium.core.lazy import call
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import rich_line, shown
 from consilium.federation.simulated_sites import site_names
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission_folder import delete_on_failure, prepare
@@ -87,13 +87,15 @@ def poc(
         with stop_on_signals(), ExitStack() as stack:
             federation = LocalFederation(folder, found)
             stack.callback(federation.stop)
-            console.print(line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
+            console.print(rich_line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
             _set_path_and_no_proxy()
             threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless OMP_NUM_THREADS is set
             for one in ("server", *names):
                 federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
             _wait_for_sites(federation)
-            console.print(line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)"))
+            console.print(
+                rich_line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)")
+            )
             status = _submit_and_watch(federation, job, overrides, name, console) if job else {}
             if keep:
                 stack.pop_all()
@@ -102,7 +104,7 @@ def poc(
     left = f"are stopped; kits, logs and results stay in {folder}"
     if keep:
         left = f"run on; ask them with --kit {federation.kit(LEAD)}; stop them: consilium poc --stop {folder}"
-    console.print(line(f"server and sites {left}", limit=1000))
+    console.print(rich_line(f"server and sites {left}", limit=1000))
     if job is None:
         return
     if "folder" not in status:
@@ -149,7 +151,7 @@ def _submit_and_watch(
     with connect(federation.kit(LEAD)) as admin:
         with delete_on_failure(ready := prepare(job, overrides, name, admin.upload_folder)):
             job_id = admin.submit(ready)
-        console.print(line(f"submitted as experiment {name}, job {job_id}"))
+        console.print(rich_line(f"submitted as experiment {name}, job {job_id}"))
         status = watch_job(admin, job_id, console)
         if exit_code(status["status"]) == 0:
             status["folder"] = admin.download(job_id, federation.folder / "results")

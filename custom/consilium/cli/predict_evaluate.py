@@ -13,7 +13,7 @@ from consilium.cli.options import CheckpointsOption, Format, FormatOption, emit,
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Stage
-from consilium.core.sanitize import LONGEST_LINE, line, shown
+from consilium.core.sanitize import LONGEST_LINE, rich_line, shown
 from consilium.federation.job import reads_texts
 from consilium.report.results_table import PICTURE, VALUES
 from consilium.report.tables import Table, columns, number
@@ -95,9 +95,9 @@ def predict(
     count += f", {len(beside)} skipped (DICOM objects that are not images)" if beside else ""
     told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}
     if format == "txt":
-        rest = [line(f"and {len(bad) - NAMED} more", "red")] if len(bad) > NAMED else []
-        show([*(line(one["reason"], "red") for one in bad[:NAMED]), *rest], errors=True)
-    emit(told, [line(f"{count}: {out}", limit=4000)], format)
+        rest = [rich_line(f"and {len(bad) - NAMED} more", "red")] if len(bad) > NAMED else []
+        show([*(rich_line(one["reason"], "red") for one in bad[:NAMED]), *rest], errors=True)
+    emit(told, [rich_line(f"{count}: {out}", limit=4000)], format)
     if bad:
         raise typer.Exit(1)
 
@@ -186,7 +186,7 @@ def _score_lines(found: Mapping[str, float], opened: TrainedModel, split: Split,
 
 def score_names_to_show(found: Mapping[str, float], scores: Scores) -> list[str]:
     """Return the names of the scores to print: the leading score, the scores beside it, and the scores of each class."""
-    whole = [scores.lead(found), *scores.beside]
+    whole = [scores.leading_name(found), *scores.beside]
     each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]
     ended = tuple(f"{end}" for end in (LOW, HIGH))
     return [name for name in dict.fromkeys([*whole, *each]) if name in found and not name.endswith(ended) and name != COUNT]

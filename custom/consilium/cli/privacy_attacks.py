@@ -15,7 +15,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.report.tables import Table, columns
 from consilium.use.attack import AttackResult, attack as attack_model, epsilon_of_record
-from consilium.use.evaluate import read_site
+from consilium.use.evaluate import read_site_config
 from consilium.use.invert import draw, inversion
 from consilium.use.model import TrainedModel, check_generated, open_model
 
@@ -90,7 +90,7 @@ def invert(
 def _find_attacked_site(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
     """Return the settings of the site whose samples are attacked, and the site's name in the run. Raises ConfigError."""
     if data is not None:
-        return read_site(data, opened.config), site or data.resolve().name
+        return read_site_config(data, opened.config), site or data.resolve().name
     run = next((one for one in opened.folder.resolve().parents if (one / SIMULATION).is_file()), opened.folder)
     check_generated(run, opened, "the site's folder or data list")
     if site is None and opened.card.site == "":

@@ -15,7 +15,7 @@ from rich.text import Text
 from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.sanitize import line
+from consilium.core.sanitize import rich_line
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.ledger import Ledger, accept as go_on, check, summary
 from consilium.privacy.secagg import sum_ledger
@@ -83,7 +83,7 @@ def sums(
         if not reason.strip():
             raise ConfigError("--reason: empty; say why this sum may show what it shows")
         sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
-    sum_ledger.check_whole(root)
+    sum_ledger.count_checked_lines(root)
     found = sum_ledger.read(root / sum_ledger.FILE)
     lines = []
     for one in found:
@@ -94,7 +94,7 @@ def sums(
             text = f"{', '.join(one['sites'])}; by {one['by']}: {one['reason']}"
         else:
             text = f"{', '.join(one['sites'])}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
-        lines.append(line(f"{stamp}  {one['kind']}: {text}", limit=2000))
+        lines.append(rich_line(f"{stamp}  {one['kind']}: {text}", limit=2000))
     emit(found, lines or ["no sum under masks and without noise has been joined here"], format)
 
 
@@ -132,14 +132,16 @@ def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
 def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[Text | str]:
     """Yield lines on what each data set has spent, and on the releases in `rows`."""
     for one in found:
-        yield line(f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
+        yield rich_line(
+            f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000
+        )
         for unit, by_delta in one["epsilon"].items():
             spent = ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in by_delta.items())
             if any(math.isinf(value) for value in by_delta.values()):
                 spent = "no bound: a job of a finer unit, or without noise, ran on these data"
             budget = one["budgets"].get(unit)
             yield f"    one {unit}: {spent}" + (f"; budget {budget.epsilon:g} at delta {budget.delta:g}" if budget else "")
-        yield line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}")
+        yield rich_line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}")
         if not one["private"]:
             yield Text("    NOT PRIVATE: noise came from a seed (noise_seed in site.yaml)", "yellow")
         if one["void"]:
@@ -148,6 +150,6 @@ def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[
         what = f"{row['job']} {row['run']} round {row['round']} phase {row['phase']}"
         noise = f"noise multiplier {row['noise_multiplier']:.4g}, rate {row['sample_rate']:g}, x {row['count']}"
         void = " (void)" if row["void"] else ""
-        yield line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}{void}", limit=1000)
+        yield rich_line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}{void}", limit=1000)
     if not found:
         yield "nothing was released yet"

@@ -97,34 +97,34 @@ def plan(
     emit({"asked": about, "plans": found}, _lines(about, found), format)
 
 
-def _plan_as_json(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one accountant's plan as JSON values. `asked`: the command's options.
+def _plan_as_json(accountant: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one accountant's plan as JSON values. `options`: the command's options.
 
     With "paper" the plan is by the paper's calibration, with "sample_rate" for DP-SGD. "shares" is the number of honest sites
     whose noise counts with trust distributed; None if there are too few sites.
     """
-    kinds = ["distributed"] if asked["sample_rate"] else ["local", "central", *(["distributed"] if asked["shares"] else [])]
-    releases, paper, source = asked["rounds"] * asked["phases"], asked["paper"], Path("privacy plan")
+    kinds = ["distributed"] if options["sample_rate"] else ["local", "central", *(["distributed"] if options["shares"] else [])]
+    releases, paper, source = options["rounds"] * options["phases"], options["paper"], Path("privacy plan")
     plans = dict[str, Plan]()
     for trust in kinds:
-        numbers: dict[str, Any] = {name: asked[name] for name in ("epsilon", "delta", "clip")} | {"trust": trust}
-        if asked["sample_rate"]:
+        numbers: dict[str, Any] = {name: options[name] for name in ("epsilon", "delta", "clip")} | {"trust": trust}
+        if options["sample_rate"]:
             counts = "rdp" if accountant == "rdp" else "prv"  # sampled steps have no closed form, so "exact" means prv
-            numbers |= {"unit": "record", "accountant": counts, "sample_rate": asked["sample_rate"], "divisor": 1.0}
+            numbers |= {"unit": "record", "accountant": counts, "sample_rate": options["sample_rate"], "divisor": 1.0}
             plans[trust] = step_plan(validate(RecordLevelDpConfig, numbers, source), releases)
             continue
         numbers |= {"unit": "site", "accountant": accountant}
         if paper:
-            numbers |= {"calibration": "paper", "sites": asked["sites"], "samples": paper["samples"]}
-            config, steps = validate(SiteLevelDpConfig, numbers, source), asked["rounds"] * paper["local_steps"]
+            numbers |= {"calibration": "paper", "sites": options["sites"], "samples": paper["samples"]}
+            config, steps = validate(SiteLevelDpConfig, numbers, source), options["rounds"] * paper["local_steps"]
             plans[trust] = printed_plan(config, paper["batch_size"], steps, releases, paper["tensors"])
         else:
             config = validate(SiteLevelDpConfig, numbers, source)
-            plans[trust] = replace(site_plan(config, releases), shares=asked["shares"] or 1)
-    first, sites = next(iter(plans.values())), asked["sites"]
-    deltas = sorted({asked["delta"], 1e-5, 1e-6, *([1 / sites] if sites > 1 else [])}, reverse=True)
+            plans[trust] = replace(site_plan(config, releases), shares=options["shares"] or 1)
+    first, sites = next(iter(plans.values())), options["sites"]
+    deltas = sorted({options["delta"], 1e-5, 1e-6, *([1 / sites] if sites > 1 else [])}, reverse=True)
     ratios = {
-        trust: noise_to_signal(one, asked["parameters"], sites) for trust, one in plans.items() if not asked["sample_rate"]
+        trust: noise_to_signal(one, options["parameters"], sites) for trust, one in plans.items() if not options["sample_rate"]
     }
     spent = {f"{d:g}": first.epsilon(delta=d) for d in deltas}
     return {"noise_multiplier": first.noise_multiplier, "epsilon": spent, "noise_to_signal": ratios}
@@ -147,23 +147,25 @@ def _count_honest_shares(sites: int, threshold: int, colluders: int) -> int | No
     raise ConfigError(f"--threshold: {threshold}: {among} {can}")
 
 
-def _lines(asked: Mapping[str, Any], found: dict[str, Any]) -> Iterator[Table | str]:
+def _lines(options: Mapping[str, Any], found: dict[str, Any]) -> Iterator[Table | str]:
     """Yield the plans as a table and lines."""
     first = next(iter(found.values()))
-    releases = asked["rounds"] * asked["phases"]
-    level = f"record or patient level at rate {asked['sample_rate']:g}" if asked["sample_rate"] else "site level"
-    paper = f"; calibration paper: the noise of a printed epsilon {asked['epsilon']:g}, trust local" if asked["paper"] else ""
-    title = f"{releases} releases, {asked['sites']} sites, {level}, zero-out{paper}"
+    releases = options["rounds"] * options["phases"]
+    level = f"record or patient level at rate {options['sample_rate']:g}" if options["sample_rate"] else "site level"
+    paper = (
+        f"; calibration paper: the noise of a printed epsilon {options['epsilon']:g}, trust local" if options["paper"] else ""
+    )
+    title = f"{releases} releases, {options['sites']} sites, {level}, zero-out{paper}"
     rows = [
         [name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values())] for name, one in found.items()
     ]
     yield Table(title, columns("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"])), rows)
-    if asked["sample_rate"] and asked["shares"]:
-        least = first["noise_multiplier"] * asked["clip"]
-        whole = least * math.sqrt(asked["sites"] / asked["shares"])
+    if options["sample_rate"] and options["shares"]:
+        least = first["noise_multiplier"] * options["clip"]
+        whole = least * math.sqrt(options["sites"] / options["shares"])
         yield f"noise on each number of a step's sum, where all sites answer: {whole:.4g}"
-        yield f"    (at least {least:.4g}, what the {asked['shares']} that are honest for certain add)"
+        yield f"    (at least {least:.4g}, what the {options['shares']} that are honest for certain add)"
         return
     ratios = "  ".join(f"{trust} {value:.3g}" for trust, value in first["noise_to_signal"].items())
     yield f"noise / signal of one release's mean update, at best: {ratios}"
-    yield f"    (all sites at the clip {asked['clip']:g} with equal updates; {asked['parameters']:,} numbers in a release)"
+    yield f"    (all sites at the clip {options['clip']:g} with equal updates; {options['parameters']:,} numbers in a release)"

@@ -50,15 +50,15 @@ def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
         raise ConsiliumError(disk_full_message(error, where, _resume_hint(folder, resumable))) from None
 
 
-def exit_interrupted(way: str) -> None:
-    """Print "interrupted" and the hint `way`, and exit."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted{way}", markup=False)
+def exit_interrupted(hint: str) -> None:
+    """Print "interrupted" and the hint `hint`, and exit."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted{hint}", markup=False)
     raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
-def disk_full_message(error: OSError, where: str | bytes | Path, way: str) -> str:
-    """Return the message for a full disk or an exceeded quota. `way`: the hint how to resume."""
-    return f"{os.fsdecode(where)}: {error.strerror}; make room{way}"
+def disk_full_message(error: OSError, where: str | bytes | Path, hint: str) -> str:
+    """Return the message for a full disk or an exceeded quota. `hint`: the hint how to resume."""
+    return f"{os.fsdecode(where)}: {error.strerror}; make room{hint}"
 
 
 def same_command_hint() -> str:

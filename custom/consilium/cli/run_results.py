@@ -12,10 +12,10 @@ from rich.text import Text
 from consilium.cli.options import Format, emit, show
 from consilium.cli.privacy_ledger import claim_of
 from consilium.config.job import JobConfig, load_run_job
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import rich_line, shown
 from consilium.report.live_view import ENDING, early_stop_text
 from consilium.report.predictions import PREDICTIONS, join_predictions
-from consilium.report.results_table import VALUES, frozen_level, read_cross_site_matrix, results_table
+from consilium.report.results_table import VALUES, no_improvement_warning, read_cross_site_matrix, results_table
 from consilium.report.run_record import read_run
 from consilium.report.tables import Table
 from consilium.report.untrusted_files import read_json
@@ -28,7 +28,7 @@ def show_results(folder: Path, losses: dict[str, float], sites: list[str], forma
     try:
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
     except OSError as error:  # the scores are complete without the picture
-        show([line(f"no {PREDICTIONS}: {error}", "yellow")], errors=True)
+        show([rich_line(f"no {PREDICTIONS}: {error}", "yellow")], errors=True)
     config = load_run_job(folder, None)  # the job as it ran, even if its file has changed since
     print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
@@ -70,8 +70,8 @@ def print_results(
             yield from (shown(f"{site}: {reason}", 1000) for site, reason in sorted(refused.items()))
             if early:
                 yield early_stop_text(early).capitalize()
-            if told := frozen_level(record):
-                yield line(told, "yellow", limit=1000)
+            if told := no_improvement_warning(record):
+                yield rich_line(told, "yellow", limit=1000)
             if claim := claim_of(folder):
                 yield f"Privacy: {claim}. {METRICS_NOTE}"
             files += [PREDICTIONS] * (folder / PREDICTIONS).is_file()

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from consilium.cli import serve_pages
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import line
+from consilium.core.sanitize import rich_line
 
 HOST, COOKIE = "127.0.0.1", "consilium"
 HEADERS = {
@@ -79,8 +79,8 @@ def serve(
     token = secrets.token_urlsafe(32)
     port = listener.getsockname()[1]
     console = Console(soft_wrap=True, highlight=False)
-    console.print(line(f"http://{HOST}:{port}/?token={token}"))
-    console.print(line("open this address in a browser on this machine, and tell it to no one else; Ctrl-C ends it"))
+    console.print(rich_line(f"http://{HOST}:{port}/?token={token}"))
+    console.print(rich_line("open this address in a browser on this machine, and tell it to no one else; Ctrl-C ends it"))
 
     async def serve_until_signal() -> None:
         loop, end = asyncio.get_running_loop(), asyncio.Event()
@@ -170,7 +170,7 @@ class KitSite:
         except ConnectionError:  # the browser has gone
             raise
         except Exception as error:
-            Console(stderr=True, soft_wrap=True).print(line(f"{type(error).__name__}: {error}", "red", limit=1000))
+            Console(stderr=True, soft_wrap=True).print(rich_line(f"{type(error).__name__}: {error}", "red", limit=1000))
             return _error(500)
 
     async def _overview(self, request: web.Request) -> web.Response:

@@ -30,7 +30,7 @@ from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.evidence_archive import pack
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.kit_contents import certificate_path, is_open, kit_name, kit_role, load_certificate
+from consilium.flare.kit.kit_contents import certificate_path, has_private_key, kit_name, kit_role, load_certificate
 from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit_log, ledger as ledgers
@@ -229,7 +229,7 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     yield _approvals(kit, records, stored, waiting)
     archives = [(f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)") for run in runs if run.messages]
     text = "A signed archive of a run: policies, job, record of what left, ledger, versions. Made when you follow the link."
-    if not is_open(kit):
+    if not has_private_key(kit):
         archives, text = [], "The kit is locked, so nothing can be signed. The administrator opens it with `consilium unlock`."
     yield Section("evidence", "Evidence", [text if runs else "There is no run."], links=archives)
 
@@ -251,7 +251,7 @@ def _read_record(path: Path) -> tuple[list[audit_log.Line], bool]:
     """Return the messages in an audit.jsonl and whether it is unaltered; no messages for a file that cannot be read."""
     try:
         if path.stat().st_size <= MOST_BYTES:
-            found = audit_log.read(path)
+            found = audit_log.read_with_epsilon(path)
             return found["messages"], found["broken_line"] is None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         pass

@@ -14,10 +14,10 @@ from consilium.cli.resume_hint import print_resume_hint, stop_on_signals
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.lazy import call
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import rich_line, shown
 from consilium.core.schema import validate
 from consilium.data.site_names import describe_renames, folder_of
-from consilium.federation.simulated_sites import check_same, read_recorded_sites, site_names, unused_state_warning
+from consilium.federation.simulated_sites import check_same_sites, read_recorded_sites, site_names, unused_state_warning
 from consilium.flare.job.simulator import Simulator
 from consilium.report.live_view import LiveView
 from consilium.report.tracking import check_installed
@@ -103,12 +103,12 @@ def simulate(
         was = read_recorded_sites(workspace)
         generated = given.data is None and all(lists is None for lists in was.sites.values())
         if was.sites and (sites or not generated):
-            check_same(workspace, was, {name: find_site(name, given) for name in names})
+            check_same_sites(workspace, was, {name: find_site(name, given) for name in names})
         names = list(was.sites) or names  # in the order of the run; a run of a former version stores no sites
     request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, together, format == "json")
     with stop_on_signals(), print_resume_hint(workspace or Path("runs"), engine == "inprocess"):
         if note := unused_state_warning({name: find_site(name, given) for name in names}):
-            show([line(note, "yellow")], errors=True)
+            show([rich_line(note, "yellow")], errors=True)
         folder, losses = _simulate_over_flare(request) if engine == "flare" else _simulate_in_process(request)
     call("consilium.cli.run_results:show_results", folder, losses, names, format)
 

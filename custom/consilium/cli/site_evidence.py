@@ -20,7 +20,7 @@ from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, check_chains,
 from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, is_void, read as read_record
+from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon as stored_record
 from consilium.privacy.ledger.ledger import Ledger, read_accepted_seals
 from consilium.report.run_files import versions
 from consilium.report.tables import only_true
@@ -133,7 +133,7 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
     whole = check_chains(found)
     intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
-    read = [read_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
+    read = [stored_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
     words = "\n\n".join(map(markdown, read))
     entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
     warnings = _privacy_warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import count_with_noun, line, shown
+from consilium.core.sanitize import count_with_noun, rich_line, shown
 from consilium.federation.compatibility import OWN, Verdict, differences
 from consilium.flare.admin.session import connect
 from consilium.flare.kit.certificates import WARN_DAYS
@@ -47,14 +47,14 @@ def sites(
 
 def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) -> Iterator[Table | Text]:
     """Yield a table with a row per site, and lines with each site's health and notes."""
-    yield line(
+    yield rich_line(
         f"server: consilium {server['version']}, protocol {server['protocol']}; {count_with_noun(len(rows), 'site')} seen"
     )
     yield site_table(rows)
     for row in rows:
         if row["health"]:
-            yield line(f"{row['site']}: {describe_health(row['health'], now)}")
-        yield from (line(f"{row['site']}: {note}", "yellow") for note in row["notes"])
+            yield rich_line(f"{row['site']}: {describe_health(row['health'], now)}")
+        yield from (rich_line(f"{row['site']}: {note}", "yellow") for note in row["notes"])
 
 
 def site_table(rows: list[dict[str, Any]]) -> Table:

@@ -19,15 +19,15 @@ from consilium.cli.options import (
     study_size,
 )
 from consilium.cli.resume_hint import exit_interrupted, same_command_hint as same_command, stop_on_signals
-from consilium.config.code_digest import code_of
+from consilium.config.code_digest import strategy_code_digest
 from consilium.config.site import Given
-from consilium.core.sanitize import count_with_noun, few, line
+from consilium.core.sanitize import count_with_noun, few, rich_line
 from consilium.report.run_record import earlier_cells, save_cells
 from consilium.report.tables import Table, duration
 from consilium.study.cost import bytes_of
 from consilium.study.definition import GridErrors, Study, labels_text, load, pick
 from consilium.study.preflight import Planner
-from consilium.study.records import CellRecord, log_of, record_of
+from consilium.study.records import CellRecord, current_record, log_of
 from consilium.study.runner import run_study
 from consilium.study.view import StudyView, cells_table
 
@@ -47,16 +47,16 @@ def study_show(
     """Show a study's cells: each cell's state, run time and communicated MiB; and the excluded cells with reasons."""
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
-    records = {cell.id: record_of(cell.folder) for cell in cells}
+    records = {cell.id: current_record(cell.folder) for cell in cells}
     errors, sizes = GridErrors([cell.labels for cell in cells]), dict[str, int | None]()
     for cell in cells:
-        with errors.of(cell.labels):
+        with errors.collect_errors(cell.labels):
             sizes[cell.id] = bytes_of(cell)
     errors.raise_if_any()
     rows = []
     for cell in cells:
         one = records[cell.id]
-        more = {"outdated": one.outdated(code_of(cell.load())), "labels": cell.labels, "folder": str(cell.folder)}
+        more = {"outdated": one.outdated(strategy_code_digest(cell.load())), "labels": cell.labels, "folder": str(cell.folder)}
         rows.append(vars(one) | more | {"bytes": sizes[cell.id]})
     told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
     emit(told, _lines(chosen, records, sizes), format)
@@ -73,7 +73,7 @@ def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | 
         yield _line("MiB: `counts` in the study's file tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
         yield _line(f"{count_with_noun(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
-    yield from _outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
+    yield from _outdated({cell.name: (records[cell.id], strategy_code_digest(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
@@ -114,7 +114,7 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
-    there = {one.cell.name: (record, one.code) for one in cells if (record := record_of(one.cell.folder)).data == one.data}
+    there = {one.cell.name: (record, one.code) for one in cells if (record := current_record(one.cell.folder)).data == one.data}
     show(_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"}))
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
@@ -142,4 +142,4 @@ def _outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    return line(text, style, limit=4000)
+    return rich_line(text, style, limit=4000)

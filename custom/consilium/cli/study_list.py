@@ -7,9 +7,9 @@ import typer
 
 from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, emit, gpu_hours
 from consilium.core.lazy import call
-from consilium.report.tables import Column, Table, folding
+from consilium.report.tables import Column, Table, wrapping_grid
 from consilium.study.definition import Study, load, studies_folder
-from consilium.study.records import cached_flops, known_flops, record_of
+from consilium.study.records import current_record, known_flops, read_flops_cache
 
 
 def study_list(
@@ -27,15 +27,15 @@ def study_list(
         hours = "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"
         rows.append([one["study"], one["table"] or "-", str(one["cells"]), str(one["done"]), hours, one["needs"] or "-"])
     note = f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count"
-    emit(found, [folding(Table("", heads, rows)), note], format)
+    emit(found, [wrapping_grid(Table("", heads, rows)), note], format)
 
 
 def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
     cells = len(study.grid()) - len(study.excluded())
     begun = study.cells() if study.workspace.exists() else []  # making the cells of all studies would take long
-    states = Counter(record_of(cell.folder).state for cell in begun)
+    states = Counter(current_record(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    flops = known_flops(study, cached_flops())
+    flops = known_flops(study, read_flops_cache())
     if flops is None and count:
         flops = call("consilium.study.cost:count_flops", study)
     hours = None if flops is None else gpu_hours(flops, tflops)

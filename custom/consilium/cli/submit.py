@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from consilium.cli.jobs import KitOption, exit_code, lines_of, watch_job
+from consilium.cli.jobs import KitOption, exit_code, status_lines, watch_job
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, emit, show
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import JobError
-from consilium.core.sanitize import line
+from consilium.core.sanitize import rich_line
 from consilium.flare.admin.session import Admin, connect
-from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_again
+from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_resume
 
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch the job until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
@@ -50,22 +50,22 @@ def resume(
     """Continue an interrupted run from its last finished round. On CPU the result equals an uninterrupted run's to the bit."""
     with connect(kit) as admin:
         sites = admin.former_sites(experiment)
-        folder = prepare_again(experiment, admin.upload_folder, job)
+        folder = prepare_resume(experiment, admin.upload_folder, job)
         with delete_on_failure(folder) if job else nullcontext():
             for site in sorted(admin.await_sites(sites, PATIENCE)):
                 said = f"{site} took part before and is not connected: the run is resumed without it"
-                show([line(said, "yellow")], errors=True)
+                show([rich_line(said, "yellow")], errors=True)
             job_id = admin.submit(folder)
         _report_submission(admin, job_id, experiment, wait, format)
 
 
 def _report_submission(admin: Admin, job_id: str, experiment: str, wait: bool, format: Format) -> None:
     console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
-    console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
+    console.print(rich_line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
     if wait:
         found = watch_job(admin, job_id, console)
-    emit(found, lines_of(found) if wait else (), format)
+    emit(found, status_lines(found) if wait else (), format)
     if wait and not found["status"].endswith(":COMPLETED"):
         reason = found.get("reason", "see `consilium status` and the logs")
         raise JobError(f"{experiment}: {found['status']}: {reason}", exit_code(found["status"]))

@@ -10,13 +10,13 @@ from consilium.client.client import Client
 from consilium.client.context import ClientContext
 from consilium.client.ddp import build_ranks
 from consilium.client.evaluator import speed_up
-from consilium.client.site_data import count_units, ledger_name_of, patient_warning, site_data, watch_files
+from consilium.client.site_data import count_units, ledger_dataset_name, patient_warning, site_data, watch_files
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, allowed_metrics, loading_event
 from consilium.data.datalist import DataList, pool
-from consilium.data.patients import warn_of_alike
+from consilium.data.patients import warn_of_similar_patients
 from consilium.federation.job import Job, build_model, build_task, checkpoint_of, metric_names
 from consilium.privacy.disclosure_control import Terms
 from consilium.privacy.guard.guard import Guard
@@ -57,7 +57,7 @@ def build_site(
     task = build_task(job.config, decoded, site)
     if warning := patient_warning(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})
-    warn_of_alike(data)
+    warn_of_similar_patients(data)
     if model is None:
         observer(loading_event(job.config.model.title, name))
         model = build_model(job.config, site)
@@ -85,7 +85,7 @@ def build_guard(
     `identity`: key and certificate for secure aggregation.
     """
     data = data or site_data(job.config, name, site, folder, root)
-    patients, own = ledger_name_of(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
+    patients, own = ledger_dataset_name(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
     return Guard(
         name,
         job.config,
@@ -102,7 +102,7 @@ def build_guard(
             root,
             (patients, str(data.path.resolve())) if own else (GENERATED,),
             job.config.title,
-            "uniform" if job.config.weighting == "uniform" else f"samples, at most {job.config.most_weight}",
+            "uniform" if job.config.weighting == "uniform" else f"samples, at most {job.config.max_masked_weight}",
         ),
         observer,
         job_id,

@@ -106,7 +106,7 @@ class Client:
         Raises ConsiliumError if one of them fails.
         """
         if self.context.watch:
-            self.context.watch.check(getattr(self.context.task, "read_again", lambda split, index: None))
+            self.context.watch.check_still_readable(getattr(self.context.task, "read_again", lambda split, index: None))
         if self.context.plan is not None and self.context.config.dpsgd and not self._rehearsed:
             rehearse_step(self.context)
             self._rehearsed = True
@@ -211,7 +211,7 @@ class Client:
             metrics |= self.evaluator.validate(Stage.PERSONALIZED, payload)
         self.models.save_if_best(run, Stage.PERSONALIZED, self.models.build_personalized(end, payload, closing=False), metrics)
         metrics |= {TRAIN_SECONDS: seconds} | {REPORTED[what]: value for what, value in report.numbers.items()}
-        metrics |= context.skipped_metric()
+        metrics |= context.skipped_samples_metric()
         context.before_saving()
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         reply = replace(reply, metrics=metrics)
@@ -232,7 +232,7 @@ class Client:
         state = self._restore_state(self.models.scored_run(run))
         own, last = state.params, state.place
         if context.config.cross_site is not None:
-            return evaluator.score(own, payload, context.config.cross_site.split)
+            return evaluator.score_cross_site(own, payload, context.config.cross_site.split)
         if payload.phase == HELD_OUT:
             context.receive(own, payload)
             full = context.config.training.validation.full
@@ -261,7 +261,7 @@ class Client:
                 metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
         with adapter_state.disabled(context.model):
             metrics |= evaluator.evaluate_final(split, Stage.PRETRAINED, payload, examples)
-        metrics |= context.skipped_metric()
+        metrics |= context.skipped_samples_metric()
         self.models.write_models(run, models, metrics)
         self._write_pictures(examples, context.folder / run, metrics)
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
@@ -308,7 +308,7 @@ class Client:
     def _restore_state(self, run: str) -> SiteState:
         """Return the client's stored state of a run; before its first round an empty one with the base's own values."""
         if not self._state_path(run).exists():
-            return SiteState(adapter_state.zero_base_changes(self.context.model), None, Payload(-1, -1, {}), {}, {})
+            return SiteState(adapter_state.initial_base_changes(self.context.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._state_path(run))
         place = meta["round"], meta["phase"]
         params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))

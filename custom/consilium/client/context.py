@@ -73,7 +73,7 @@ class ClientContext:
         start = self.strategy.receive(own, payload)
         self.load(start)
         self.scale(scaling_of(self.strategy, payload))
-        self.mix(0.0)
+        self.set_local_share(0.0)
         return start
 
     def values(self, names: Collection[str]) -> Tensors:
@@ -85,13 +85,13 @@ class ClientContext:
         if (scale := self.config.adapter_kind.scale) is not None:
             scale(self.model, self.config.adapter, factor)
 
-    def mix(self, share: float | Tensor, cut_global: bool = False) -> None:
+    def set_local_share(self, share: float | Tensor, cut_global: bool = False) -> None:
         """Set the share of the local adapter in the forward pass, if the strategy has one; see `AdapterKind`."""
         mix = self.config.adapter_kind.mix
         if LOCAL_ADAPTER in self.strategy.traits.parts and mix is not None:
             mix(self.model, self.config.adapter, share, cut_global)
 
-    def skipped_metric(self) -> dict[str, float]:
+    def skipped_samples_metric(self) -> dict[str, float]:
         """Return the number of skipped samples as a metric, {} for 0 or for a task that skips none."""
         count = getattr(self.task, "skipped", 0)
         return {SKIPPED: float(count)} if count else {}

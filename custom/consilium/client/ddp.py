@@ -30,11 +30,11 @@ from consilium.client.ddp_worker import (
     join_process_group,
     loss_and_gradients,
     mesh_of,
-    reduce_over_ranks,
     rendezvous_store,
     run_rank,
     select_tensors,
     sizes,
+    sum_or_broadcast,
 )
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -42,7 +42,7 @@ from consilium.core.child_process import ChildProcess, exit_reason, receive, sen
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
-from consilium.core.storage import private_folder
+from consilium.core.storage import make_private_folder
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
 from consilium.federation.job import build_model
@@ -128,7 +128,7 @@ class Ranks:
     def _launch(self, model: nn.Module | None) -> None:
         """Start all other ranks. `model`: a model to shard, of which this rank keeps its part; None for a replicated base."""
         size = self.site.device_count
-        self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
+        self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=make_private_folder(self.folder)))
         store = rendezvous_store(self.place, size)
         self.children.extend(
             ChildProcess(run_rank, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:]
@@ -277,7 +277,7 @@ class JointTask:
     def reduce_over_ranks(self, numbers: Tensor, found: bool) -> Tensor:
         """See `reduce_over_ranks` in ddp_worker.py. Raises OSError if a rank has ended."""
         try:
-            return reduce_over_ranks(self.ranks.group, numbers, found)
+            return sum_or_broadcast(self.ranks.group, numbers, found)
         except RuntimeError as error:
             raise OSError(str(error)) from None
 

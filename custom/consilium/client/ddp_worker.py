@@ -159,12 +159,12 @@ def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig) -> "DeviceMe
     )
 
 
-def reduce_over_ranks(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
-    """Return, at every rank, the sum of all ranks' `numbers` if `found`, otherwise the `numbers` of rank 0.
+def sum_or_broadcast(group: "ProcessGroup", numbers: Tensor, summed: bool) -> Tensor:
+    """Return, at every rank, the sum of all ranks' `numbers` if `summed`, otherwise the `numbers` of rank 0.
 
     Raises RuntimeError if a rank has ended.
     """
-    (group.allreduce([numbers]) if found else group.broadcast(numbers, 0)).wait()
+    (group.allreduce([numbers]) if summed else group.broadcast(numbers, 0)).wait()
     return numbers
 
 
@@ -234,11 +234,11 @@ def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tenso
 def _compute_share(
     model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup"
 ) -> None:
-    values = reduce_over_ranks(group, flat(trained), found=False)
+    values = sum_or_broadcast(group, flat(trained), summed=False)
     with torch.no_grad():
         for one, part in zip(trained, values.split(sizes(trained)), strict=True):
             one.copy_(part.view_as(one))
     torch.manual_seed(share.seed)
     with autocast(next(model.parameters()).device, precision):
         found = loss_and_gradients(task, model, share, trained)
-    reduce_over_ranks(group, found, found=True)
+    sum_or_broadcast(group, found, summed=True)

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.parts import cut_of
+from consilium.adapters.parts import feature_point_of
 from consilium.client.context import ClientContext
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage, Tensors
 from consilium.core.storage import digest
-from consilium.federation.saved_model import SavedModel, check_scaling_and_share, run_as_kept
+from consilium.federation.saved_model import SavedModel, apply_forward_settings, check_scaling_and_share
 from consilium.models.registry import MODELS
 from consilium.report.best_worst_cases import Closing
 from consilium.strategies.traits import Interpolation
@@ -74,7 +74,7 @@ class Evaluator:
             closing.collect_predictions(stage, context.task, context.model, split)
         return metrics
 
-    def score(self, own: Tensors, payload: Payload, split: str) -> Payload:
+    def score_cross_site(self, own: Tensors, payload: Payload, split: str) -> Payload:
         """Return a reply with only the metrics, on a split, of the model that a cross-site job sends.
 
         Phase 0 has the model that all sites share; this client's `own` tensors of the run are added. Other phases have one
@@ -93,10 +93,10 @@ class Evaluator:
             kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
             check_scaling_and_share(kept, "the model that the server sent")
             context.load(kept.values)
-            run_as_kept(context.model, context.config, kept)
+            apply_forward_settings(context.model, context.config, kept)
         metrics = self.evaluate(split, stage, payload, full=True) if context.task.has(split) else {}
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
-        return Payload(payload.round, payload.phase, {}, metrics=metrics | context.skipped_metric())
+        return Payload(payload.round, payload.phase, {}, metrics=metrics | context.skipped_samples_metric())
 
     @torch.no_grad()
     def choose_final(self, own: Tensors, payload: Payload) -> Payload:
@@ -111,7 +111,7 @@ class Evaluator:
             for name, one in offered.items():
                 context.receive(own, one)
                 metrics = scores(context.model, context.task, context.config, "validation", False)
-                lead = TASKS[task.name].scores(task).lead(metrics)
+                lead = TASKS[task.name].scores(task).leading_name(metrics)
                 value = metrics.get(lead, math.nan)
                 found[name] = -math.inf if math.isnan(value) else -value if lead in LOWER else value  # larger is better
             best, how = max(names, key=lambda name: found[name]), "the best of its validation split"
@@ -124,8 +124,8 @@ class Evaluator:
         if interpolation is None:
             return nullcontext()
         base, seed = MODELS[context.config.model.name], context.seed("blend", payload)
-        cut = cut_of(context.model, base) if interpolation.examples else None
-        return interpolate_adapter(context.model, cut, context.task, context.mix, interpolation, seed)
+        cut = feature_point_of(context.model, base) if interpolation.examples else None
+        return interpolate_adapter(context.model, cut, context.task, context.set_local_share, interpolation, seed)
 
 
 # speedups --------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def remember_embeddings(config: JobConfig, model: nn.Module, task: Task) -> None
     With strategies that have parts between encoder and head, or a second adapter, the encoder always runs, because they use
     what passes through there.
     """
-    name, task_remembers = MODELS[config.model.name].encoder, getattr(task, "remember", None)
+    name, task_remembers = MODELS[config.model.name].encoder, getattr(task, "enable_embedding_cache", None)
     if not (name and hasattr(model, "embed") and task_remembers) or config.strategy.traits.parts:
         return  # a SAM from a folder has no separate `embed`
     if not any(one.startswith(f"{name}.") or f".{name}." in one for one in adapter_state.tensors(model)):

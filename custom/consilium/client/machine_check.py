@@ -28,7 +28,7 @@ from consilium.core.registry import installed_version
 from consilium.core.storage import file_hash
 from consilium.data.datalist import Item
 from consilium.data.patients import item_pseudonym, patients_and_most_samples
-from consilium.data.text import read_named_list
+from consilium.data.text import read_site_list
 from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
@@ -82,7 +82,7 @@ def examine_data(site: SiteConfig) -> Finding:
     """Return whether the data list and all files that it names exist."""
     if site.datalist is None:
         return Finding("data list", "none in site.yaml: only jobs with generated data run", advice="set `datalist:` for others")
-    return run_check("data list", partial(_count_entries, site.datalist))
+    return run_check("data list", partial(_entry_counts_text, site.datalist))
 
 
 def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
             yield from examine_patients(site, "patients", site.datalist)
         return
     for name, one in site.datasets.items():
-        yield run_check(f"data set {name}", partial(_count_entries, one.datalist))
+        yield run_check(f"data set {name}", partial(_entry_counts_text, one.datalist))
         yield from examine_patients(site, f"patients of {name}", one.datalist)
     if site.privacy.dataset is None:
         yield run_check("budgets", lambda: _check_images_across_budgets(site))
@@ -102,7 +102,7 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
     """Yield a finding if a patient budget meets entries without a patient, or a record budget patients with many entries."""
     with suppress(ConsiliumError):  # another check reports a list that cannot be read
-        samples = read_named_list(path).splits["training"]
+        samples = read_site_list(path).splits["training"]
         patients, most = patients_and_most_samples(samples)
         nameless = sum(not item_pseudonym(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
@@ -120,8 +120,8 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
             )
 
 
-def _count_entries(path: Path) -> str:
-    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_named_list(path).splits.items())
+def _entry_counts_text(path: Path) -> str:
+    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_site_list(path).splits.items())
 
 
 def _check_images_across_budgets(site: SiteConfig) -> Finding | str:
@@ -132,7 +132,7 @@ def _check_images_across_budgets(site: SiteConfig) -> Finding | str:
     owners: dict[Path, tuple[str, str]] = {}
     for name, one in site.datasets.items():
         for item in (
-            item for items in read_named_list(one.datalist).splits.values() for item in items if isinstance(item, Item)
+            item for items in read_site_list(one.datalist).splits.values() for item in items if isinstance(item, Item)
         ):
             patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
             if patients != (one.patients or name):
@@ -217,7 +217,7 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
     return Finding("memory", said, "use a larger device; nothing that `consilium fit` knows makes it fit")
 
 
-def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
+def log_peak_memory(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
     """Log the peak memory measured on a GPU and the predicted peak, to show how accurate predictions are.
 
     In private training the peak depends on how many samples a step drew, so the line is written only to the site's private log;

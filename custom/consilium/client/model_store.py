@@ -16,15 +16,15 @@ from consilium.federation.model_card import BEST, Card, scores_of
 from consilium.federation.saved_model import (
     ADAPTERS,
     SavedModel,
+    changes_to_parameters,
     keeps_local,
     leading,
+    read_adapter_folder,
     read_best,
-    read_kept,
     save_if_best,
-    with_parameters,
-    write_kept,
+    write_adapter_folder,
 )
-from consilium.federation.trainable_checks import as_changes
+from consilium.federation.trainable_checks import name_base_changes
 from consilium.privacy.plan import Plan, not_private_sentence
 from consilium.report.run_record import Results
 from consilium.strategies.strategy import Strategy, scaling_of
@@ -75,7 +75,7 @@ class ModelStore:
     def _write_folder(self, name: str, kept: SavedModel, **more: object) -> None:
         context, config, plan = self.context, self.context.config, self.context.plan
         blocks = context.load(kept.values)
-        others = with_parameters(context.model, kept.values)
+        others = changes_to_parameters(context.model, kept.values)
         if not kept.share:
             others = {name: tensor for name, tensor in others.items() if not is_local(name)}
         card = Card.of(
@@ -83,7 +83,7 @@ class ModelStore:
             training=context.task.num_samples if config.privacy is None else None,
             privacy=plan.claim() if plan else "", notes=tuple(self._notes(name, blocks)), **more,
         )  # fmt: skip
-        write_kept(context.folder / ADAPTERS / name, kept, others, config, card, plan)
+        write_adapter_folder(context.folder / ADAPTERS / name, kept, others, config, card, plan)
 
     def _notes(self, name: str, blocks: set[str]) -> list[str]:
         """Return notes for the card of the model `name`. `blocks`: the base's blocks that the model skips."""
@@ -107,7 +107,7 @@ class ModelStore:
     def scored_run(self, run: str) -> str:
         """Return the site's name of the run whose models are scored: a former run in a cross-site job, otherwise `run`."""
         own, _, _ = run.partition(".")
-        found = [f"{own}.{former.digest[:16]}" for former in former_jobs(self.context.config)]
+        found = [f"{own}.{former.digest[:16]}" for former in possible_scored_jobs(self.context.config)]
         return next((one for one in found if (self.context.folder / one).is_dir()), run)
 
     def personalized_model(self) -> Payload:
@@ -118,14 +118,14 @@ class ModelStore:
         context, folder = self.context, self.context.folder / ADAPTERS / Stage.PERSONALIZED
         if not folder.is_dir():
             raise RefusedError(f"{context.name}: {folder}: there is no personalized model of the run", Reason.MODEL)
-        kept, _ = read_kept(folder)
+        kept, _ = read_adapter_folder(folder)
         digest = load_run_job(folder, frozenset(context.config.packages)).digest
-        if digest not in {one.digest for one in former_jobs(context.config)}:
+        if digest not in {one.digest for one in possible_scored_jobs(context.config)}:
             raise RefusedError(f"{context.name}: {folder}: is of another job than the run that is scored", Reason.MODEL)
         return Payload(-1, -1, kept.values, {"scaling": kept.scaling, "share": kept.share})
 
 
-def former_jobs(config: JobConfig) -> list[JobConfig]:
+def possible_scored_jobs(config: JobConfig) -> list[JobConfig]:
     """Return the two possible jobs of the run that a cross-site job scores: with the run's name as `experiment`, or without."""
     names = (config.cross_site.run, None) if config.cross_site else ()
     return [config.model_copy(update={"cross_site": None, "experiment": name}) for name in names]
@@ -167,4 +167,4 @@ def keep_shared(
         config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(sites), training=told, split=split, scores=means,
         interval="lowest and highest site; the value is their mean", privacy=claim,
     )  # fmt: skip
-    write_kept(folder / ADAPTERS / Stage.GLOBAL, kept, as_changes(kept.values), config, card, plan)
+    write_adapter_folder(folder / ADAPTERS / Stage.GLOBAL, kept, name_base_changes(kept.values), config, card, plan)

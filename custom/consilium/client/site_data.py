@@ -15,12 +15,12 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.check_samples import FileWatch, record_lost, without_faults
+from consilium.data.check_samples import FileWatch, with_lost_recorded, without_faults
 from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
-from consilium.data.disk_cache import open_store
+from consilium.data.disk_cache import open_disk_cache
 from consilium.data.label_map import with_job_labels
 from consilium.data.loading import MOST_WORKERS, Loading
-from consilium.data.patients import by_patient, item_pseudonym, patients_and_most_samples
+from consilium.data.patients import item_pseudonym, patients_and_most_samples, training_indices_by_patient
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.data.text import Text
 from consilium.privacy.plan import max_samples_per_patient
@@ -45,7 +45,7 @@ def site_data(
     loading = Loading(site.cache.folder or root or folder, most, workers, skip, ignore_unfit=quiet)
     lost = list[Lost]()
     read = _read_list(config, name, site, folder, lost if skip else None, quiet)
-    read = _accept_all_masks(read, getattr(config.task, "classes", None)) if quiet else read
+    read = _relax_mask_values(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
         if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
             raise ConfigError(
@@ -59,10 +59,10 @@ def site_data(
     for _, note in read.notes:
         _log.warning(f"{name}: data list: {note}")
     data = replace(limit_training(read, config.data.most_training, config.training.seed, name), loading=loading)
-    found = _mark_alone(config, TASKS[config.task.name].prepare(config.task, record_lost(data, lost)))
+    found = _mark_independent_parts(config, TASKS[config.task.name].prepare(config.task, with_lost_recorded(data, lost)))
     look = TASKS[config.task.name].look if skip else None
     if look is not None and not any(isinstance(item, Text) for items in found.splits.values() for item in items):
-        store = open_store(found.loading.folder, found.loading.most)
+        store = open_disk_cache(found.loading.folder, found.loading.most)
         found = without_faults(found, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
     return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
@@ -109,7 +109,7 @@ def _read_list(config: JobConfig, name: str, site: SiteConfig, folder: Path, los
     return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
 
 
-def _accept_all_masks(data: DataList, classes: Collection[str] | None) -> DataList:
+def _relax_mask_values(data: DataList, classes: Collection[str] | None) -> DataList:
     """Return a list whose masks raise no error that depends on a job's `classes`: other values count as background.
 
     A mask with a `labels` map of the site may still refuse values, because that depends on the site's map only.
@@ -124,7 +124,7 @@ def _accept_all_masks(data: DataList, classes: Collection[str] | None) -> DataLi
     return replace(data, splits={split: tuple(map(accept, items)) for split, items in data.splits.items()})
 
 
-def _mark_alone(config: JobConfig, data: DataList) -> DataList:
+def _mark_independent_parts(config: JobConfig, data: DataList) -> DataList:
     """Return a list in which, at record level, a plane or tile must not depend on other parts of its file (`alone`)."""
     if config.privacy is None or config.privacy.unit != "record":
         return data
@@ -138,7 +138,7 @@ def _mark_alone(config: JobConfig, data: DataList) -> DataList:
 
 def count_units(config: JobConfig, data: DataList) -> int:
     """Return the number of units on which a site trains: patients if they are the unit, otherwise records."""
-    return len(by_patient(data)) if max_samples_per_patient(config.privacy) else len(data.splits["training"])
+    return len(training_indices_by_patient(data)) if max_samples_per_patient(config.privacy) else len(data.splits["training"])
 
 
 def patient_warning(config: JobConfig, data: DataList) -> str | None:
@@ -160,7 +160,7 @@ def patient_warning(config: JobConfig, data: DataList) -> str | None:
     )
 
 
-def ledger_name_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:
+def ledger_dataset_name(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:
     """Return the name of a site's patients in its ledger.
 
     It is privacy.dataset of site.yaml, else the data set's `patients`, else the data set's name, else the path of its list.

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from consilium.adapters import adapter_state
 from consilium.adapters.names import FEATURE_SHIFT
 from consilium.client.context import ClientContext
-from consilium.client.machine_check import compare_peak
+from consilium.client.machine_check import log_peak_memory
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
-from consilium.data.patients import by_patient
+from consilium.data.patients import training_indices_by_patient
 from consilium.privacy.dpsgd import DpSgd, dpsgd, rehearse
 from consilium.privacy.plan import max_samples_per_patient
 from consilium.strategies.strategy import Role, scaling_of, trained_names
@@ -79,7 +79,7 @@ class Trainer:
         for a correction that fits no tensor, and ConsiliumError if training fails.
         """
         with self._record_failure():
-            private = self._check_charge(feature_penalty is not None)
+            private = self._next_fit_dpsgd(feature_penalty is not None)
             self._fits += 1
             round, phase = self._payload.round, self._payload.phase
             trained = set(trained_names(self._context.strategy, self.start, round, phase) if names is None else names)
@@ -93,12 +93,12 @@ class Trainer:
             if feature_penalty is not None:
                 task = cast(Task, WithFeatures(task, feature_penalty))
             blend = self._context.strategy.traits.interpolation
-            self._context.mix(share, cut_global=blend is not None and blend.as_in_code)
+            self._context.set_local_share(share, cut_global=blend is not None and blend.as_in_code)
             found = self._train(task, params, trained, penalty or (lambda step: None), correction, private)
-            self._context.mix(0.0)
+            self._context.set_local_share(0.0)
             self._report.numbers = found | {"steps": self._report.numbers["steps"] + found["steps"]}
 
-    def _check_charge(self, features: bool) -> DpSgd | None:
+    def _next_fit_dpsgd(self, features: bool) -> DpSgd | None:
         """Return the DP-SGD settings of the next fit, None without DP-SGD. Raises ConfigError if the fit is not allowed."""
         context, number = self._context, self._fits
         traits, plan, dp = context.strategy.traits, context.plan, context.config.dpsgd
@@ -148,7 +148,7 @@ class Trainer:
             )  # fmt: skip
         if peak and not before + number:  # the first fit of a run
             spread = (context.ranks.site.device_count, context.ranks.sharded) if context.ranks else ()
-            compare_peak(context.config, context.name, peak["peak_bytes"], *spread)
+            log_peak_memory(context.config, context.name, peak["peak_bytes"], *spread)
         return found | peak
 
     def probe(self) -> GradientProbe:
@@ -202,7 +202,9 @@ class Trainer:
 
 def dpsgd_of(context: ClientContext, payload: Payload, number: int = 0) -> DpSgd | None:
     """Return the DP-SGD settings for fit `number` of a phase, None if training does not use DP-SGD."""
-    patients = by_patient(context.data) if context.data and max_samples_per_patient(context.config.privacy) else ()
+    patients = (
+        training_indices_by_patient(context.data) if context.data and max_samples_per_patient(context.config.privacy) else ()
+    )
     seed = context.noise_seed
     if seed is not None:
         seed = seed_for(seed, "dpsgd", context.name, payload.round, payload.phase, *[number] * bool(number))

@@ -13,7 +13,7 @@ from consilium.core.errors import ConfigError
 OWN = "consilium"
 
 
-def code_of(config: JobConfig) -> str:
+def strategy_code_digest(config: JobConfig) -> str:
     """Return a digest of the files that define the strategy's class, and the model's, task's and adapter's if from plug-ins.
 
     The files of a class are its own module and those of its base classes in the same package. A change in other modules that

@@ -33,7 +33,7 @@ from consilium.config.run_sections import (
 )
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
-from consilium.core.schema import SMALLEST_NOISE, Name, Section, nearest, read_yaml, validate
+from consilium.core.schema import SMALLEST_NOISE, Name, Section, did_you_mean, read_yaml, validate
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.models.architecture import refuse_adapter
 from consilium.models.registry import MODELS, ModelConfig
@@ -145,7 +145,7 @@ class JobConfig(Section):
         return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
 
     @property
-    def most_weight(self) -> int:
+    def max_masked_weight(self) -> int:
         """The largest weight of a masked update."""
         return 1 if self.weighting == "uniform" else self.federation.max_weight or MOST_WEIGHT
 
@@ -305,6 +305,6 @@ def job_file(path: Path) -> Path:
     found = next((c for c in candidates if c.is_file()), None)
     if found is None:
         remedy = "`consilium init FOLDER` writes those of the package into FOLDER/jobs"
-        near = nearest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
+        near = did_you_mean(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
         raise ConfigError(f"{path}: no job.yaml there{near}; give a job folder or a job.yaml; {remedy}")
     return found

@@ -284,10 +284,10 @@ class SiteConfig(Section):
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
         """Return (name, data set) of the data set that a job uses, see config.data.choose_dataset. Raises RefusedError."""
-        name, found = choose_dataset(self.datasets, self.of_list(self.datalist) if self.datalist else None, wanted, who)
+        name, found = choose_dataset(self.datasets, self.dataset_of_list(self.datalist) if self.datalist else None, wanted, who)
         return name, found and self._with_default_affine(found)
 
-    def of_list(self, datalist: Path) -> DatasetConfig:
+    def dataset_of_list(self, datalist: Path) -> DatasetConfig:
         """Return a data list without a name as a data set, with the site's label map."""
         return self._with_default_affine(DatasetConfig(datalist=datalist, labels=self.labels, annotated=self.annotated))
 

@@ -155,6 +155,6 @@ def allowed_metrics(task_metrics: frozenset[str]) -> frozenset[str]:
     return frozenset({TRAIN_LOSS, TRAIN_PENALTY, TRAIN_STEPS, TRAIN_SECONDS, TRAIN_MEMORY, SKIPPED, *scores})
 
 
-def is_hash(value: Any) -> bool:
+def is_hash_or_empty(value: Any) -> bool:
     """Tell whether a value is a SHA-256 in hex digits, or ""."""
     return isinstance(value, str) and re.fullmatch(r"|[0-9a-f]{64}", value) is not None

@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import resolve
-from consilium.core.schema import nearest
+from consilium.core.schema import did_you_mean
 
 K = TypeVar("K")
 Plugins = frozenset[str] | None
@@ -197,7 +197,7 @@ class KindField:
         known = self.registry.known(plugins)
         listed = "" if plugins is None else "; a name of another package needs it under `plugins` of site.yaml"
         own = self.registry.elsewhere.get(str(name).lower().replace("_", ""))
-        meant = f" (write {own})" if own else nearest(str(name), known)
+        meant = f" (write {own})" if own else did_you_mean(str(name), known)
         told = f"one of {', '.join(known)}{meant}{listed}"
         error = PydanticCustomError("kind", "{told}", {"told": told})
         return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])

@@ -41,7 +41,7 @@ def csv_cell(value: object) -> object:
     return f"'{value}" if re.match(r"[=+\-@\t\r\n]", value) else value
 
 
-def line(text: object, style: str = "", limit: int = LIMIT) -> Text:
+def rich_line(text: object, style: str = "", limit: int = LIMIT) -> Text:
     """Return a text for a rich console or table: `shown`, without interpreting [markup] or :emoji:."""
     return Text(shown(text, limit), style)
 
@@ -56,13 +56,13 @@ def count_with_noun(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def tag(text: object) -> str:
+def tensorboard_tag(text: object) -> str:
     """Return a text as a tag for TensorBoard: `shown`, without path parts that lead out of its folder."""
-    return _known_tag(text) if type(text) is str and len(text) <= LIMIT else _tag(text)
+    return _known_tag(text) if type(text) is str and len(text) <= LIMIT else _tensorboard_tag(text)
 
 
-def _tag(text: object) -> str:
+def _tensorboard_tag(text: object) -> str:
     return re.sub(r"(^|/)\.+", r"\1_", re.sub(r"[^\w/. -]", "_", shown(text)))
 
 
-_known_tag = lru_cache(1024)(_tag)  # a site reports the same names in every round
+_known_tag = lru_cache(1024)(_tensorboard_tag)  # a site reports the same names in every round

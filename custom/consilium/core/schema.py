@@ -270,7 +270,7 @@ def _location(loc: tuple[int | str, ...]) -> list[str]:
     return [part if part.isprintable() and len(part) <= LONGEST_SHOWN else _quoted(part) for part in parts]
 
 
-def nearest(word: str | None, known: Any) -> str:
+def did_you_mean(word: str | None, known: Any) -> str:
     """Return " (did you mean ...?)" for the closest known word, or an empty string."""
     short, known = str(word)[:64], list(known)
     meant = [name for name in SYNONYMS.get(short.lower(), "").split() if name in known]

@@ -84,11 +84,11 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
 
     The file, and folders that are created for it, are private to the user. With PUBLIC they follow the umask.
     """
-    private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # left by an earlier process with the same id
     try:
-        with named(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with name_path_in_errors(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -129,7 +129,7 @@ def refuse_if_unwritable(what: Path) -> Iterator[None]:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def name_path_in_errors(path: Path) -> Iterator[None]:
     """Add `path` to an OSError of the block that names no file, as after a write to a full disk.
 
     A SafetensorError whose text contains an error number of the system becomes an OSError with that number.
@@ -151,7 +151,7 @@ def nothing_left_on_failure(folder: Path) -> Iterator[None]:
     """Delete everything new in a folder, and a new folder, if the block fails, so that it can be repeated; see also `named`."""
     before, is_new = set(folder.iterdir()) if folder.is_dir() else set(), not folder.exists()
     try:
-        with named(folder):
+        with name_path_in_errors(folder):
             yield
     except BaseException:
         for one in set(folder.iterdir()) - before if folder.is_dir() else ():
@@ -213,7 +213,7 @@ def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
     return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | new | os.O_NOFOLLOW, PRIVATE))
 
 
-def private_folder(path: Path) -> Path:
+def make_private_folder(path: Path) -> Path:
     """Create a folder and its missing parents, private to the user, and return it. Existing folders are not changed."""
     for folder in [] if path.is_dir() else reversed([path, *path.parents]):
         if not folder.is_dir():
@@ -246,7 +246,7 @@ def _writer_is_gone(path: Path, pid: int) -> bool:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Let one process at a time into the block. The lock is released if its process ends in any way."""
-    private_folder(folder)
+    make_private_folder(folder)
     with file_lock(folder / ".lock"):
         yield
 

@@ -17,7 +17,7 @@ from consilium.core.grouping import grouped
 from consilium.data import volumes
 from consilium.data.check_samples import NAMED, Check, Place, find_errors
 from consilium.data.datalist import DataList, Item
-from consilium.data.disk_cache import CachedSample, DiskCache, open_store
+from consilium.data.disk_cache import CachedSample, DiskCache, open_disk_cache
 from consilium.data.images import Sample
 from consilium.data.loading import NOTHING_LEFT, prefetch
 
@@ -49,7 +49,7 @@ class SampleCache:
 
     def __init__(self, data: DataList, read: Callable[[Item], Sample], check: Check | None = None, settings: str = "") -> None:
         self._data, self._read, self._settings, self._room = data, read, settings, CACHE_BYTES
-        self.store: DiskCache | None = open_store(data.loading.folder, data.loading.most) if settings else None
+        self.store: DiskCache | None = open_disk_cache(data.loading.folder, data.loading.most) if settings else None
         self._kept: dict[Place, CachedSample] = {}
         self._lost, self._unfit = set[Place](), set[Place]()
         self._vanished: list[tuple[str, str]] = []

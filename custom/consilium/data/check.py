@@ -10,9 +10,9 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.check_samples import Classes, SampleReport, check_samples, map_by_file
-from consilium.data.class_names import doubtful_names
+from consilium.data.class_names import doubtful_name_findings
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
-from consilium.data.identifiers import ALIKE, alike_patients
+from consilium.data.identifiers import ALIKE, similar_patient_lines
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
@@ -27,25 +27,25 @@ def check_datalist(
     path: Path,
     classes: Classes = None,
     settings: PictureSettings = DEFAULTS,
-    change: Callable[[DataList], DataList] | None = None,
+    prepare_list: Callable[[DataList], DataList] | None = None,
     size: int = 0,
 ) -> Findings:
     """Open each image and mask of a list once and return the findings.
 
     `classes`: the job's classes; a label that belongs to none of them is then a problem. They also say whether labels are masks
-    or class names. Without them, each label is taken as it looks. `change`: turns the list into the one that the job uses; the
-    default is `with_challenge_splits`. `size`: pixels of the model's side; structures that are too small for it are warnings.
+    or class names. Without them, each label is taken as it looks. `prepare_list`: turns the list into the one that the job uses;
+    the default is `with_challenge_splits`. `size`: pixels of the model's side; structures that are too small for it are warnings.
     Raises DataError if the list itself cannot be read.
     """
     bad: list[tuple[str, int, DataError]] = []
     named = None if classes is None else not isinstance(classes, dict)
     data = read_datalist(path, named, lambda *found: bad.append(found))
-    data = change(data) if change else with_challenge_splits(data)
+    data = prepare_list(data) if prepare_list else with_challenge_splits(data)
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split, _, error in bad:
         report.samples[split] += 1
         report.bad[split] += 1
-        report.problem(error.kind, str(error).removeprefix(f"{path}: "))
+        report.add_problem(error.kind, str(error).removeprefix(f"{path}: "))
     report.check_split_sizes()
     for kind, line in data.notes:
         report.warn(kind, line)
@@ -69,27 +69,27 @@ def check_datalist(
         for split in SPLITS:
             if report.samples[split] and not counts[split]:
                 report.warn("class of the job that a split lacks", f"{split}: {name}")
-    for kind, line in doubtful_names(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
+    for kind, line in doubtful_name_findings(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
         report.warn(kind, line)
-    find_copies(report)
-    find_alike(report)
+    report_copies(report)
+    report_similar_patients(report)
     return report
 
 
-def _add_sample(report: Findings, split: str, item: Item, called: str, found: SampleReport, classes: Classes) -> None:
+def _add_sample(report: Findings, split: str, item: Item, sample_name: str, found: SampleReport, classes: Classes) -> None:
     """Add the report of one sample to the findings of its list."""
-    name = f"{split}: {called}"
+    name = f"{split}: {sample_name}"
     if found.stop is not None:
         report.bad[split] += 1
         said = str(found.stop)
         if found.stop.kind == UNDECLARED and item.label_map is None:  # one proposal for all masks of all sites follows
             said = said.partition(OF_NO_CLASS)[0] + OF_NO_CLASS
-        report.problem(found.stop.kind, f"{name}: {said}", item if found.size else None)
+        report.add_problem(found.stop.kind, f"{name}: {said}", item if found.size else None)
     elif item.label is None:
         report.bad[split] += 1
-        report.problem("no class" if isinstance(classes, list | tuple) else "no mask", name, item)
+        report.add_problem("no class" if isinstance(classes, list | tuple) else "no mask", name, item)
     for kind, why in found.problems:
-        report.problem(kind, f"{name}: {why}" if why else name, item)
+        report.add_problem(kind, f"{name}: {why}" if why else name, item)
     for kind, why in found.warnings:
         report.warn(kind, f"{name}: {why}" if why else name, item)
     if found.size:
@@ -98,7 +98,7 @@ def _add_sample(report: Findings, split: str, item: Item, called: str, found: Sa
     report.label_values.update(found.values)
     for one in found.classes:
         report.images_of_class.setdefault(one, Counter())[split] += 1
-    report.traces.append(Trace(split, called, found.marks, found.hash, split == "training"))
+    report.traces.append(Trace(split, sample_name, found.marks, found.hash, split == "training"))
 
 
 def check_texts(
@@ -117,26 +117,26 @@ def check_texts(
     report = Findings.of(path, data)
     for split, text in [(name, text) for name in SPLITS for text in data.splits[name]]:
         if not all(output.strip() for output in text.outputs):
-            report.problem("empty answer", text.name)
+            report.add_problem("empty answer", text.name)
         if class_of is not None:
             report.images_of_class.setdefault(text.label[:80], Counter())[split] += 1
             try:
                 class_of(text)
             except DataError as error:
-                report.problem("no class of the job", str(error))
+                report.add_problem("no class of the job", str(error))
         if length_of is not None:
             length = length_of(text)
             report.lengths[length] += 1
             if length > max_length:
-                note = report.problem if text.history else report.warn  # a conversation is refused, other records are cut
+                note = report.add_problem if text.history else report.warn  # a conversation is refused, other records are cut
                 note(f"longer than {max_length} tokens", f"{text.name}: {length}")
         key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
         marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
         report.traces.append(Trace(split, text.name, marks, training=split == "training"))
     for length, count in sorted(report.lengths.items()):
         report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += count
-    find_copies(report)
-    find_alike(report)
+    report_copies(report)
+    report_similar_patients(report)
     within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
     for split, count in within.items():
         report.warn("prompt more than once in a split", f"{split}: {count} of {report.samples[split]}")
@@ -146,24 +146,24 @@ def check_texts(
 # samples in two places: two splits of a list, or two sites --------------------------------------------------------------------
 
 
-def find_copies(report: Findings) -> None:
+def report_copies(report: Findings) -> None:
     """Report samples that two splits share as problems.
 
     Pictures that look alike in two splits, and copies within one split, are warnings.
     """
     for kind, trace, other in _compare_traces(report.traces):
-        note = report.warn if kind in (_COPY, _LIKE) else report.problem
+        note = report.warn if kind in (_COPY, _LIKE) else report.add_problem
         note("looks alike in two splits" if kind == _LIKE else kind.format("splits"), _format_pair(trace, other))
 
 
-def find_alike(report: Findings) -> None:
+def report_similar_patients(report: Findings) -> None:
     """Warn of patients whose identifiers are nearly equal, because they may be one person. Each is shown by one sample."""
     marks = ((mark, f"{trace.place}: {trace.name}") for trace in report.traces for mark in trace.marks)
-    for line in alike_patients((whose, name) for (kind, whose), name in marks if kind == PATIENT):
+    for line in similar_patient_lines((whose, name) for (kind, whose), name in marks if kind == PATIENT):
         report.warn(ALIKE, line)
 
 
-def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:
+def shared_sample_lines(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:
     """Return a line for each sample, patient or study that two sites share, and for pictures that look alike, by kind.
 
     Samples that neither site trains on are left out.
@@ -178,7 +178,7 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
     return found
 
 
-def suggested_settings(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
+def setting_suggestions(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
     """Return lines that say what to write into a job for the data of all sites: values of its classes, and its text length.
 
     `reports`: the findings by site, without sites whose site.yaml maps labels. `classes`: the job's, None without a job.

@@ -76,7 +76,7 @@ class Findings:
         if not self.samples["training"] and self.samples["test"]:
             self.warn(TEST_ALONE, self.path)
         elif not self.samples["training"]:
-            self.problem(NO_TRAINING, self.path)
+            self.add_problem(NO_TRAINING, self.path)
         for split in SPLITS:
             if split != "training" and not self.samples[split]:
                 self.warn("empty split", split)
@@ -85,7 +85,7 @@ class Findings:
                     "small split", f"{split}: {count_with_noun(self.samples[split], 'sample')}; its scores will say little"
                 )
 
-    def problem(self, kind: str, line: str, item: Item | None = None) -> None:
+    def add_problem(self, kind: str, line: str, item: Item | None = None) -> None:
         """Add a problem of this kind. `item`: the sample, to show its picture in the report."""
         self._add(self.problems, kind, line, item)
 
@@ -99,7 +99,7 @@ class Findings:
             self.shown[line] = item
 
     @property
-    def verdict(self) -> list[str]:
+    def verdict_lines(self) -> list[str]:
         """Lines that say what training would do with this list."""
         stops = [kind for kind in self.problems if kind not in WORTHLESS]
         said = []
@@ -128,5 +128,5 @@ class Findings:
             "problems": {kind: {"count": len(lines), "first": lines[:named]} for kind, lines in self.problems.items()},
             "warnings": {kind: {"count": len(lines), "first": lines[:named]} for kind, lines in self.warnings.items()},
             "unusable": dict(self.bad),
-            "verdict": self.verdict,
+            "verdict": self.verdict_lines,
         }

@@ -24,7 +24,15 @@ from consilium.data.class_names import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.disk_cache import DiskCache
 from consilium.data.identifiers import pseudonym
-from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
+from consilium.data.images import (
+    check_annotated,
+    check_mask_shape,
+    check_values,
+    label_values_by_class,
+    level_of,
+    read_image,
+    read_labels,
+)
 from consilium.data.label_masks import Labels, matching_labels
 from consilium.data.loading import NOTHING_LEFT
 from consilium.data.pixel_values import UNSMOOTHED
@@ -184,16 +192,16 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
         found.values |= block.present()
     if isinstance(classes, Mapping):
         every = np.array([[value for value in found.values if isinstance(value, int)]])
-        check_values(item, Labels(values=every), classes_of(item, classes))
-    _add_values(found, item, classes)
+        check_values(item, Labels(values=every), label_values_by_class(item, classes))
+    _add_mask_classes(found, item, classes)
 
 
 def _check_volume(
     found: SampleReport, item: Item, header: volumes.VolumeHeader, digest: str, settings: PictureSettings, classes: Classes
 ) -> None:
     axis = item.plane_axis(settings.slices.axis)
-    whole = item.slice is None and header.grid.planes(axis) > 1
-    found.planes = header.grid.planes(axis) if whole else 1
+    whole = item.slice is None and header.grid.plane_count(axis) > 1
+    found.planes = header.grid.plane_count(axis) if whole else 1
     item = replace(item, patient=item.patient or pseudonym(header.patient), study=item.study or pseudonym(header.study))
     plane = replace(item, slice=found.planes // 2 if whole else item.slice, axis=axis)
     image = read_image(plane, settings)
@@ -245,33 +253,33 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         found.classes = () if item.label is None else (str(item.label),)
         return
     if image is not None:
-        check_pair(item, image.shape[:2], labels)
+        check_mask_shape(item, image.shape[:2], labels)
     found.values = labels.present()
     is_image = image is not None and labels.values is not None and np.array_equal(labels.values, image[..., 0])
     if is_image and not found.values <= {0}:
         found.problems.append(("mask is the image itself", str(item.label)))
     if isinstance(classes, Mapping):
-        check_values(item, labels, classes_of(item, classes))
+        check_values(item, labels, label_values_by_class(item, classes))
     elif isinstance(item.label, Path) and labels.values is not None:
         declared = {0, int(labels.values.max()), *(value for value, _ in item.label_map or ())}
         if what := pictures.why_altered(item.label, labels.values, declared):
             found.warnings.append(("mask with smoothed edges", f"{what}; {UNSMOOTHED}"))
     found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
     if labels.regions is not None and isinstance(classes, Mapping):
-        wanted = [value for values in classes_of(item, classes).values() for value in values]
+        wanted = [value for values in label_values_by_class(item, classes).values() for value in values]
         if not matching_labels(wanted, labels.regions):
             there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
             what = f"there are {there}; map them under `labels` of site.yaml"
             found.warnings.append(("no structure of the job's classes", what))
-    _add_values(found, item, classes)
+    _add_mask_classes(found, item, classes)
 
 
-def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
+def _add_mask_classes(found: SampleReport, item: Item, classes: Classes) -> None:
     """Add a warning for a mask without any label, and the classes that the mask shows, to its report."""
     if found.values <= {0}:
         found.warnings.append(("empty mask", ""))
     if isinstance(classes, Mapping):
-        own = classes_of(item, classes)
+        own = label_values_by_class(item, classes)
         found.classes = tuple(name for name, wanted in own.items() if matching_labels(wanted, found.values))
 
 
@@ -309,7 +317,7 @@ def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, 
     if volumes.is_volume(item.image):
         header = volumes.header(item.image, item.affine)
         nothing = np.broadcast_to(np.zeros((), bool), header.grid.shape)
-        rows, columns = header.grid.cut(nothing, item.axis, images.plane_of(item, item.image, header)).shape
+        rows, columns = header.grid.cut(nothing, item.axis, images.plane_number(item, item.image, header)).shape
         return rows, columns
     if item.tile is not None:
         slides.shape(item.image, level_of(settings))
@@ -317,7 +325,7 @@ def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, 
     if slides.is_slide(item.image):
         rows, columns = slides.read_whole(item.image).shape[:2]
         return rows, columns
-    return pictures.size(item.image)
+    return pictures.picture_shape(item.image)
 
 
 def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
@@ -326,7 +334,7 @@ def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int
     return shape if item.crop is None else item.crop.shape(*shape)
 
 
-def check_sample(
+def check_and_find_vanished(
     item: Item, classes: undeclared_values.Classes, settings: PictureSettings = DEFAULTS, size: int = 0
 ) -> tuple[str, ...]:
     """Return the classes of which resizing to `size` would leave no pixel, see images.resize_masks; none for a size of 0.
@@ -335,8 +343,8 @@ def check_sample(
     """
     check_annotated(item, classes)
     shape, labels = image_shape(item, settings), read_labels(item, settings)
-    check_pair(item, shape, labels)
-    check_values(item, labels, classes_of(item, classes))
+    check_mask_shape(item, shape, labels)
+    check_values(item, labels, label_values_by_class(item, classes))
     return find_vanished_classes(item, labels, classes, size, settings) if size else ()
 
 
@@ -347,7 +355,7 @@ def find_vanished_classes(
     cut = labels.map(lambda values: images.crop(item, values))
     if max(cut.shape, default=0) <= size:  # nothing is made smaller
         return ()
-    return images.resize_masks(cut, classes_of(item, classes), size, settings)[1]
+    return images.resize_masks(cut, label_values_by_class(item, classes), size, settings)[1]
 
 
 def find_errors(
@@ -388,7 +396,7 @@ def find_errors(
         yield from chain.from_iterable(pool.map(check_group, groups.values()))
 
 
-def record_lost(data: DataList, lost: Collection[Lost]) -> DataList:
+def with_lost_recorded(data: DataList, lost: Collection[Lost]) -> DataList:
     """Return the list with the `lost` samples added to its count. They must be removed already; the site's log names the first.
 
     Raises DataError if no training sample is left, because a network share that holds them may be back at the next attempt.
@@ -403,10 +411,10 @@ def record_lost(data: DataList, lost: Collection[Lost]) -> DataList:
 
 
 def without_faults(data: DataList, check: Check, settings: str, store: DiskCache | None) -> DataList:
-    """Return the list without the samples that fail the check, counted and logged by `record_lost`. Raises DataError."""
+    """Return the list without the samples that fail the check, counted and logged by `with_lost_recorded`. Raises DataError."""
     bad = dict(find_errors(data, check, settings, store))
     kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}
-    return record_lost(replace(data, splits=kept), [(split, error) for (split, _), error in bad.items()])
+    return with_lost_recorded(replace(data, splits=kept), [(split, error) for (split, _), error in bad.items()])
 
 
 # before each round: files ---------------------------------------------------------------------------------------------------
@@ -424,7 +432,7 @@ class FileWatch:
         self._skip = skip
         self._seen = {file: stamp(file) for samples in self._samples.values() for files in samples for file in files}
 
-    def check(self, read: Callable[[str, int], object]) -> None:
+    def check_still_readable(self, read: Callable[[str, int], object]) -> None:
         """Raise DataError if a sample can no longer be read.
 
         Its files must open; if one of them has changed, `read(split, index)` must read the sample. Each file is opened once.

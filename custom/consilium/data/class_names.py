@@ -22,7 +22,7 @@ def class_name(label: object, names: Sequence[str]) -> str | None:
     return label if isinstance(label, str) and label in names else None
 
 
-def doubtful_names(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def doubtful_name_findings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, line) for each doubtful name of a class. `counts`: the number of samples per class."""
     for names in grouped((_normalized(name), name) for name in sorted(counts)).values():
         if len(names) > 1:

@@ -52,10 +52,10 @@ def _count_parts(code: bytes, start: int) -> int:
         if marker == _TILE_PART:
             ends = at + struct.unpack_from(">I", code, at + 6)[0]
         elif marker == _STYLE:
-            found = max(found, _count_parts_of_style(code[at + 4 : at + 2 + length], 5, width, height, components))
+            found = max(found, _count_blocks_and_precincts(code[at + 4 : at + 2 + length], 5, width, height, components))
         elif marker == _STYLE_OF_COMPONENT:
             first = at + (5 if components < 257 else 6)
-            found = max(found, _count_parts_of_style(code[first : at + 2 + length], 1, width, height, components))
+            found = max(found, _count_blocks_and_precincts(code[first : at + 2 + length], 1, width, height, components))
         elif marker == _DATA:
             if ends <= at:
                 break
@@ -65,7 +65,7 @@ def _count_parts(code: bytes, start: int) -> int:
     return found + _TILE * across * down
 
 
-def _count_parts_of_style(style: bytes, skipped: int, width: int, height: int, components: int) -> int:
+def _count_blocks_and_precincts(style: bytes, skipped: int, width: int, height: int, components: int) -> int:
     """Return the number of code blocks and precincts into which a coding style cuts a picture.
 
     `style`: the bytes of the style: flags, `skipped` - 1 bytes that are ignored, then the numbers of levels and sizes.

@@ -17,7 +17,7 @@ from consilium.core.errors import UnfitError
 from consilium.data import volumes
 from consilium.data.class_names import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
+from consilium.data.images import check_mask_shape, check_values, label_values_by_class, read_image, read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text
 
@@ -74,11 +74,12 @@ class Tally:
     light: list[np.ndarray] = field(default_factory=list)
 
 
-def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lambda: None) -> Tally:
+def tally(data: DataList, task: Any, count: int, before_sample: Callable[[], None] = lambda: None) -> Tally:
     """Return the cells of a data list for a job's `task` section, with `count` bins of grey levels.
 
     Every label and every training picture is read. A sample that does not fit the job counts under OTHERS, or shows no class. A
-    picture that is too large for the job has the last size. `stop`: called before each sample, may raise. Raises DataError.
+    picture that is too large for the job has the last size. `before_sample`: called before each sample, may raise. Raises
+    DataError.
     """
     names, single = class_cells(task)
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
@@ -90,7 +91,7 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
         found.patients[split] = bool(items) and all(item.patient for item in items)
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
-            stop()
+            before_sample()
             _count_classes(found, split, number, item, task, single, settings)
             if split == "training":
                 _count_values(found, number, item, settings, count)
@@ -114,7 +115,7 @@ def _count_classes(
         found.classes[split][class_name(item.label, task.classes) or OTHERS].append(number)
         return
     try:
-        labels, classes = read_labels(item, settings), classes_of(item, task.classes)
+        labels, classes = read_labels(item, settings), label_values_by_class(item, task.classes)
     except UnfitError:
         return
     check_values(item, labels, classes)
@@ -138,7 +139,7 @@ def _count_values(found: Tally, number: int, item: Any, settings: PictureSetting
     else:
         if isinstance(item.label, Path) and not volumes.is_volume(item.label):
             with suppress(UnfitError):
-                check_pair(item, image.shape[:2], read_labels(item, settings))
+                check_mask_shape(item, image.shape[:2], read_labels(item, settings))
         size = _bin_name(max(image.shape[:2]), _SIDES, SIZES)
         pixel = volumes.header(item.image, item.affine).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
         spacing = SPACING[-1] if pixel is None else _bin_name(max(pixel), _STEPS, SPACING)  # the larger side, in mm

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_below
-from consilium.data.folders import read_folders
+from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_in_any_spelling
+from consilium.data.folders import list_class_pictures
 from consilium.data.identifiers import pseudonym, read_identifier
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.safe_open import (
@@ -104,10 +104,10 @@ class Item:
     @property
     def name(self) -> str:
         """The image's file name, followed by the slice or the tile's corner if there is one."""
-        return self.image.name + self.part
+        return self.image.name + self.name_suffix
 
     @property
-    def part(self) -> str:
+    def name_suffix(self) -> str:
         """The suffix of a sample's name: its slice or its tile's corner; "" for a whole picture."""
         if self.tile is not None:
             return f"[{self.tile[0]},{self.tile[1]}]"
@@ -138,15 +138,15 @@ class DataList:
     notes: tuple[tuple[str, str], ...] = ()
 
 
-def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = None) -> DataList:
+def read_datalist(path: Path, classes: bool | None = False, on_bad_entry: Bad | None = None) -> DataList:
     """Read a data list or a folder per class. Relative paths start at its folder and may lead out of it, see safe_open.py.
 
     `classes`: whether text labels are class names instead of paths of masks; None decides per label: a text without a suffix is
-    a name. `bad`: called for every unusable entry, which is then left out; without it, the first such entry is an error.
-    Raises DataError with the file, the entry and the remedy.
+    a name. `on_bad_entry`: called for every unusable entry, which is then left out; without it, the first such entry is an
+    error. Raises DataError with the file, the entry and the remedy.
     """
     if path.is_dir():
-        pictures = list(read_folders(path))
+        pictures = list(list_class_pictures(path))
         return DataList(path, {s: tuple(Item(one, name) for split, one, name in pictures if split == s) for s in SPLITS})
     raw = read_list(path)
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
@@ -162,9 +162,9 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
             try:
                 found.append(_read_entry(path, f"{path}: {split}[{index}]", entry, classes, raw.get("annotated")))
             except DataError as error:
-                if bad is None:
+                if on_bad_entry is None:
                     raise
-                bad(split, index, error)
+                on_bad_entry(split, index, error)
         splits[split] = tuple(found)
     return DataList(path, splits)
 
@@ -234,7 +234,7 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
     return replace(data, splits=splits)
 
 
-def listed_patients(path: Path) -> dict[str, str]:
+def patients_by_pseudonym(path: Path) -> dict[str, str]:
     """Return the identifiers of patients in a data list, by pseudonym, to write them into another list. Raises DataError."""
     raw = {} if path.is_dir() else read_list(path)
     entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]
@@ -297,11 +297,11 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
     _check_values(where, entry)
     label = entry.get("label")
     if isinstance(label, str) and not (not Path(label).suffix if classes is None else classes):
-        label = path_below(path.parent, label)
+        label = path_in_any_spelling(path.parent, label)
     patient, study = (pseudonym(read_identifier(where, entry, key)) for key in ("patient", "study"))
     known = annotated if entry.get("annotated") is None else entry["annotated"]
     found = Item(
-        path_below(path.parent, entry["image"]),
+        path_in_any_spelling(path.parent, entry["image"]),
         label,
         entry.get("slice"),
         entry.get("axis") or "stored",

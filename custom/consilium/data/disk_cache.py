@@ -26,9 +26,9 @@ import numpy as np
 import PIL
 
 from consilium.core.errors import DataError
-from consilium.core.storage import PRIVATE, private_folder
+from consilium.core.storage import PRIVATE, make_private_folder
 from consilium.data.datalist import Item
-from consilium.data.safe_open import MOST_SLIDE, check_file, opening, stamp
+from consilium.data.safe_open import MOST_SLIDE, check_file, stamp, wrap_open_errors
 
 CachedSample = dict[str, np.ndarray]
 """A sample's 8-bit arrays by key."""
@@ -62,7 +62,7 @@ class DiskCache:
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self._most, self._began = folder, most, time.time_ns()
         self._lock, self._writes, self._full = threading.RLock(), True, False
-        self.salt = make_folder(folder)
+        self.salt = make_folder_and_salt(folder)
         self._used = sum(size for _, size, _ in _cache_files(folder))
         self._verified: dict[str, tuple[int, int, int]] = {}
 
@@ -80,7 +80,7 @@ class DiskCache:
         if path.is_dir():
             return salted_hash(self.salt, "folder", *(self._file_hash(one) for one in sorted(path.rglob("*")) if one.is_file()))
         check_file(path, most=MOST_SLIDE)
-        with opening(path):
+        with wrap_open_errors(path):
             found = path.stat()
             if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # ctime cannot be set back
                 return salted_hash(self.salt, "file", path.absolute(), *stamp(path))
@@ -149,7 +149,7 @@ class DiskCache:
         temporary = path.with_name(f".{path.stem}-{threading.get_ident()}.{os.getpid()}")
         try:
             if not self.folder.is_dir():  # the cache was cleared during the run
-                make_folder(self.folder, self.salt)
+                make_folder_and_salt(self.folder, self.salt)
             with open(temporary, "wb", opener=_open_private) as file:
                 file.writelines(parts)
             os.replace(temporary, path)
@@ -188,7 +188,7 @@ class DiskCache:
             _log.warning(f"{self.folder}: decoded samples are no longer kept ({why}); training goes on, slower")
 
 
-def open_store(folder: Path | None, most: int) -> DiskCache | None:
+def open_disk_cache(folder: Path | None, most: int) -> DiskCache | None:
     """Return the cache below `folder`; None without a folder or without room.
 
     Also None, with a warning in the log, if the folder cannot be created.
@@ -217,12 +217,12 @@ def salted_hash(salt: bytes, *parts: object) -> str:
 # the folder -------------------------------------------------------------------------------------------------------------
 
 
-def make_folder(folder: Path, salt: bytes | None = None) -> bytes:
+def make_folder_and_salt(folder: Path, salt: bytes | None = None) -> bytes:
     """Create a cache's folder for this user alone, unless it exists, and return its salt. Raises OSError.
 
     A new folder gets `salt`, or a random salt.
     """
-    private_folder(folder)
+    make_private_folder(folder)
     if not _is_private(folder):
         raise OSError(1, "it is a link, another user's, or others may write in it")
     folder.chmod(0o700)
@@ -279,7 +279,7 @@ def find_cache(folder: Path) -> Path:
     raise DataError(f"{folder}: holds no {FOLDER}; give the folder that `cache` of site.yaml names, or the site's state")
 
 
-def cache_contents(folder: Path) -> tuple[int, int]:
+def cache_count_and_bytes(folder: Path) -> tuple[int, int]:
     """Return the number of samples in a cache, and their bytes."""
     sizes = [size for _, size, path in _cache_files(folder) if path.suffix == ".sample"]
     return len(sizes), sum(sizes)
@@ -293,7 +293,7 @@ def clear_cache(folder: Path) -> None:
         folder.rmdir()
 
 
-def discard_cache(root: Path) -> None:
+def clear_cache_if_present(root: Path) -> None:
     """Delete the cache in `root`, if there is one."""
     if _is_cache(root / FOLDER):
         clear_cache(root / FOLDER)

@@ -20,7 +20,7 @@ VolumeFormat = Literal["nifti", "dicom", "raw_volumes"]
 """The module of this package that reads a volume."""
 
 
-def path_below(folder: Path, name: str) -> Path:
+def path_in_any_spelling(folder: Path, name: str) -> Path:
     """Return the path of `name` below `folder`. Without such a file, the path is returned as written.
 
     The name may have Windows' backslashes, and its letters and accents may be composed or decomposed (NFC or NFD): a Mac's disk

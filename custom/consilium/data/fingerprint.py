@@ -7,7 +7,7 @@ from typing import Any
 
 from consilium.core.errors import ConsiliumError
 from consilium.data.datalist import SPLITS
-from consilium.data.folders import read_folders
+from consilium.data.folders import list_class_pictures
 from consilium.data.safe_open import read_text
 from consilium.data.text import has_texts, split_files
 
@@ -27,7 +27,7 @@ def fingerprint(path: Path) -> str:
             files = split_files(folder)
             found = [read_text(files[split], "") if split in files else None for split in SPLITS]
         else:
-            found = [[split, name, *_name_and_size(picture)] for split, picture, name in read_folders(folder)]
+            found = [[split, name, *_name_and_size(picture)] for split, picture, name in list_class_pictures(folder)]
     except (ConsiliumError, OSError, ValueError, AttributeError, TypeError, RecursionError):
         return ""
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]

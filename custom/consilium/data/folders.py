@@ -100,7 +100,7 @@ def importable_content(folder: Path) -> str:
     return f"a table, {table.name}" if table else ""
 
 
-def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
+def list_class_pictures(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (split, picture, class), sorted by class and file. Without folders of splits, all pictures are for training.
 
     Raises DataError for another layout.

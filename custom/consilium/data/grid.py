@@ -54,7 +54,7 @@ class Grid:
         """
         return self._axes(axis)[0][0]
 
-    def planes(self, axis: Axis) -> int:
+    def plane_count(self, axis: Axis) -> int:
         """Return the number of planes of an orientation."""
         return self.shape[self.stored_axis(axis)]
 

@@ -81,19 +81,19 @@ def read_identifier(where: str, entry: dict[str, Any], key: str) -> str:
 def pseudonym(identifier: str) -> str:
     """Return a pseudonym of a patient or study, valid within this process; "" for "".
 
-    Identifiers with an equal `canonical_spelling` have equal pseudonyms; `alike_patients` finds nearly equal identifiers. Each
-    process draws a key of its own, which is never written.
+    Identifiers with an equal `canonical_spelling` have equal pseudonyms; `similar_patient_lines` finds nearly equal identifiers.
+    Each process draws a key of its own, which is never written.
     """
     text = canonical_spelling(identifier)
     return f"{_keyed_hash(loose_spelling(text))}{_APART}{_keyed_hash(text)}" if text else ""
 
 
-def pseudonym_of(path: Path) -> str:
+def path_pseudonym(path: Path) -> str:
     """Return a pseudonym for a file or folder, for a study without an identifier."""
     return _keyed_hash(f"\0{path}")
 
 
-def alike_patients(samples: Iterable[tuple[str, str]]) -> list[str]:
+def similar_patient_lines(samples: Iterable[tuple[str, str]]) -> list[str]:
     """Return a line per group of patients whose identifiers differ by case, punctuation, blanks or leading zeros alone.
 
     They may be one person. `samples`: the (pseudonym of its patient, name) of each sample. The line has the name of each

@@ -31,8 +31,8 @@ def read_sample(
 
     Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value of no class.
     """
-    image, labels, classes = read_image(item, settings), read_labels(item, settings), classes_of(item, classes)
-    check_pair(item, image.shape[:2], labels)
+    image, labels, classes = read_image(item, settings), read_labels(item, settings), label_values_by_class(item, classes)
+    check_mask_shape(item, image.shape[:2], labels)
     check_values(item, labels, classes)
     image, labels = crop(item, image), labels.map(lambda values: crop(item, values))
     masks = resize_masks(labels, classes, size, settings)[0]
@@ -46,7 +46,7 @@ def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULT
     Raises DataError. The checks of read_sample are not repeated.
     """
     labels = read_labels(item, settings).map(lambda values: crop(item, values))
-    return np.stack([labels.where(wanted) for wanted in classes_of(item, classes).values()])
+    return np.stack([labels.where(wanted) for wanted in label_values_by_class(item, classes).values()])
 
 
 def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
@@ -65,7 +65,7 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     item = item if isinstance(item, Item) else Item(item, None)
     if volumes.is_volume(item.image):
         header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
-        plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
+        plane = header.grid.cut(values, item.axis, plane_number(item, item.image, header))
         grey = windowed(
             plane, settings, header.window, lambda: _window_limits(item, lambda: volumes.window_percentiles(item.image))
         )
@@ -111,7 +111,7 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
     if not volumes.is_volume(label):
         return pictures.labels(label)
     image = volumes.header(item.image if volumes.is_volume(item.image) else label, item.affine)
-    number = plane_of(item, label, image)
+    number = plane_number(item, label, image)
     return volumes.labels(label, image, settings.resample_masks).map(lambda v: image.grid.cut(v, item.axis, number))
 
 
@@ -128,14 +128,14 @@ def read_mask(path: Path, plane: int | None = None, axis: Axis = "stored") -> np
     return values.astype(np.int64)
 
 
-def classes_of(item: Item, classes: Classes) -> Classes:
+def label_values_by_class(item: Item, classes: Classes) -> Classes:
     """Return the label values of each of the job's classes in this item's mask. The site's label map replaces the job's."""
     if item.label_map is None:
         return {name: (*values, name) for name, values in classes.items()}  # a region may have the class's name
     return {name: [value for value, names in item.label_map if name in names] for name in classes}
 
 
-def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
+def check_mask_shape(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
     """Raise DataError unless a mask has its image's rows and columns."""
     if labels.shape and labels.shape != shape:
         own, wanted = pictures.size_text(labels.shape), pictures.size_text(shape)
@@ -238,9 +238,9 @@ def _pad(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
     return found
 
 
-def plane_of(item: Item, path: Path, header: volumes.VolumeHeader) -> int:
+def plane_number(item: Item, path: Path, header: volumes.VolumeHeader) -> int:
     """Return the number of the plane that an item names, 0 for a volume of one plane. Raises DataError for a missing plane."""
-    count = header.grid.planes(item.axis)
+    count = header.grid.plane_count(item.axis)
     if item.slice is None and count > 1:
         raise UnfitError(f'{path}: has {count} planes; name one by "slice" in the data list', "wrong slice")
     if not 0 <= (item.slice or 0) < count:

@@ -11,7 +11,7 @@ from nibabel.volumeutils import apply_read_scaling
 
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid, check_spacing, grid_difference
-from consilium.data.safe_open import MOST_VOLUME_FILE, check_unpacked, reading, volume_shape
+from consilium.data.safe_open import MOST_VOLUME_FILE, check_unpacked, volume_shape, wrap_decoding_errors
 from consilium.data.volumes import VolumeHeader
 
 MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
@@ -26,7 +26,7 @@ _HEADERS = {348: (nibabel.Nifti1Image, 108, "f"), 540: (nibabel.Nifti2Image, 168
 
 def header(path: Path) -> VolumeHeader:
     """Return the header of a volume of two or three dimensions. Raises DataError."""
-    with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
+    with wrap_decoding_errors(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = load(path)
         unit = MILLIMETRES.get(volume.header.get_xyzt_units()[0], 1.0)  # an unnamed unit is millimetres
         to_mm = np.diag([unit, unit, unit, 1.0])
@@ -39,7 +39,7 @@ def header(path: Path) -> VolumeHeader:
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k): float32 if the header scales them, else of the file's type. Raises DataError."""
-    with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
+    with wrap_decoding_errors(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = load(path)
         if not _is_scaled(volume):
             return np.asarray(volume.dataobj).reshape(_volume_shape(path, volume))

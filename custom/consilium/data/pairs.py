@@ -17,7 +17,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.grouping import grouped
 from consilium.core.sanitize import few
 from consilium.data.file_kinds import NIFTI, PICTURES, SLIDES
-from consilium.data.safe_open import open_picture, reading
+from consilium.data.safe_open import open_picture, wrap_decoding_errors
 
 _MASK = re.compile(r"masks?|segs?|segmentations?|labels?|lbls?|gt|truth|annotations?|rois?", re.IGNORECASE)
 _IMAGE = re.compile(r"images?|imgs?|pictures?|photos?|scans?|raw|originals?", re.IGNORECASE)
@@ -45,7 +45,7 @@ class Pattern:
     def __str__(self) -> str:
         return self.mask if self.image == "{}" else f"{self.image}={self.mask}"
 
-    def of(self, name: str) -> str | None:
+    def mask_name_for(self, name: str) -> str | None:
         """Return the name of the mask for the name of a picture, None for a name that `image` does not match."""
         before, _, after = self.image.partition("{}")
         fits = len(name) >= len(before) + len(after) and name.startswith(before) and name.endswith(after)
@@ -171,7 +171,9 @@ def unpaired_message(pairs: Pairs, folder: Path) -> str:
             remedy = f"--mask-pattern '{pairs.pattern}' takes {some} and leaves others out, as other sequences; or {remedy}"
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
     every, alone = len(pairs.found) + len(pairs.alone), pairs.alone[0]
-    wanted = next((Path(name).name for one in (alone.full, alone.short) if (name := pairs.pattern.of(one))), "like the others'")
+    wanted = next(
+        (Path(name).name for one in (alone.full, alone.short) if (name := pairs.pattern.mask_name_for(one))), "like the others'"
+    )
     return (
         f"{pairs.alone[0].path}: expected a mask named {wanted}; by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of "
         f"{every} pictures have one; found {there}; complete the set, or write --mask-pattern '{pairs.pattern}' to leave "
@@ -240,7 +242,7 @@ def _is_labels(path: Path) -> bool:
     if path.name.lower().endswith((*NIFTI, *SLIDES)):
         return False
     try:
-        with reading(path, "cannot be read as a picture"), open_picture(path) as picture:
+        with wrap_decoding_errors(path, "cannot be read as a picture"), open_picture(path) as picture:
             if picture.mode == "F":
                 return False
             if picture.mode in MODES:
@@ -272,7 +274,7 @@ def _pair_by(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path
     whole = "/" in pattern.image
     found = []
     for image in images:
-        names = [pattern.of(one) for one in ((image.full, image.short) if whole else (image.short, image.full))]
+        names = [pattern.mask_name_for(one) for one in ((image.full, image.short) if whole else (image.short, image.full))]
         mask = next((known[key] for name in names if name for key in (name, name.casefold()) if key in known), None)
         if mask is not None:
             found.append((image, mask))

@@ -37,7 +37,7 @@ from consilium.core.errors import DataError
 from consilium.core.grouping import grouped
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
+from consilium.data.datalist import SPLITS, Item, patients_by_pseudonym, read_datalist
 from consilium.data.patients import item_pseudonym, samples_by_patient
 from consilium.data.text import read_texts, record_lines, split_files
 
@@ -89,7 +89,7 @@ def partition(
     splits, classes = _exclude_classes(source, data.splits, known, exclude)
     splits = splits if test else splits | {SHARED_OUT: []}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
-    patients = listed_patients(source)  # identifiers in the list; identifiers in files are never written
+    patients = patients_by_pseudonym(source)  # identifiers in the list; identifiers in files are never written
     for name, mine in found.items():
         entries = {
             split: [
@@ -314,7 +314,7 @@ def _read_records(
                 )
             splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
     if kinds:  # the splits are clustered together
-        of_texts = iter(kinds([text.prompt_words for split in SPLITS for text in data.splits[split]]))
+        of_texts = iter(kinds([text.prompt_text for split in SPLITS for text in data.splits[split]]))
         splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:

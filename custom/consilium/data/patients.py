@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from consilium.core.grouping import grouped
 from consilium.data.datalist import DataList
-from consilium.data.identifiers import ALIKE, alike_patients
+from consilium.data.identifiers import ALIKE, similar_patient_lines
 
 S = TypeVar("S")
 _log = logging.getLogger(__name__)
 
 
-def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
+def training_indices_by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     """Return the indices of every patient's samples in the training split, in the list's order.
 
     Samples without a patient are left out, because their patients could not be protected.
@@ -47,10 +47,10 @@ def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
     return [least.setdefault(linked[index], index) for index in range(len(keys))]
 
 
-def warn_of_alike(data: DataList) -> None:
+def warn_of_similar_patients(data: DataList) -> None:
     """Warn in the site's own log of patients whose identifiers are nearly equal, because they may be one person."""
     samples = ((split, item) for split, items in data.splits.items() for item in items)
-    for line in alike_patients((item_pseudonym(item), f"{split}: {item.name}") for split, item in samples):
+    for line in similar_patient_lines((item_pseudonym(item), f"{split}: {item.name}") for split, item in samples):
         _log.warning(f"{ALIKE}: {line}; give one person one identifier")
 
 

@@ -10,7 +10,7 @@ from PIL import ExifTags, Image, ImageOps
 from consilium.core.errors import DataError
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, is_anti_aliased, to_integers
-from consilium.data.safe_open import check_pixels, open_picture, reading
+from consilium.data.safe_open import check_pixels, open_picture, wrap_decoding_errors
 from consilium.data.settings import Value
 
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
@@ -21,9 +21,9 @@ _TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 """Types of a PNG's chunks that hold such metadata."""
 
 
-def size(path: Path) -> tuple[int, int]:
+def picture_shape(path: Path) -> tuple[int, int]:
     """Return the (rows, columns) of what `read` returns, from the header. Raises DataError for a picture that is not read."""
-    with reading(path, "image cannot be read"), open_picture(path) as picture:
+    with wrap_decoding_errors(path, "image cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
         # PIL has exchanged a TIFF's width and height already
         turned = picture.format != "TIFF" and _orientation(path, picture) >= 5
@@ -57,7 +57,7 @@ def _orientation(path: Path, picture: Image.Image) -> int:
 
 def exif_orientation(path: Path) -> int:
     """Return the value of a picture's EXIF orientation tag: 1 for upright, 5 to 8 if rows and columns are exchanged."""
-    with reading(path, "image cannot be read"), open_picture(path) as picture:
+    with wrap_decoding_errors(path, "image cannot be read"), open_picture(path) as picture:
         return _orientation(path, picture)
 
 
@@ -66,7 +66,7 @@ def read(path: Path, what: str = "image") -> np.ndarray:
 
     `what`: for a "mask", its label values (H, W) are returned, see `_label_values`.
     """
-    with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
+    with wrap_decoding_errors(path, f"{what} cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
         upright = ImageOps.exif_transpose(picture)
         if what == "mask":

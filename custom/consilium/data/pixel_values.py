@@ -80,16 +80,23 @@ def is_anti_aliased(values: np.ndarray, declared: Collection[Value]) -> bool:
     return between > 0 and between >= _ON_EDGES * all_odd
 
 
-def windowed(values: np.ndarray, settings: PictureSettings, own: tuple[float, float] | None, spread: Spread) -> np.ndarray:
-    """Return values as uint8: windowed by the job's window, else by the file's `own` (center, width), else by `spread`.
+def windowed(
+    values: np.ndarray, settings: PictureSettings, file_window: tuple[float, float] | None, percentile_limits: Spread
+) -> np.ndarray:
+    """Return values as uint8, windowed by the job's window, else by the file's (center, width), else by `percentile_limits`.
 
-    `spread` returns the values that become black and white. Colours, and 8-bit values without a window, stay as they are.
+    `percentile_limits` returns the values that become black and white. Colours, and 8-bit values without a window, stay as they
+    are.
     """
     colours = values.ndim == 3 and values.dtype == np.uint8
-    if colours or (values.dtype == np.uint8 and settings.window is None and own is None):
+    if colours or (values.dtype == np.uint8 and settings.window is None and file_window is None):
         return values
     if settings.window is not None:
-        own = (settings.window.center, settings.window.width)
-    low, high = spread() if own is None else (own[0] - own[1] / 2, own[0] + own[1] / 2)
+        file_window = (settings.window.center, settings.window.width)
+    low, high = (
+        percentile_limits()
+        if file_window is None
+        else (file_window[0] - file_window[1] / 2, file_window[0] + file_window[1] / 2)
+    )
     share = (values.astype(np.float32) - low) / max(high - low, 1e-6)
     return (np.clip(share, 0, 1) * 255 + 0.5).astype(np.uint8)

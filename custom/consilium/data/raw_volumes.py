@@ -15,7 +15,14 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_unpacked, reading, refuse, volume_shape
+from consilium.data.safe_open import (
+    MOST_VOLUME_FILE,
+    TAKE_OFF,
+    check_unpacked,
+    raise_first_fault,
+    volume_shape,
+    wrap_decoding_errors,
+)
 from consilium.data.volumes import VolumeHeader
 
 MOST_HEADER = 2**16
@@ -53,13 +60,13 @@ class _Layout:
 
 def header(path: Path) -> VolumeHeader:
     """Return the header of a volume of two or three dimensions. Raises DataError if it cannot be read."""
-    with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
+    with wrap_decoding_errors(path, _UNREADABLE, most=MOST_VOLUME_FILE):
         return VolumeHeader(_read_layout(path).grid)
 
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k) of the type in the file. Raises DataError if they cannot be read."""
-    with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
+    with wrap_decoding_errors(path, _UNREADABLE, most=MOST_VOLUME_FILE):
         found = _read_layout(path)
         needed = prod(found.grid.shape) * found.dtype.itemsize
         with path.open("rb") as file:
@@ -87,9 +94,9 @@ def _read_layout(path: Path) -> _Layout:
     return found
 
 
-def _refuse(path: Path, *faults: tuple[bool, str]) -> None:
+def _raise_first_fault(path: Path, *faults: tuple[bool, str]) -> None:
     """Raise DataError for the first fault of (whether it is there, its description) pairs, with the remedy."""
-    refuse(
+    raise_first_fault(
         path,
         *(
             (there, f"{what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
@@ -124,7 +131,7 @@ def _read_metaimage(path: Path, head: bytes) -> _Layout:
         return any(fields.get(name, "").lower() in ("true", "1") for name in names)
 
     kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"), "")
-    _refuse(
+    _raise_first_fault(
         path,
         (fields["ElementDataFile"] != "LOCAL", "has its voxels in another file"),
         (int(fields.get("ElementNumberOfChannels", 1)) != 1, "holds several values a voxel"),
@@ -151,14 +158,14 @@ def _read_nrrd(path: Path, head: bytes) -> _Layout:
     lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
     pairs = (line.partition(":") for line in lines if not line.startswith("#"))
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs if not value.startswith("=")}
-    _refuse(path, (bool({"data file", "datafile"} & fields.keys()), "has its voxels in another file"))
+    _raise_first_fault(path, (bool({"data file", "datafile"} & fields.keys()), "has its voxels in another file"))
     if end is None:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no end); {TAKE_OFF}")
     kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), "")
     encoding = fields["encoding"].lower()
     skips = {fields.get(name, "0") for name in ("line skip", "lineskip", "byte skip", "byteskip")}
     unknown = not kind or encoding not in ("raw", "gzip", "gz") or skips != {"0"}
-    _refuse(path, (unknown, f"holds {fields['type']} in encoding {encoding}"))
+    _raise_first_fault(path, (unknown, f"holds {fields['type']} in encoding {encoding}"))
     sizes = [int(n) for n in fields["sizes"].split()]
     shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
     grid = Grid(shape, _nrrd_affine(path, fields, len(sizes)))
@@ -174,7 +181,7 @@ def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray |
         check_spacing(path, "spacings", spacing.tolist(), _SPACED)
         return _affine(np.diag(spacing), np.zeros(count))
     space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
-    _refuse(path, (space not in _SPACES, "lies in a space that is not the patient's"))
+    _raise_first_fault(path, (space not in _SPACES, "lies in a space that is not the patient's"))
     steps = np.array([_read_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
     check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
     origin = _read_vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])

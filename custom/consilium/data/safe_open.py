@@ -72,7 +72,7 @@ _PROGRAMMERS = re.compile(
 TAKE_OFF = "replace it or take it off the list"
 
 
-def refuse(where: object, *faults: tuple[object, str]) -> None:
+def raise_first_fault(where: object, *faults: tuple[object, str]) -> None:
     """Raise DataError for the first fault that is present. Each fault is (whether it is present, its description)."""
     if what := next((what for there, what in faults if there), ""):
         raise DataError(f"{where}: {what}")
@@ -93,7 +93,7 @@ def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> No
 
 
 @contextmanager
-def opening(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
+def wrap_open_errors(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
     """Turn errors of the operating system, and bytes that are not UTF-8, into a DataError within the block."""
     try:
         yield
@@ -105,7 +105,7 @@ def opening(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
 
 def check_opens(path: Path) -> None:
     """Raise DataError unless a file, or every plain file in a folder, can be opened and read."""
-    with opening(path):
+    with wrap_open_errors(path):
         for file in [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]:
             check_file(file, most=MOST_SLIDE)
             with file.open("rb") as opened:
@@ -179,7 +179,7 @@ def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[
     """
     check_file(path, remedy)
     number = 0
-    with opening(path, remedy):
+    with wrap_open_errors(path, remedy):
         try:
             with path.open(encoding="utf-8-sig", newline=newline) as file:
                 while line := file.readline(MOST_CHARACTERS + 2):
@@ -212,12 +212,12 @@ def parse_json(where: str, text: str, remedy: str) -> Any:
 def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
     """Return a file's text in UTF-8, without a byte order mark. Raises DataError."""
     check_file(path, remedy, most)
-    with opening(path, remedy):
+    with wrap_open_errors(path, remedy):
         return path.read_text(encoding="utf-8-sig")
 
 
 @contextmanager
-def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> Iterator[None]:
+def wrap_decoding_errors(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> Iterator[None]:
     """Turn any exception of a decoder of `path` in the block into a DataError: damaged files may cause any exception."""
     check_file(path, remedy, most)
     try:
@@ -292,7 +292,7 @@ def _array_picture(path: Path) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(found))
 
 
-def pages(path: Path) -> int:
+def page_count(path: Path) -> int:
     """Return the number of pages of a TIFF, by following its chain of pages. Raises DataError for more than MOST_PAGES."""
     with path.open("rb") as file:
         head = file.read(16)
@@ -324,7 +324,7 @@ def check_pixels(path: Path, picture: Image.Image) -> None:
     Raises DataError for an uncompressed TIFF whose tag exchanges rows and columns, because PIL decodes it wrongly.
     """
     # PIL's own count takes minutes for 50,000 pages, and reads all frames of a GIF
-    count = pages(path) if picture.format == "TIFF" else 1 + getattr(picture, "is_animated", False)
+    count = page_count(path) if picture.format == "TIFF" else 1 + getattr(picture, "is_animated", False)
     if count > 1:
         told = count if picture.format == "TIFF" else "several"
         raise UnfitError(f"{path}: has {told} pages; save each as a picture of its own", "several pages")

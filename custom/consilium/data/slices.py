@@ -7,9 +7,9 @@ from pathlib import Path
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.seeding import seed_for
 from consilium.data import slides, volumes
-from consilium.data.check_samples import record_lost
+from consilium.data.check_samples import with_lost_recorded
 from consilium.data.datalist import DataList, Item, Lost
-from consilium.data.identifiers import pseudonym, pseudonym_of
+from consilium.data.identifiers import path_pseudonym, pseudonym
 from consilium.data.images import read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 
@@ -37,7 +37,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
                     lost.append((split, error))
                 else:
                     raise
-    return record_lost(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
+    return with_lost_recorded(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
 
 
 def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
@@ -50,7 +50,7 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
         if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
             raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
         for number, tile in enumerate(slides.tiles(slides.shape(item.image, wanted.level), wanted)):
-            one = replace(item, study=item.study or pseudonym_of(item.image), tile=tile)
+            one = replace(item, study=item.study or path_pseudonym(item.image), tile=tile)
             if (
                 not thin
                 or wanted.empty == "keep"
@@ -64,9 +64,9 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
         item,
         axis=item.plane_axis(settings.slices.axis),
         patient=item.patient or pseudonym(header.patient),
-        study=item.study or pseudonym(header.study) or pseudonym_of(item.image),
+        study=item.study or pseudonym(header.study) or path_pseudonym(item.image),
     )
-    if item.slice is not None or header.grid.planes(known.axis) == 1:
+    if item.slice is not None or header.grid.plane_count(known.axis) == 1:
         yield known
     else:
         yield from _expand_volume(known, header, settings, thin, seed)
@@ -80,7 +80,7 @@ def _expand_volume(
             f"{item.label}: is one picture, and {item.image.name} has several planes; give a mask of equal grid",
             "mask of another size",
         )
-    slices, count = settings.slices, header.grid.planes(item.axis)
+    slices, count = settings.slices, header.grid.plane_count(item.axis)
     labelled = set(range(count))
     if thin and slices.empty != "keep":  # planes that show any label
         if not isinstance(item.label, Path):

@@ -20,7 +20,7 @@ from consilium.data.datalist import Tile
 from consilium.data.file_kinds import SLIDES
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, to_integers
-from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, pages, reading
+from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, page_count, wrap_decoding_errors
 from consilium.data.settings import PictureSettings, TilesConfig
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file causes one line, an error of ours
@@ -74,7 +74,7 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
     if width * height > MOST_PIXELS:
         raise DataError(f"{path}: tile {list(tile)} has over {MOST_PIXELS:,} pixels; name a smaller one", "wrong tile")
     reader = layout(path).reader
-    with reading(path, "tile cannot be read", most=MOST_SLIDE):
+    with wrap_decoding_errors(path, "tile cannot be read", most=MOST_SLIDE):
         if reader == "pictures":
             return check_numbers(path, _read_whole(path, what)[y : y + height, x : x + width])
         if reader == "tifffile":
@@ -177,17 +177,17 @@ def window_percentiles(path: Path, level: int = 0) -> tuple[float, float]:
 @partial(Kept, most=4096)
 def layout(path: Path) -> Layout:
     """Return a picture's levels and reader, from its header alone. Raises DataError."""
-    with reading(path, "slide cannot be read", most=MOST_SLIDE):
+    with wrap_decoding_errors(path, "slide cannot be read", most=MOST_SLIDE):
         with path.open("rb") as file:
             tiff = file.read(4) in _MAGIC
         if not tiff and not is_slide(path):
-            return Layout((pictures.size(path),), "pictures")
+            return Layout((pictures.picture_shape(path),), "pictures")
         try:
             import tifffile  # noqa: F401
             from openslide import OpenSlide
         except ImportError:
             if not is_slide(path):
-                return Layout((pictures.size(path),), "pictures")
+                return Layout((pictures.picture_shape(path),), "pictures")
             raise DataError(f"{path}: is a whole slide; install consilium-flare[slides] to read it") from None
         by_openslide = (OpenSlide.detect_format(str(path)) or "generic-tiff") != "generic-tiff"
         if tiff or not by_openslide:
@@ -205,7 +205,7 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
     from openslide import OpenSlide
     from tifffile import TiffFile
 
-    pages(path)
+    page_count(path)
     with TiffFile(path) as file:
         for page in file.pages if by_openslide else ():
             rows, columns = _block_shape(page)

@@ -24,7 +24,7 @@ from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
 from consilium.data.patients import first_linked
-from consilium.data.safe_open import refuse
+from consilium.data.safe_open import raise_first_fault
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
     DataError for a list or mask that cannot be read, shares that sum to 1 or more, too few groups, or a folder in use.
     """
     left = 1 - cut.validation - cut.test
-    refuse(
+    raise_first_fault(
         folder,
         (
             any((folder / name).exists() for name in ("datalist.json", "split.json", "fold-1")),

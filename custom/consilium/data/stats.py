@@ -18,7 +18,7 @@ from consilium.data.check_samples import Classes, map_by_file
 from consilium.data.class_names import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.identifiers import pseudonym
-from consilium.data.images import classes_of, level_of, read_labels
+from consilium.data.images import label_values_by_class, level_of, read_labels
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import windowed
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
@@ -84,7 +84,7 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
         if volumes.is_volume(item.image):
             header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
             found.size = values.shape[:3]
-            if item.slice is not None or header.grid.planes(settings.slices.axis) == 1:
+            if item.slice is not None or header.grid.plane_count(settings.slices.axis) == 1:
                 values = header.grid.cut(values, item.axis, item.slice or 0)
                 found.size = values.shape[:2]
             found.voxel, window = header.grid.voxel, header.window
@@ -124,7 +124,7 @@ def _count_labels(found: Measure, item: Item, classes: Classes, settings: Pictur
             values, counts = np.unique(labels.values, return_counts=True)
             found.labels.update({int(v): int(n) for v, n in zip(values, counts, strict=True) if v})
         by_value = {str(value): [value] for value in labels.present() - {0}}
-        for name, wanted in (classes_of(item, classes) if isinstance(classes, Mapping) else by_value).items():
+        for name, wanted in (label_values_by_class(item, classes) if isinstance(classes, Mapping) else by_value).items():
             found.classes[name] += int(labels.where(wanted).sum())
 
 

@@ -64,7 +64,7 @@ class Text:
         return self.outputs[0].strip()
 
     @property
-    def prompt_words(self) -> str:
+    def prompt_text(self) -> str:
         """All words before the answer, without the template around them."""
         earlier = (part for pair in self.history for part in pair)
         return "\n".join(part for part in (self.system, *earlier, self.instruction, self.input) if part)
@@ -73,7 +73,7 @@ class Text:
     def prompt(self) -> str:
         """The prompt in the default template. An input without an instruction takes the instruction's place."""
         if self.system or self.history:
-            return self.prompt_words
+            return self.prompt_text
         if not self.instruction or not self.input:
             return WITHOUT_INPUT.format(instruction=self.instruction or self.input)
         return WITH_INPUT.format(instruction=self.instruction, input=self.input)
@@ -90,7 +90,7 @@ def split_files(folder: Path) -> dict[str, Path]:
     return {split: path for split, path in there if path.is_file()}  # of two files of a split, the first in FILES
 
 
-def read_named_list(path: Path) -> DataList:
+def read_site_list(path: Path) -> DataList:
     """Read the list that a site's `datalist` names: a folder or file of records, or a list of pictures. Raises DataError."""
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
@@ -130,7 +130,7 @@ def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool
         try:
             check_line(where, line)
             raw = parse_json(where, line, "write one record a line")
-            record, form = _parse_record(where, f"{path.name}:{number}", raw, answered=bad is None)
+            record, form = _parse_record(where, f"{path.name}:{number}", raw, needs_answer=bad is None)
             first = first or (form, number)
             if form != first[0]:
                 raise DataError(
@@ -148,8 +148,8 @@ def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool
             bad.append(error)
 
 
-def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str]:
-    """Return a line's record and its form. `answered`: the record needs an answer. A null value counts as absent."""
+def _parse_record(where: str, name: str, read: Any, needs_answer: bool) -> tuple[Text, str]:
+    """Return a line's record and its form. `needs_answer`: the record needs an answer. A null value counts as absent."""
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     chat = chat_of(where, raw)
     if isinstance(read, dict) and "text" in read and (chat is None or (chat.form == "text" and not chat.instruction)):
@@ -164,7 +164,7 @@ def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Tex
         _check_text(where, key, value)
         for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
     )
-    outputs = _read_outputs(where, raw, chat) if answered else ("",)
+    outputs = _read_outputs(where, raw, chat) if needs_answer else ("",)
     labels, value = _check_texts(where, "labels", raw.get("labels", [])), raw.get("final_answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float | None) or value in (inf, -inf) or value != value:
         raise DataError(f"{where}: final_answer: {repr(value)[:80]} is neither text nor a number; write it as a text")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from consilium.adapters.names import bottleneck_count, bottleneck_position, is_part
+from consilium.adapters.names import bottleneck_count, bottleneck_position, is_requested_part
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
@@ -49,7 +49,7 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     """
     start = strategy.initialize(initial)
     first = max(1, strategy.traits.warm_up)
-    places = strategy.traits.role_schedule(first, len(strategy.traits.phases))
+    places = strategy.traits.phase_schedule(first, len(strategy.traits.phases))
     trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
     sent = [strategy.payload(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
     up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
@@ -78,7 +78,7 @@ def run_bytes(job: Job, own: Cost, sites: int) -> dict[str, float]:
     return found | {"one_way_each": rounds * trained / max(bottleneck_count(job.initial), 1)}
 
 
-def what_masks_hide(config: JobConfig) -> str:
+def masking_sentence(config: JobConfig) -> str:
     """Return a sentence on what secure aggregation's masks protect in this job; "" for a job without masks."""
     if config.secure_aggregation is None:
         return ""
@@ -90,14 +90,16 @@ def what_masks_hide(config: JobConfig) -> str:
     return "masks hide a site's update within this run; over many runs its noise does, as far as the ledger's epsilon says"
 
 
-def bytes_moved(job: Job, own: Cost, parts: int, sites: int) -> int:
-    """Return the bytes up and down of all `sites` together, for `parts` participations in a round in total.
+def bytes_moved(job: Job, own: Cost, participations: int, sites: int) -> int:
+    """Return the bytes up and down of all `sites` together, for `participations` participations in a round in total.
 
     The first download of a site, when it joins, replaces that round's usual download.
     """
     start = job.strategy.initialize(job.initial)
     sent = [job.strategy.payload(start, SiteInfo("site", 1, joined)).tensors for joined in (False, True)]
-    return parts * (own.bytes_up + own.bytes_down) + min(sites, parts) * (payload_bytes(sent[0]) - payload_bytes(sent[1]))
+    return participations * (own.bytes_up + own.bytes_down) + min(sites, participations) * (
+        payload_bytes(sent[0]) - payload_bytes(sent[1])
+    )
 
 
 def bottleneck_counts(job: Job) -> dict[str, float] | None:
@@ -126,9 +128,9 @@ def compare(job: Job) -> list[Cost]:
     kinds = [(cls, of) for cls, of in kinds if (of.one_rank or not of.ranks_differ) and not of.pools_data]
     fitted = [cls(**settings) for cls, of in kinds if of.parts <= own.traits.parts for settings in of.variants]
     every = [at_one_rank(one, getattr(adapter, "rank", 1)) for one in fitted]
-    plain = {name: tensor for name, tensor in job.initial.items() if not is_part(name)}
+    plain = {name: tensor for name, tensor in job.initial.items() if not is_requested_part(name)}
     others = [(one, job.initial if one.traits.parts else plain) for one in every if label_of(one) != label_of(own)]
-    fitting = [(one, tensors) for one, tensors in others if _fits(one, tensors)]
+    fitting = [(one, tensors) for one, tensors in others if _has_all_roles(one, tensors)]
     return [own_cost(job), *(cost_of(one, tensors, label_of(one)) for one, tensors in fitting)]
 
 
@@ -145,7 +147,7 @@ def own_cost(job: Job) -> Cost:
 
 def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
     """Return the costs of the job's strategy at each tier, then the mean over its tiers of every strategy for unequal ranks."""
-    tiers = list(own.profile_tiers().items())
+    tiers = list(own.weighted_tiers().items())
     rows = [tier_cost(own, initial, tier, f"{own.name} {name}") for name, (tier, _) in tiers]
     others = [cls(tiers=own.tiers, profile=own.profile) for cls in STRATEGIES.values() if issubclass(cls, UnequalRanks)]
     for strategy in [own, *(other for other in others if other.name != own.name)]:
@@ -164,7 +166,7 @@ def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) 
     return Cost(label, up, up, down, 4 * up, 4 * down, down)
 
 
-def _fits(strategy: Strategy, initial: Tensors) -> bool:
+def _has_all_roles(strategy: Strategy, initial: Tensors) -> bool:
     try:
         return all(strategy.role(name, 1, 0) is not None for name in initial)
     except ConfigError:

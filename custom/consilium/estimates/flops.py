@@ -19,7 +19,7 @@ from consilium.core.messages import Stage
 from consilium.federation.job import Job, build_meta_model
 from consilium.models.meta_device import allow_meta_compute
 from consilium.strategies.strategy import trained_names
-from consilium.tasks.segmentation import prompts_of
+from consilium.tasks.segmentation import prompt_kind_of
 
 GENERATES = frozenset({"label", "exact", "generation"})
 """Values of `task.evaluate` with which a language model generates answers beside the loss.
@@ -99,7 +99,7 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     return rounds + closing + scored * work.scoring * (2 if writes else 1)
 
 
-def own_samples(config: JobConfig, sites: int) -> Samples | None:
+def generated_samples(config: JobConfig, sites: int) -> Samples | None:
     """Return the samples of a job with generated data (`data.phantoms`); None for other jobs."""
     made = config.data.phantoms
     return None if made is None else Samples(sites, *(n * sites for n in (made.training, made.validation, made.test)))
@@ -117,14 +117,14 @@ def _sample_inputs(config: JobConfig) -> dict[str, Tensor]:
         }  # transformers would read the values of a mask with two dimensions
     side = config.model.image_side
     found = {"image": torch.zeros(1, 3, side, side)}
-    if kind := prompts_of(config.task):
+    if kind := prompt_kind_of(config.task):
         found["prompt"] = torch.zeros(1, len(getattr(config.task, "classes", ())), len(kind.numbers))
     return found
 
 
 def _run_forward(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     if "input_ids" in given:
-        read = getattr(model, "read", dict)  # a vision-language model's pictures are not counted
+        read = getattr(model, "text_inputs", dict)  # a vision-language model's pictures are not counted
         return model(**read(**given), use_cache=False).logits
     return model(*given.values())
 

@@ -24,7 +24,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import Job, assemble_job, build_meta_model
 from consilium.models.dtypes import BLOCK, QUANTIZED, compute_dtype
-from consilium.models.low_precision import replace, store
+from consilium.models.low_precision import replace_frozen_linear, store_frozen_as
 from consilium.models.meta_device import allow_meta_compute
 from consilium.tasks.registry import TASKS
 from consilium.training.device import multiplies_bf16
@@ -103,7 +103,7 @@ class Packed(nn.Linear):
 
 def replace_by_quantized_stand_ins(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
     """Replace each layer that `store` would quantize by one without values that is as large as in `dtype`, "nf4" or "int8"."""
-    replace(model, trained, dtype, _pack)
+    replace_frozen_linear(model, trained, dtype, _pack)
 
 
 def _pack(layer: nn.Linear, dtype: str) -> None:
@@ -168,7 +168,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
     if config.model.dtype in QUANTIZED:
         replace_by_quantized_stand_ins(model, config.model.dtype, adapter_state.tensors(model).values())
     else:
-        store(model, config.model.dtype, adapter_state.tensors(model).values())
+        store_frozen_as(model, config.model.dtype, adapter_state.tensors(model).values())
     with FakeTensorMode():
         _materialize(model)
         trained = [p for p in adapter_state.tensors(model).values() if isinstance(p, nn.Parameter)]

@@ -72,9 +72,9 @@ def libraries() -> dict[str, str]:
     return {name: found for name in LIBRARIES if (found := installed_version(name))}
 
 
-def differences(told: Mapping[str, str], own: Mapping[str, str]) -> dict[str, Verdict]:
-    """Return the verdict for each package in both `told` and `own` whose versions do not pass."""
-    found = {name: judge(name, told[name], own[name]) for name in sorted(told.keys() & own.keys() & RULES.keys())}
+def differences(reported: Mapping[str, str], own: Mapping[str, str]) -> dict[str, Verdict]:
+    """Return the verdict for each package in both `reported` and `own` whose versions do not pass."""
+    found = {name: judge(name, reported[name], own[name]) for name in sorted(reported.keys() & own.keys() & RULES.keys())}
     return {name: verdict for name, verdict in found.items() if verdict}
 
 
@@ -107,11 +107,13 @@ def warnings(hello: Hello) -> list[str]:
     return [f"{hello.name}: {one}; its numbers may differ in the last bits" for one in found]
 
 
-def is_version(told: Any) -> bool:
+def is_version(reported: Any) -> bool:
     """Return whether a value sent by a site may be a version."""
-    return type(told) is str and _VERSION.fullmatch(told) is not None
+    return type(reported) is str and _VERSION.fullmatch(reported) is not None
 
 
-def are_libraries(told: Any) -> bool:
+def are_libraries(reported: Any) -> bool:
     """Return whether a value sent by a site is a map from some of LIBRARIES to versions."""
-    return type(told) is dict and all(type(name) is str and name in LIBRARIES and is_version(v) for name, v in told.items())
+    return type(reported) is dict and all(
+        type(name) is str and name in LIBRARIES and is_version(v) for name, v in reported.items()
+    )

@@ -72,15 +72,15 @@ def delete_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
         raise ConfigError(f"{folder.name}: is going on; wait for its end, or `consilium abort` it") from None
 
 
-def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
-    """Delete a run's files and emptied folders, and the paths `flares` of its jobs elsewhere; record and return it."""
-    inside = [path for one in flares for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
+def _delete(folder: Path, job_folders: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
+    """Delete a run's files and emptied folders, and the paths `job_folders` of its jobs elsewhere; record and return it."""
+    inside = [path for one in job_folders for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
     others = [path for path in inside if path.is_symlink() or path.is_file()]
     files = [*_files_to_delete(folder), *others]
     size = sum(path.lstat().st_size for path in files)
     for path in files:
         path.unlink()
-    for one in flares:
+    for one in job_folders:
         if one.is_dir():
             shutil.rmtree(one)
     for place in sorted((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):

@@ -24,16 +24,16 @@ from consilium.federation.diagnostics import check_deviation
 from consilium.federation.saved_model import keeps_local
 from consilium.federation.trainable_checks import (
     base_shapes,
-    check_base,
+    check_adapter_start,
     check_blend,
+    check_decoder_and_dora,
     check_server_step_and_state,
-    check_start,
-    warnings_of,
+    shared_weight_warning,
 )
 from consilium.models.architecture import refuse_gguf
 from consilium.models.checkpoint_file import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
-from consilium.models.low_precision import require_stored, store
+from consilium.models.low_precision import require_stored, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
@@ -83,7 +83,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= base_shapes(model, names) | adapter_state.head_shapes(model)
-        warnings = [*config.task.warnings(), *warnings_of(model, own)]
+        warnings = [*config.task.warnings(), *shared_weight_warning(model, own)]
         if config.strategy.traits.pools_data and (steps := config.training.local_steps):
             warnings.append(
                 f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "
@@ -93,13 +93,13 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     begin, seed = adapter.start or adapter_state.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, tuple(warnings))
     _check_adapter(config, adapter, source)
-    check_base(config, names, source)
+    check_decoder_and_dora(config, names, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
     check_blend(job.strategy, model, base, source)
     _check_privacy(job, source)
     check_server_step_and_state(config, job.strategy, job.initial, source)
-    check_start(config, job.initial, source)
+    check_adapter_start(config, job.initial, source)
     check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
@@ -195,7 +195,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """
     model = _add_adapter(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
     device = CPU if site.base == "sharded" else pick_device(site.main_device)
-    return store(model, config.model.dtype, adapter_state.tensors(model).values()).to(device).eval()
+    return store_frozen_as(model, config.model.dtype, adapter_state.tensors(model).values()).to(device).eval()
 
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:

@@ -92,7 +92,7 @@ def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> 
         return "", {}
     split, shown = max((key.split for key in every), key=SPLITS.index), TASKS[config.task.name].scores(config.task)
     found = {key.metric: metrics[str(key)] for key in every if key.split == split}
-    named = [shown.lead(found), *(name for name in shown.beside if name != COUNT and not name.endswith((LOW, HIGH)))]
+    named = [shown.leading_name(found), *(name for name in shown.beside if name != COUNT and not name.endswith((LOW, HIGH)))]
     return split, {n: (found[n], found.get(n + LOW), found.get(n + HIGH)) for n in dict.fromkeys(named) if n in found}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import locked, private_folder, read_json, write_json
+from consilium.core.storage import locked, make_private_folder, read_json, write_json
 from consilium.privacy.ledger.audit_log import FILE, load_record
 
 RUNS, OWNER = "runs", "owner.json"
@@ -48,7 +48,7 @@ def claim_run_folder(state: Path, name: str, submitter: str, site: str = "") -> 
 
     Raises ConfigError if the name is invalid, belongs to another submitter or site, or differs from another run's only in case.
     """
-    runs = private_folder(state / RUNS)
+    runs = make_private_folder(state / RUNS)
     runs.chmod(0o700)
     folder = runs / check_name(name)
     with locked(runs):

@@ -15,7 +15,15 @@ from consilium.adapters.names import LOCAL_ADAPTER, MEAN, SHIFT, is_base, skippa
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError
 from consilium.core.messages import Tensors
-from consilium.core.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic, write_json
+from consilium.core.storage import (
+    PRIVATE,
+    load_state,
+    make_private_folder,
+    name_path_in_errors,
+    save_state,
+    write_atomic,
+    write_json,
+)
 from consilium.federation.model_card import Card, page
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
@@ -42,22 +50,22 @@ class SavedModel:
     similar: int = 0
 
     @property
-    def forward(self) -> dict[str, float]:
+    def stored_forward_settings(self) -> dict[str, float]:
         """The settings of the forward pass, with `rounds`, as stored in the file."""
         return {"rounds": self.rounds, "scaling": self.scaling, "share": self.share, "similar": self.similar}
 
 
-def write_kept(
+def write_adapter_folder(
     folder: Path, kept: SavedModel, others: Tensors, config: JobConfig, card: Card, plan: Plan | None = None
 ) -> None:
     """Write an adapter folder, readable by this user only, in place of an older one.
 
-    `others`: its tensors for other programs, see `with_parameters`. The folder gets its name last, so a crash leaves no
+    `others`: its tensors for other programs, see `changes_to_parameters`. The folder gets its name last, so a crash leaves no
     incomplete folder under that name.
     """
     made = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(made, ignore_errors=True)
-    private_folder(made)
+    make_private_folder(made)
     found = []
     if kept.share:
         found.append(
@@ -72,9 +80,9 @@ def write_kept(
     if kept.scaling != 1:
         found.append(f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.")
     card = replace(card, notes=(*card.notes, *found))
-    with named(made):
+    with name_path_in_errors(made):
         export_adapter(made, others, config, plan)
-    save_state(made / TENSORS, kept.values, {"forward": kept.forward, "card": card.to_dict()})
+    save_state(made / TENSORS, kept.values, {"forward": kept.stored_forward_settings, "card": card.to_dict()})
     write_atomic(made / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     write_atomic(made / CARD, page(card).encode())
     for path in made.rglob("*"):
@@ -83,8 +91,8 @@ def write_kept(
     made.rename(folder)
 
 
-def read_kept(folder: Path) -> tuple[SavedModel, Card]:
-    """Return the model and card that `write_kept` wrote. Raises CheckpointError for a missing or damaged file."""
+def read_adapter_folder(folder: Path) -> tuple[SavedModel, Card]:
+    """Return the model and card that `write_adapter_folder` wrote. Raises CheckpointError for a missing or damaged file."""
     path = folder / TENSORS
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {TENSORS} there; give an adapter folder, such as RUN/sites/NAME/adapters/global")
@@ -119,7 +127,7 @@ def save_if_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, s
         before = load_state(path)[1]["score"]
         if (score >= before) if metric in LOWER else (score <= before):
             return
-    save_state(path, kept.values, {"forward": kept.forward, "score": score})
+    save_state(path, kept.values, {"forward": kept.stored_forward_settings, "score": score})
 
 
 def read_best(path: Path) -> tuple[SavedModel, float] | None:
@@ -132,7 +140,7 @@ def read_best(path: Path) -> tuple[SavedModel, float] | None:
 
 def leading(config: JobConfig, reported: Iterable[str]) -> str:
     """Return the name of the score by which the job's models are compared, among the `reported` ones."""
-    return TASKS[config.task.name].scores(config.task).lead(reported)
+    return TASKS[config.task.name].scores(config.task).leading_name(reported)
 
 
 def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch.Tensor], who: str) -> set[str]:
@@ -154,7 +162,7 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
     return blocks
 
 
-def run_as_kept(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
+def apply_forward_settings(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
     """Set the adapter's scaling and the local adapter's share to the saved values, with which the model was scored."""
     kind = config.adapter_kind
     if kind.scale:
@@ -165,13 +173,13 @@ def run_as_kept(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
 
 def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:
     """Return whether any of the tensors `names` stays at its site (role LOCAL) in some phase."""
-    return any(strategy.role(name, *place) is Role.LOCAL for name in names for place in strategy.traits.role_schedule())
+    return any(strategy.role(name, *place) is Role.LOCAL for name in names for place in strategy.traits.phase_schedule())
 
 
-def with_parameters(model: nn.Module, values: Tensors) -> Tensors:
+def changes_to_parameters(model: nn.Module, values: Tensors) -> Tensors:
     """Return `values` for other programs: changes of base parameters become the parameters, under the base's own names."""
     own = {name: tensor for name, tensor in values.items() if not is_base(name)}
-    return own | adapter_state.parameters_of(model, values)
+    return own | adapter_state.trained_base_values(model, values)
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:

@@ -76,14 +76,14 @@ def record_sites(sites: Mapping[str, SiteConfig]) -> Kept:
     generated = [name for name, one in sites.items() if one.model_copy(update={"checkpoints": None}) == SiteConfig()]
     return Kept(
         {
-            name: None if name in generated else sorted(os.path.abspath(path) for path in _paths(site))
+            name: None if name in generated else sorted(os.path.abspath(path) for path in _datalist_paths(site))
             for name, site in sites.items()
         },
-        {name: " ".join(fingerprint(path) for path in _paths(site)) for name, site in sites.items()},
+        {name: " ".join(fingerprint(path) for path in _datalist_paths(site)) for name, site in sites.items()},
     )
 
 
-def _paths(site: SiteConfig) -> list[Path]:
+def _datalist_paths(site: SiteConfig) -> list[Path]:
     lists = [site.datalist, *(dataset.datalist for dataset in site.datasets.values())]
     return [path for path in lists if path is not None]
 
@@ -99,7 +99,7 @@ def read_recorded_sites(folder: Path) -> Kept:
         raise ConfigError(f"--resume: {path}: cannot be read; start the run anew in another --workspace") from None
 
 
-def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None:
+def check_same_sites(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError if the run in `folder`, recorded with the sites `was`, would be resumed with other sites or data."""
     now, run = record_sites(sites), f"the run in {folder}"
     before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))

@@ -18,7 +18,7 @@ from consilium.adapters.names import (
     is_local,
     is_magnitude,
 )
-from consilium.adapters.parts import cut_of
+from consilium.adapters.parts import feature_point_of
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
@@ -35,7 +35,7 @@ def base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
     return {name: tuple(parameters[name.partition(".")[2]].shape) for name in names}
 
 
-def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
+def check_decoder_and_dora(config: JobConfig, names: list[str], source: Path | str) -> None:
     """Raise ConfigError if the strategy cannot train DoRA's row lengths, or treats a trained decoder in another way."""
     wanted: Decoder = getattr(config.adapter, "decoder", "freeze")
     if getattr(config.adapter, "dora", False) and not config.strategy.traits.elementwise:
@@ -53,7 +53,7 @@ def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
         raise ConfigError(f"{where}: strategy {config.strategy.name!r} {does[rule]}; use {rule} or freeze")
 
 
-def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> None:
+def check_adapter_start(config: JobConfig, names: Iterable[str], source: Path | str) -> None:
     """Raise ConfigError if the job sets `adapter.start` and its strategy or adapter cannot start from an adapter folder."""
     what, strategy = f"{source}: adapter.start: {config.adapter.start!r}", config.strategy
     if config.adapter.start is None:
@@ -63,7 +63,7 @@ def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> 
     if config.adapter_kind.unequal_ranks:
         raise ConfigError(f"{what}: kind {config.adapter.kind!r} has other ranks at every site; use lora, or leave it out")
     for name in filter(is_base, names):
-        if any(strategy.role(name, *place) is Role.LOCAL for place in strategy.traits.role_schedule()):
+        if any(strategy.role(name, *place) is Role.LOCAL for place in strategy.traits.phase_schedule()):
             raise ConfigError(f"{what}: sites keep {name!r} and start it from the base; share or freeze the decoder")
 
 
@@ -80,7 +80,7 @@ def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: P
             "use fixed"
         )
     try:
-        cut_of(model, base)
+        feature_point_of(model, base)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}; or write strategy.weighting: fixed") from None
 
@@ -88,39 +88,39 @@ def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: P
 def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
     """Return "share" or "keep" if the strategy treats all tensors `names` so in every phase; None if it has no single rule."""
     try:
-        roles = {strategy.role(name, *place) for name in names for place in strategy.traits.role_schedule()}
+        roles = {strategy.role(name, *place) for name in names for place in strategy.traits.phase_schedule()}
     except ConfigError:
         return None
     return next((decoder for decoder, role in ROLES.items() if roles == {role}), None)
 
 
-def trained_set(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
+def describe_trained_tensors(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
     """Return a description of the trained tensors with their counts. A comparison of methods is fair if this is equal."""
     parts = {
         "LoRA": [n for n in initial if factor(n)],
         "local LoRA": [n for n in initial if is_local(n)],
         f"{bottleneck_count(initial)} bottlenecks": [n for n in initial if bottleneck_position(n) is not None],
         f"mask decoder ({getattr(adapter, 'decoder', '')})": [
-            n for n in initial if is_base(n) and not _is_whole(n) and not is_magnitude(n)
+            n for n in initial if is_base(n) and not _is_whole_base(n) and not is_magnitude(n)
         ],
         "lengths of rows": [n for n in initial if is_magnitude(n)],
-        "whole model": [n for n in initial if _is_whole(n)],
+        "whole model": [n for n in initial if _is_whole_base(n)],
         "head": [n for n in initial if is_head(n)],
     }
     sizes = {part: sum(math.prod(initial[n].shape) for n in names) for part, names in parts.items()}
     return " + ".join(f"{part} {size:,}" for part, size in sizes.items() if size)
 
 
-def _is_whole(name: str) -> bool:
+def _is_whole_base(name: str) -> bool:
     return name.startswith(f"{WHOLE_BASE}.")
 
 
-def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def name_base_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `values` for a server's export: changes of base parameters are named "<parameter>.change", as there is no base."""
     return {f"{n.partition('.')[2]}{CHANGE}" if is_base(n) else n: tensor for n, tensor in values.items()}
 
 
-def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
+def shared_weight_warning(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
     """Return a warning if an adapted layer shares its weight with another module; `adapted`: the adapter tensors' names."""
     found = adapter_state.shared_weight(model, (name.rpartition(".")[0] for name in adapted))
     end = "it trains, but cannot be merged into the base"
@@ -137,7 +137,7 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
             f"{source}: server.optimizer: {server.optimizer!r}: {who} changes what a tensor's numbers mean between rounds; "
             "leave it out"
         )
-    uploads = any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.role_schedule())
+    uploads = any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.phase_schedule())
     if server is not None and (server.optimizer or server.robust) and not uploads:
         raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
     if config.training.optimizer_state == "kept" and (strategy.traits.scales_adapter or not strategy.traits.fixed_basis):

@@ -181,13 +181,13 @@ _thread = threading.Lock()
 """Acquired by the first timer, which starts the thread that calls all timers. It is never released."""
 
 
-def _wait(seconds: float | None = None) -> None:
+def _wait_for_timer(seconds: float | None = None) -> None:
     """Return after `seconds`, or as soon as another timer is started, because that timer may be due earlier."""
     _started.wait(seconds)
     _started.clear()
 
 
-_timers = sched.scheduler(time.monotonic, _wait)
+_timers = sched.scheduler(time.monotonic, _wait_for_timer)
 
 
 class SharedTimer:
@@ -220,7 +220,7 @@ class SharedTimer:
 
 def _run_timers() -> None:
     while True:
-        _wait()
+        _wait_for_timer()
         _timers.run()  # returns when no timer is left
 
 

@@ -189,7 +189,7 @@ class PictureFolderConfig(FolderConfig):
         return value
 
     @property
-    def pixels(self) -> tuple[Channels, Channels]:
+    def pixel_normalization(self) -> tuple[Channels, Channels]:
         """Mean and standard deviation, in 0..1, with which the model's pixels are normalized."""
         mean, deviation = PIXELS.get(str((self.config or {}).get("model_type")), IMAGENET)
         return self.pixel_mean or mean, self.pixel_std or deviation
@@ -197,7 +197,7 @@ class PictureFolderConfig(FolderConfig):
     @property
     def padding(self) -> tuple[int, int, int]:
         """See ModelConfig."""
-        red, green, blue = (round(255 * one) for one in self.pixels[0])
+        red, green, blue = (round(255 * one) for one in self.pixel_normalization[0])
         return red, green, blue
 
 
@@ -244,11 +244,11 @@ def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     be part of `transformers`. The check does not import `transformers`, so it runs when a job is read; `listed` of
     listed_keys.py also checks by architecture.
     """
-    _check(dict(config), "")
-    return _form(config, "")
+    _check_build_cost(dict(config), "")
+    return _without_notes(config, "")
 
 
-def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _without_notes(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a map of a config.json without notes, see `check_and_clean_config`."""
     found = dict[str, Any]()
     for key, value in values.items():
@@ -261,7 +261,7 @@ def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
         if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
             raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
         _check_words(value, where)
-        found[key] = _form(value, f"{where}.") if isinstance(value, dict) else value
+        found[key] = _without_notes(value, f"{where}.") if isinstance(value, dict) else value
     return found
 
 
@@ -273,7 +273,7 @@ def _check_words(value: Any, where: str) -> None:
         )
     for item in value if isinstance(value, list | tuple) else ():
         if isinstance(item, dict):
-            _form(item, f"{where}.")
+            _without_notes(item, f"{where}.")
         _check_words(item, where)
 
 
@@ -311,7 +311,7 @@ def _total(value: list[Any]) -> float:
     return sum(_total(one) if isinstance(one, list) else abs(one) for one in value if isinstance(one, list | int | float))
 
 
-def _check(value: Any, key: str, depth: int = 0) -> None:
+def _check_build_cost(value: Any, key: str, depth: int = 0) -> None:
     """Raise ValueError for an entry of a config.json that would make building the model take minutes or gigabytes.
 
     The server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
@@ -325,7 +325,7 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
             raise ValueError(f"{key} of at most {_BLOCKS} in all")
         pairs = value.items() if isinstance(value, dict) else ((key, item) for item in value)
         for name, item in pairs:
-            _check(item, str(name)[:64], depth + 1)
+            _check_build_cost(item, str(name)[:64], depth + 1)
     elif isinstance(value, int | float):
         if isinf(value) and not (_EXPERTS.search(key) or _COUNTS.search(key)):
             return  # no limit

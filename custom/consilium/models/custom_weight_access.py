@@ -32,7 +32,7 @@ def architectures(model: nn.Module) -> set[str]:
     return {kind for kind in found if isinstance(kind, str)}
 
 
-def user_of(name: str, kinds: Set[str]) -> str | None:
+def reading_architecture(name: str, kinds: Set[str]) -> str | None:
     """Return the first of the architectures `kinds` that uses this layer's weight directly, None if none does."""
     return min(kinds & set(_USED.get(_own(name), ())), default=None)
 
@@ -40,7 +40,7 @@ def user_of(name: str, kinds: Set[str]) -> str | None:
 def is_weight_read(name: str, kinds: Set[str]) -> bool:
     """Return whether code of these architectures reads this layer's weight directly, so that its type must not change."""
     own = _own(name)
-    return own in _ASKED or not kinds.isdisjoint(_ASKED_OF.get(own, ())) or user_of(name, kinds) is not None
+    return own in _ASKED or not kinds.isdisjoint(_ASKED_OF.get(own, ())) or reading_architecture(name, kinds) is not None
 
 
 def _own(name: str) -> str:

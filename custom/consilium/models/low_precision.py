@@ -30,21 +30,23 @@ class StoredLinear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
-def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
+def store_frozen_as(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
     """Store the plain linear layers of `model` as `dtype` (see ModelConfig), in place, except those `trained`; return `model`.
 
     A layer that shares its weight with another module (an output layer with the embedding) is unchanged. Raises ConfigError
     for nf4 and int8 if bitsandbytes is missing.
     """
     if dtype != "fp32":
-        replace(model, trained, dtype, _quantizer(dtype) if dtype in QUANTIZED else None)
+        replace_frozen_linear(model, trained, dtype, _quantizer(dtype) if dtype in QUANTIZED else None)
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype == torch.float32 and tensor.device.type == "cpu":
                 tensor.data = tensor.data.clone()  # a tensor that is mapped from a checkpoint keeps its whole file in memory
     return model
 
 
-def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: Callable[[nn.Linear, str], None] | None) -> None:
+def replace_frozen_linear(
+    model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: Callable[[nn.Linear, str], None] | None
+) -> None:
     """Store the frozen linear layers as bfloat16, or by `quantize`, in place.
 
     An output layer is never quantized: its errors matter most, and Mamba-2 and xLSTM cast its input to its weight's type.

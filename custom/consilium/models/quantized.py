@@ -38,7 +38,7 @@ class _Product(torch.autograd.Function):
         """Return the gradient of x."""
         (gradient,), layer = gradients, ctx.layer
         rows = gradient.reshape(-1, layer.out_features)
-        return (rows @ layer.whole(rows.dtype)).view(*gradient.shape[:-1], layer.in_features), None
+        return (rows @ layer.dequantized_weight(rows.dtype)).view(*gradient.shape[:-1], layer.in_features), None
 
 
 def _computed(x: Tensor, layer: nn.Module) -> Tensor:
@@ -60,10 +60,10 @@ class Nf4Linear(bnb.nn.Linear4bit):
         """Return (..., out) of x (..., in), without gradients."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if x.device.type == "cpu":
-            return F.linear(x, self.whole(x.dtype), bias)
+            return F.linear(x, self.dequantized_weight(x.dtype), bias)
         return bnb.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state, bias=bias)
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight (out, in).
 
         The 64 numbers of a scale may cross the end of a row, where bitsandbytes' CPU code would begin a new scale. So it is
@@ -77,7 +77,7 @@ class Nf4Linear(bnb.nn.Linear4bit):
 
     def dequantize(self) -> Tensor:
         """Return the whole weight (out, in), float32."""
-        return self.whole(torch.float32)
+        return self.dequantized_weight(torch.float32)
 
 
 class Int8Linear(bnb.nn.Linear8bitLt):
@@ -98,7 +98,7 @@ class Int8Linear(bnb.nn.Linear8bitLt):
         )  # it takes no four dimensions
         return cast(Tensor, rows).view(*x.shape[:-1], self.out_features)
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight (out, in)."""
         return self.state.CB.to(dtype).mul_(self.state.SCB[:, None] / 127)
 

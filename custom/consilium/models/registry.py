@@ -100,7 +100,7 @@ class Cut(NamedTuple):
     axis: int
 
 
-def before_head(model: Any) -> Cut:
+def head_feature_point(model: Any) -> Cut:
     """Return the cut of a classifier before its `head`, after `pooled`, whose features are (N, F)."""
     return Cut(model.pooled, model.head.in_features, -1)
 

@@ -97,15 +97,15 @@ def pattern(name: str, tower: str, model: nn.Module) -> str:
     if name == "all-linear":
         if found.others:
             raise ConfigError(
-                f"adapter.targets: 'all-linear' would miss {_list(found.others)}, which are not linear layers; use attention, "
-                "or a full regex of what is meant"
+                f"adapter.targets: 'all-linear' would miss {_shown_layers(found.others)}, which are not linear layers; "
+                "use attention, or a full regex of what is meant"
             )
         return _all_of(name, "linear", found.attention + found.mlp)
     if name == "qv":
         if fused := [one for one in found.inputs if one.rpartition(".")[2] not in _APART]:
             raise ConfigError(
-                f"adapter.targets: 'qv': query and value have no layers of their own ({_list(fused)}); use qkv, attention or "
-                "all-linear"
+                f"adapter.targets: 'qv': query and value have no layers of their own ({_shown_layers(fused)}); use qkv, "
+                "attention or all-linear"
             )
         return _all_of(name, "attention", [one for one in found.inputs if _APART[one.rpartition(".")[2]]])
     return _all_of(name, "attention", found.attention if name == "attention" else found.inputs)
@@ -117,6 +117,6 @@ def _all_of(name: str, kind: str, layers: list[str]) -> str:
     return pattern_of(layers)
 
 
-def _list(names: Iterable[str]) -> str:
+def _shown_layers(names: Iterable[str]) -> str:
     """Return names of layers for a message, without block numbers, each once."""
     return few(list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)))

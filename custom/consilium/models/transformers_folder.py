@@ -57,7 +57,7 @@ def build(
     `config`: the contents of its config.json; None reads it from the folder. `options` are passed to `transformers`. Raises
     CheckpointError for a missing, damaged or unfitting checkpoint, ConfigError for an unknown architecture.
     """
-    shape = shape_of(config if config is not None else _read_config(folder), known.among or auto, known)
+    shape = transformers_config(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
         return _fill(auto, folder, shape, options, known) if weights else _build_without_weights(auto, shape, options)
     except ImportError as error:
@@ -89,7 +89,7 @@ def load_tokenizer(
     A padding token without a row in the model is removed, because padding is never read. Raises CheckpointError if there is no
     usable tokenizer, if its tokens exceed the model's, or if it has no end-of-text token and the model `writes` texts.
     """
-    folder = _require(folder)
+    folder = _require_folder(folder)
     only_slow = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
     wanted = f"tokenizer.model alone is not enough: {_SLOW}" if only_slow else WANTED
     with link_tokenizer(folder) as view:
@@ -171,7 +171,7 @@ def require_positions(model: PreTrainedModel, longest: int, written: int) -> Non
         )
 
 
-def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
+def require_normalization(folder: Path | None, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
     """Raise CheckpointError if a folder's preprocessor normalizes pixels differently from the job."""
     for name in PREPROCESSOR if folder is not None else ():
         path = Path(folder or "", name)
@@ -209,7 +209,7 @@ def remove_generation_config(model: PreTrainedModel) -> None:
             shape.output_router_logits = False
 
 
-def register_pixels(model: nn.Module, pixels: tuple[Any, Any]) -> None:
+def register_normalization(model: nn.Module, pixels: tuple[Any, Any]) -> None:
     """Add the mean and standard deviation of pixels, scaled to 0..255, to a model as buffers outside of its state dict."""
     for name, values in zip(PIXELS, pixels, strict=True):
         model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
@@ -221,7 +221,7 @@ def extend_class(model: Any, ours: type) -> None:
 
 
 def restore_class(model: Any, *added: str, pixels: bool = True) -> None:
-    """Undo `extend_class` and, with `pixels`, `register_pixels`; also remove the attributes `added`."""
+    """Undo `extend_class` and, with `pixels`, `register_normalization`; also remove the attributes `added`."""
     for name in (*(PIXELS if pixels else ()), *added):
         delattr(model, name)
     model.__class__ = type(model).__mro__[2]
@@ -234,13 +234,13 @@ def require_no_running_means(model: nn.Module, what: str) -> None:
 
 
 def _read_config(folder: Path | None) -> dict[str, Any]:
-    path = _require(folder) / "config.json"
+    path = _require_folder(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"model.checkpoint: {path}: no such file; {WANTED}")
     return read_json(path.parent, path.name)
 
 
-def _require(folder: Path | None) -> Path:
+def _require_folder(folder: Path | None) -> Path:
     if folder is None:
         raise CheckpointError(f"model.checkpoint: missing; variant folder needs its weights by path: {WANTED}")
     refuse_gguf(folder)
@@ -249,7 +249,7 @@ def _require(folder: Path | None) -> Path:
     return folder
 
 
-def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedConfig:
+def transformers_config(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedConfig:
     """Return `transformers`' configuration of a config.json, for a model of one of `auto`'s classes. Raises ConfigError."""
     if config.get("quantization_config"):
         raise ConfigError(f"model.config.quantization_config: {_PACKED}")
@@ -270,7 +270,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
 
 def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any], known: Known) -> PreTrainedModel:
     """Return the model with the folder's weights. A missing, extra or differently shaped tensor raises CheckpointError."""
-    folder = _require(folder)
+    folder = _require_folder(folder)
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
     remedy = f"convert it once: {auto.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"

@@ -20,7 +20,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.sanitize import shown
 from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
-from consilium.models.untrusted_tokenizer import check_program, quoted
+from consilium.models.untrusted_tokenizer import check_tokenizer_json, quoted
 
 WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 CODELESS = (
@@ -82,7 +82,7 @@ def link_weights(folder: Path, remedy: str) -> Iterator[Path]:
             _link(view, folder, WEIGHTS)
             refuse_adapter_tensors(folder / WEIGHTS, tensor_names(view / WEIGHTS))
         elif _present(folder / INDEX):
-            parts = _parts(folder)
+            parts = _tensor_files(folder)
             refuse_adapter_tensors(folder / INDEX, parts)
             for name in sorted(set(parts.values())):
                 _link(view, folder, name)
@@ -95,7 +95,7 @@ def link_weights(folder: Path, remedy: str) -> Iterator[Path]:
         yield view
 
 
-def _parts(folder: Path) -> dict[str, str]:
+def _tensor_files(folder: Path) -> dict[str, str]:
     """Return the file of each tensor from the index. Raises CheckpointError for an entry that is not a plain file name."""
     path = folder / INDEX
     found = read_json(folder, INDEX).get("weight_map")
@@ -144,7 +144,7 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
         if _present(folder / "chat_template.jinja"):
             _link(view, folder, "chat_template.jinja", LONGEST_TEMPLATE)
         if _present(folder / PROGRAM):
-            check_program(read_json(folder, PROGRAM), str(folder / PROGRAM))
+            check_tokenizer_json(read_json(folder, PROGRAM), str(folder / PROGRAM))
             _link(view, folder, PROGRAM, LARGEST_JSON)
         for name in VOCABULARIES:
             if _present(folder / name):
@@ -166,7 +166,7 @@ def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any
     """Write the allowed part of a tokenizer's settings. Raises CheckpointError for an allowed key with an invalid value."""
     kept = dict[str, Any]()
     for key, value in given.items():
-        fits = _fits(key, value)
+        fits = _is_valid_setting(key, value)
         if fits is False:
             raise CheckpointError(
                 f"model.checkpoint: {folder / name}: {shown(key, 64)}: {quoted(value)} is not a value of this key; use the "
@@ -176,7 +176,7 @@ def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any
     (view / name).write_text(json.dumps(kept), encoding="utf-8")
 
 
-def _fits(key: str, value: Any) -> bool | None:
+def _is_valid_setting(key: str, value: Any) -> bool | None:
     """Return whether an allowed key has a valid value; None for a key that is not allowed, which is left out."""
     if key in _FLAGS:
         return value is None or isinstance(value, bool)

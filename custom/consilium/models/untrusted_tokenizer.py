@@ -1,7 +1,7 @@
 """Limits on the tokenizer of a model folder. Its tokenizer.json is an untrusted program that processes every record.
 
 Unbounded it may write millions of tokens for one letter, search for minutes, or fail for records of one kind only, and so tell
-who has them. `check_program` passes the kinds of step that published tokenizers have, with limits;
+who has them. `check_tokenizer_json` passes the kinds of step that published tokenizers have, with limits;
 `replace_tokenizer_errors` turns what still fails into one error. `models/transformers_folder.py` checks with it,
 `tasks/language` and the embeddings encode within it.
 """
@@ -88,7 +88,7 @@ def replace_tokenizer_errors() -> Iterator[None]:
         raise CheckpointError(f"model.checkpoint: its tokenizer fails for a text ({type(error).__name__}); {_REMEDY}") from None
 
 
-def check_program(program: Mapping[str, Any], where: str) -> None:
+def check_tokenizer_json(program: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError unless a tokenizer.json, read from the file `where`, has only listed steps within the limits."""
     model = program.get("model")  # vocabulary and merging
     try:
@@ -183,13 +183,13 @@ def _checked_growth(step: Mapping[str, Any], where: str) -> float:
     grown = 1.0
     for key, value in step.items():
         if key == "pattern":
-            least = _check_pattern(value, f"{where}.pattern")
+            least = _checked_min_length(value, f"{where}.pattern")
             content = step.get("content", "")
             if isinstance(content, str) and content != unicodedata.normalize("NFKD", content):
                 raise ValueError(f"{where}.content: {quoted(content)} is lengthened again by Unicode's forms")
             grown = max(1.0, len(content) / least) if isinstance(content, str) else 1.0
         else:
-            _check_words(value, f"{where}.{key}")
+            _check_text_lengths(value, f"{where}.{key}")
     if kind == "Strip" and step.get("stop"):
         raise ValueError(f"{where}.stop: {quoted(step['stop'])}, only 0 is possible")  # the library fails for a shorter token
     if kind == "FixedLength" and not (type(step.get("length")) is int and step["length"] > 0):
@@ -197,7 +197,7 @@ def _checked_growth(step: Mapping[str, Any], where: str) -> float:
     return grown
 
 
-def _check_words(value: Any, where: str) -> None:
+def _check_text_lengths(value: Any, where: str) -> None:
     """Raise ValueError for a long text or a long list anywhere in a step's settings."""
     if isinstance(value, str) and len(value) > LONGEST_WORD:
         raise ValueError(f"{where}: {quoted(value)} of over {LONGEST_WORD} characters")
@@ -205,7 +205,7 @@ def _check_words(value: Any, where: str) -> None:
         if len(value) > STEPS:
             raise ValueError(f"{where}: {len(value)} entries, at most {STEPS} are possible")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_words(item, f"{where}.{str(key)[:64]}")
+            _check_text_lengths(item, f"{where}.{str(key)[:64]}")
 
 
 def _longest_replacement(charsmap: Any, where: str) -> float:
@@ -227,7 +227,7 @@ def _longest_replacement(charsmap: Any, where: str) -> float:
     return float(longest)
 
 
-def _check_pattern(value: Any, where: str) -> int:
+def _checked_min_length(value: Any, where: str) -> int:
     """Return the least number of characters that a pattern matches. Raises ValueError for one that may search for long."""
     named = value if isinstance(value, dict) and len(value) == 1 else {}
     if isinstance(text := named.get("String"), str) and 0 < len(text) <= LONGEST_WORD:

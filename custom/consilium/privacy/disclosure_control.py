@@ -5,7 +5,7 @@ data. A cell of 1 to minimum - 1 people is merged with the cells after it until 
 remainder at the end joins the group before it. A cell of no people is shown as 0 unless a group is being merged. Every sample
 is in some group, so a total minus the shown groups is again a group. At least minimum - 1 values remain possible for a merged
 cell, even to a reader who knows this rule and the total. A split of fewer than `minimum` people is not shown. Classes that may
-overlap are shown one by one, see `separable_classes`.
+overlap are shown one by one, see `releasable_classes`.
 
 **Asking again.** Two answers with different bins, classes or minima could be subtracted from each other. So could two answers
 about data that changed in between. So a site answers one question per data set, stores the answer, and returns the same bytes
@@ -204,7 +204,7 @@ def _count_people(cells: Mapping[str, Sequence[int]], names: Sequence[str], peop
     return len({people[number] for name in names for number in cells[name]})
 
 
-def separable_classes(counted: Tally, split: str, minimum: int) -> list[str]:
+def releasable_classes(counted: Tally, split: str, minimum: int) -> list[str]:
     """Return the mask classes whose counts may leave, in order.
 
     A sample shows a class, does not show it, or is not annotated for it. A class stays only if every combination of these
@@ -235,12 +235,12 @@ def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
         if single:
             classes = _merged_groups(cells, people, minimum)
         else:
-            classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in separable_classes(counted, split, minimum))
+            classes = tuple(Group(names=(n,), samples=len(cells[n])) for n in releasable_classes(counted, split, minimum))
         patients = len(set(people)) if counted.patients[split] else None
         splits[split] = SplitStatistics(samples=len(people), patients=patients, classes=classes)
     people = counted.people["training"] if "training" in enough else []
     tables = {name: _merged_groups(getattr(counted, name), people, minimum) for name in ("sizes", "spacing", "lengths")}
-    shown = separable_classes(counted, "training", minimum) if people and not single else []
+    shown = releasable_classes(counted, "training", minimum) if people and not single else []
     areas = tuple(
         Portion(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown if counted.areas[name]
     )

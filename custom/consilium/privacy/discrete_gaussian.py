@@ -68,7 +68,7 @@ def discrete_gaussian(count: int, deviation: int, bits: Bits = secret_bytes) -> 
     source, parts, missing = _Coins(bits), [np.zeros(0, np.int64)], count
     while missing > 0:
         part = source.below(64 + int(2.3 * missing), deviation)
-        part = part[source.exponential(part, deviation)]
+        part = part[source.toss_exponential(part, deviation)]
         whole = source.geometric(len(part))
         kept = _toss_acceptance(source, part, whole, deviation)
         size = part[kept] + deviation * whole[kept]
@@ -81,13 +81,13 @@ def discrete_gaussian(count: int, deviation: int, bits: Bits = secret_bytes) -> 
 
 def _toss_acceptance(source: "_Coins", part: Integers, whole: Integers, deviation: int) -> Flags:
     """Return which candidates are accepted: each with probability exp(-(y - s)^2 / (2 s^2))."""
-    kept = source.half_square(np.where(whole == 0, deviation - part, part), deviation)
+    kept = source.toss_half_square(np.where(whole == 0, deviation - part, part), deviation)
     for times in range(1, int(whole.max(initial=0))):
         far = np.flatnonzero(kept & (whole > times))
-        kept[far] = source.exponential(part[far], deviation)
+        kept[far] = source.toss_exponential(part[far], deviation)
         for _ in range(2 * times - 1):  # (v - 1)^2 is the sum of the first v - 1 odd numbers
             far = far[kept[far]]
-            kept[far] = source.root(len(far))
+            kept[far] = source.toss_exp_half(len(far))
     return kept
 
 
@@ -123,7 +123,7 @@ class _Coins:
             running, k = running[fallen], k + 1
         return even
 
-    def exponential(self, part: Integers, whole: int) -> Flags:
+    def toss_exponential(self, part: Integers, whole: int) -> Flags:
         """Toss coins of probability exp(-part / whole), 0 <= part <= whole."""
 
         def toss(at: NDArray[np.intp], k: int) -> Flags:  # the k-th coin of the series for the entries at `at`
@@ -134,7 +134,7 @@ class _Coins:
 
         return self._toss_alternating(len(part), toss)
 
-    def half_square(self, part: Integers, whole: int) -> Flags:
+    def toss_half_square(self, part: Integers, whole: int) -> Flags:
         """Toss coins of probability exp(-(part / whole)^2 / 2)."""
 
         def toss(at: NDArray[np.intp], k: int) -> Flags:  # the k-th coin of the series for the entries at `at`
@@ -146,7 +146,7 @@ class _Coins:
 
         return self._toss_alternating(len(part), toss)
 
-    def root(self, count: int) -> Flags:
+    def toss_exp_half(self, count: int) -> Flags:
         """Toss coins of probability exp(-1 / 2)."""
         return self._toss_alternating(count, lambda at, k: self._toss_one_in(len(at), 2 * k))
 

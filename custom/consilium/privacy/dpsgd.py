@@ -105,7 +105,7 @@ class ClippedSum:
         self._sum: Tensor | None = None
 
     @contextmanager
-    def unit(self) -> Iterator[None]:
+    def add_unit(self) -> Iterator[None]:
         """Add one unit's clipped gradient, which the block computes by backward(); zero if the block fails."""
         try:
             with _refuse_random_draws(self.trained, self._dp.unit):

@@ -114,7 +114,7 @@ class Plan:
         return self.noise_multiplier * self.sensitivity * parts[self.config.trust]
 
     @property
-    def reach(self) -> float:
+    def largest_noised(self) -> float:
         """The largest number that clip and noise may come to, at a site."""
         return self.clip + DEVIATIONS * self.site_noise
 
@@ -238,10 +238,10 @@ def _distributed_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) 
     shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
     made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
     found = replace(made, shares=shares, colluders=masked.colluders)
-    if masked.bound is not None and masked.bound < found.reach:
+    if masked.bound is not None and masked.bound < found.largest_noised:
         raise ConfigError(
             f"secure_aggregation.bound: {masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise; "
-            f"give {found.reach:.3g} or more, or leave it out"
+            f"give {found.largest_noised:.3g} or more, or leave it out"
         )
     return found
 
@@ -250,7 +250,7 @@ def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy
     """Return the plan with the paper's noise and its real cost. Raises ConfigError if the paper's calibration has no noise."""
     assert privacy.sites is not None
     assert privacy.samples is not None
-    places = strategy.traits.role_schedule(0, len(strategy.traits.phases))
+    places = strategy.traits.phase_schedule(0, len(strategy.traits.phases))
     tensors = max(sum(strategy.role(name, *place) is Role.SHARED for name in names) for place in places)
     if not tensors:
         raise ConfigError("privacy.calibration: 'paper' clips each tensor, and none is shared; use honest")

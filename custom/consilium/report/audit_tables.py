@@ -64,10 +64,10 @@ def audit_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> t
     rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
     heads = columns("tensor", "shape", "type", "times", "norm")
     left = Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
-    return _messages(messages, unread, run), left
+    return _message_table(messages, unread, run), left
 
 
-def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
+def _message_table(messages: Sequence[_Message], unread: int, run: str) -> Table:
     """Return a row per message that left the site."""
     rows = []
     for one in messages[:MOST_ROWS]:

@@ -18,7 +18,7 @@ from consilium.core.messages import Stage
 from consilium.core.storage import write_atomic
 from consilium.report import predictions
 from consilium.report.predictions import PREDICTIONS, draw_outlines, overlay, panel
-from consilium.report.private_logging import failed_drawing_line
+from consilium.report.private_logging import log_failed_drawing
 from consilium.tasks.base import Answered, Classified, Examples, Segmented, Shown, ShowsUnits, Task, UnitScores
 
 CASES, FOLDER = "cases.json", "cases"
@@ -119,12 +119,12 @@ class Closing:
         for stage, shown in self.cases.items():
             for place, which in enumerate(self.picked if not isinstance(shown, Answered) else ()):
                 image = shown.images[place]  # type: ignore[union-attr]
-                if name_of(which, PICTURE) not in found:
-                    found[name_of(which, PICTURE)] = panel(image, SIDE)
+                if case_file_name(which, PICTURE) not in found:
+                    found[case_file_name(which, PICTURE)] = panel(image, SIDE)
                 if isinstance(shown, Segmented):
-                    found.setdefault(name_of(which, REFERENCE), overlay(image, shown.references[place], SIDE))
+                    found.setdefault(case_file_name(which, REFERENCE), overlay(image, shown.references[place], SIDE))
                     masks = overlay(image, shown.predictions[place], SIDE)
-                    found[name_of(which, str(stage))] = draw_outlines(masks, shown.references[place])
+                    found[case_file_name(which, str(stage))] = draw_outlines(masks, shown.references[place])
         return found
 
     @contextmanager
@@ -133,7 +133,7 @@ class Closing:
         try:
             yield
         except Exception as error:
-            self.problems.append(failed_drawing_line(what, error))
+            self.problems.append(log_failed_drawing(what, error))
 
 
 def pick(scored: UnitScores) -> dict[str, int]:
@@ -155,6 +155,6 @@ def _number(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
-def name_of(which: str, what: str) -> str:
+def case_file_name(which: str, what: str) -> str:
     """Return the file name of a case's picture. `what`: PICTURE, REFERENCE or a model."""
     return f"{which}-{what}{ENDING}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from consilium.core.lazy import figure, matplotlib
 from consilium.core.sanitize import shown
-from consilium.core.storage import open_private, private_folder, write_figure
+from consilium.core.storage import make_private_folder, open_private, write_figure
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.settings import PictureSettings
 from consilium.report.page.check_page import read_overview
@@ -48,7 +48,7 @@ def write_stats(
     folder: Path, stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings
 ) -> None:
     """Write stats.json and stats.png, readable by this user only, because stats.png shows patients."""
-    private_folder(folder)
+    make_private_folder(folder)
     with open_private(folder / "stats.json", "w") as file:
         json.dump(stats, file, indent=1)
     write_figure(folder / "stats.png", draw(stats, lists, settings), dpi=110)

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
-from consilium.core.sanitize import LIMIT, count_with_noun, line, shown
+from consilium.core.sanitize import LIMIT, count_with_noun, rich_line, shown
 from consilium.report.run_fraction import RunFraction
 from consilium.report.tables import Column, Table, only_true, terminal
 from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events
@@ -184,7 +184,7 @@ class LiveScreen(ABC):
 
     def say(self, text: str, style: str = "") -> None:
         """Print a whole line. A terminal wraps it; in a file it stays one line."""
-        self.console.print(line(text, style, limit=LINE), soft_wrap=True)
+        self.console.print(rich_line(text, style, limit=LINE), soft_wrap=True)
 
 
 class LiveView(LiveScreen):
@@ -259,7 +259,7 @@ class LiveView(LiveScreen):
         """Take a site's scores. Without a terminal, print its training loss and leading score, if there are any."""
         metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
         if found := reported_scores(metrics):  # a round may go without validation
-            self.score = self.scores.lead(found)
+            self.score = self.scores.leading_name(found)
         scored = {stage: value for stage in Stage if (value := score_of(metrics, stage, self.score)) is not None}
         row |= scored | {"state": DONE}
         if not closing:
@@ -296,7 +296,7 @@ class LiveView(LiveScreen):
         room = max(self.console.height - AROUND, 1)
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
-        said = {self.scores.label(self.score): self.scores.grid_of(self.score), f"and {left.total()} more: {others}": left}
+        said = {self.scores.label(self.score): self.scores.scored_grid(self.score), f"and {left.total()} more: {others}": left}
         rows = [
             [name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
             for name, row in ((name, self.sites[name]) for name in sorted(first[:room]))

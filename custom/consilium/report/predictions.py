@@ -90,7 +90,7 @@ def overlay(image: Tensor, masks: Tensor, size: int) -> Image.Image:
     """
     canvas = panel(image, FINE * size)
     drawn = (pair for pair in zip(colours(len(masks)), masks, strict=True) if pair[1].any())
-    shapes = [(colour, *_shape(mask, FINE * size)) for colour, mask in drawn]
+    shapes = [(colour, *_enlarged_mask(mask, FINE * size)) for colour, mask in drawn]
     for colour, shape, corner in shapes:
         canvas.paste(colour, corner, shape.point(lambda v: round(v * FILL)))
     for colour, shape, corner in shapes:
@@ -103,7 +103,7 @@ def draw_outlines(canvas: Image.Image, masks: Tensor) -> Image.Image:
     """Draw masks (C, H, W) bool on a square picture as thin white lines with dark edges, visible on any background."""
     size = canvas.width
     fine = canvas.resize((FINE * size, FINE * size), Image.Resampling.BICUBIC)
-    shapes = [_shape(mask, FINE * size) for mask in masks if mask.any()]
+    shapes = [_enlarged_mask(mask, FINE * size) for mask in masks if mask.any()]
     for colour, width in ((BLACK, 2), (WHITE, 1)):
         for shape, corner in shapes:
             # after the blur only pixels near a border are between 0 and 255; a rank filter would take longer
@@ -112,7 +112,7 @@ def draw_outlines(canvas: Image.Image, masks: Tensor) -> Image.Image:
     return fine.reduce(FINE)
 
 
-def _shape(mask: Tensor, size: int) -> tuple[Image.Image, tuple[int, int]]:
+def _enlarged_mask(mask: Tensor, size: int) -> tuple[Image.Image, tuple[int, int]]:
     """Return a mask (H, W) enlarged to `size` with a smooth border, as 0 and 255, cropped to its object; and the crop's corner.
 
     The crop has an empty margin of an outline's width, as far as the grid allows, because a blur at the border reads it.

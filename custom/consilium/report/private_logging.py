@@ -30,7 +30,7 @@ def route_data_logs(handler: logging.Handler) -> None:
         logger.handlers, logger.propagate = [handler], False
 
 
-def public_fields(event: Mapping[str, Any]) -> dict[str, Any]:
+def log_event_privately(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the public fields of an event of private training, and log all of it privately.
 
     Losses, scores and norms are left out, because they have no noise.
@@ -44,7 +44,7 @@ def log_privately(text: str) -> None:
     _log.info(text)
 
 
-def failed_drawing_line(what: str, error: Exception) -> str:
+def log_failed_drawing(what: str, error: Exception) -> str:
     """Return a public line on a picture or file that failed: its name and the error's type. Log the error privately."""
     _log.warning(f"{what}: {type(error).__name__}: {error}")
     system = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""

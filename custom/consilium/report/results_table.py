@@ -43,7 +43,7 @@ def results_table(
     missing = f"; {named} refused in the closing evaluation" if refused else ""
     split = split_of(results) or ""
     names = {name for metrics in results.values() for name in metrics}
-    leading = scores.lead(key.metric for name in names if (key := MetricKey.parse(name)))
+    leading = scores.leading_name(key.metric for name in names if (key := MetricKey.parse(name)))
     wanted = [(MetricKey(split, Stage.GLOBAL, COUNT), COUNT, 0)]
     for stage in Stage:
         key = MetricKey(split, stage, leading)
@@ -96,17 +96,17 @@ def _notes(results: Results, split: str, scores: Scores) -> list[str]:
 def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:
     if key.metric.endswith(LOW):
         return f"{number(metrics.get(str(key)))}–{number(metrics.get(str(key).removesuffix(LOW) + HIGH))}".replace("-–-", "-")
-    return _count(metrics.get(str(key))) if key.metric == COUNT else number(metrics.get(str(key)))
+    return _count_text(metrics.get(str(key))) if key.metric == COUNT else number(metrics.get(str(key)))
 
 
 def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
     """Return a cell of a row of means. In the column n, the mean by n has the sum; an interval's cell is empty."""
     if key.metric == COUNT:
-        return _count(sum(one.get(str(key), 0) for one in results.values())) if weighted else ""
+        return _count_text(sum(one.get(str(key), 0) for one in results.values())) if weighted else ""
     return "" if key.metric.endswith(LOW) else number(mean_of(results, str(key), weighted))
 
 
-def _count(value: float | None) -> str:
+def _count_text(value: float | None) -> str:
     return number(value) if finite_score(value) is None else f"{value:.0f}"
 
 
@@ -124,7 +124,7 @@ def mean_of(results: Results, metric: str, weighted: bool = False) -> float | No
     )  # the order of sites is no matter
 
 
-def frozen_level(record: RunRecord) -> str:
+def no_improvement_warning(record: RunRecord) -> str:
     """Return a warning if the global model is not better than the frozen model by more than LEVEL; else ""."""
     sites = sorted(record.closing.keys() - record.test_only) if record.results and record.config.trains else []
     both = [[record.score(site, stage, record.metric) for stage in (Stage.PRETRAINED, Stage.GLOBAL)] for site in sites]

@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from consilium import __version__
-from consilium.config.code_digest import code_of
+from consilium.config.code_digest import strategy_code_digest
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
@@ -24,7 +24,7 @@ from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
 from consilium.core.registry import installed_version
 from consilium.core.sanitize import shown
-from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
+from consilium.core.storage import file_lock, make_private_folder, open_private, write_atomic
 from consilium.privacy.plan import Plan
 from consilium.report import figures
 from consilium.report.results_table import confusions
@@ -52,7 +52,7 @@ class RunLog:
     def __init__(
         self, folder: Path, config: JobConfig, resume: bool = False, track: Callable[[], Tracker] | None = None
     ) -> None:
-        self.folder = private_folder(folder)
+        self.folder = make_private_folder(folder)
         self._lock = file_lock(folder / LOCK, wait=False)
         self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
         self._test_only: set[str] = set()
@@ -80,41 +80,41 @@ class RunLog:
         """
         for event in read_lines(self.folder / "metrics.jsonl")[0]:
             if event["event"] == "joined":
-                self._marked(event)
+                self._note_site_marks(event)
             if event["event"] == "figure" and event["round"] < state.round and Path(event["title"]).name == event["title"]:
                 self._figures.setdefault(event["title"], []).append(event)
             if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
                 self._curves.append(event["values"])
-        self._line({"event": "resumed", "round": state.round, "phase": state.phase})
-        return self._describe()
+        self._write_event({"event": "resumed", "round": state.round, "phase": state.phase})
+        return self._write_job_and_versions()
 
     def record_phase_start(self, state: ServerState, sites: list[str]) -> None:
         """Record that a phase begins, and the sites that are asked for a result."""
-        self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
+        self._write_event({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
-    def _describe(self) -> list[str]:
+    def _write_job_and_versions(self) -> list[str]:
         """Write job.yaml and versions.json. Return a line for each version that has changed since the run began.
 
         Called only when the run goes on, so that a refused job leaves the files of another run as they are. A former version
         stays in versions.json beside the new one, because both produced the run's numbers.
         """
         write_atomic(self.folder / "job.yaml", yaml.safe_dump(self._config.model_dump(), sort_keys=False).encode())
-        found = versions() | self._config.packages | {"code": code_of(self._config)}
+        found = versions() | self._config.packages | {"code": strategy_code_digest(self._config)}
         before = {name: told for name, told in _read_versions(self.folder / VERSIONS).items() if name in found}
         changed = {name: f"{told}{THEN}{found[name]}" for name, told in before.items() if told.split(THEN)[-1] != found[name]}
         write_atomic(self.folder / VERSIONS, json.dumps(found | before | changed, indent=1).encode())
         return [f"{name} {told}" for name, told in changed.items() if name != "platform"]
 
-    def record_parameter_counts(self, strategy: Strategy, initial: Tensors) -> None:
+    def record_run_start(self, strategy: Strategy, initial: Tensors) -> None:
         """Record the start of a new run: how many parameters are shared, are local to a site, and are frozen."""
-        self._describe()
+        self._write_job_and_versions()
         roles = roles_of(strategy, initial)
         counts = {role.value: sum(initial[name].numel() for name, one in roles.items() if one is role) for role in Role}
-        self._line({"event": "parameters", "round": 0, "phase": 0, **counts})
+        self._write_event({"event": "parameters", "round": 0, "phase": 0, **counts})
 
     def record_start_adapter(self, sha256: str) -> None:
         """Record the SHA-256 of the adapter with which all sites begin."""
-        self._line({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
+        self._write_event({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
 
     def record_join(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
         """Record that a site takes part, and the last seal of its privacy ledger. Each later result brings a newer seal.
@@ -123,10 +123,10 @@ class RunLog:
         """
         marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
         line = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
-        self._marked(line)
-        self._line(line)
+        self._note_site_marks(line)
+        self._write_event(line)
 
-    def _marked(self, joined: dict[str, Any]) -> None:
+    def _note_site_marks(self, joined: dict[str, Any]) -> None:
         """Note whether a site only tests, and whether its noise comes from a seed."""
         for mark, sites in (("test_only", self._test_only), ("seeded", self.seeded)):
             if joined.get(mark) is True:
@@ -141,17 +141,17 @@ class RunLog:
         up, down = payload_bytes(result.tensors), self._down.get(site, 0)
         values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
         place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
-        self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
-        self._scalars(site, values | ({"update/norm": norm(result.tensors)} if self._sizes else {}), result.round)
+        self._write_event(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
+        self._write_scalars(site, values | ({"update/norm": norm(result.tensors)} if self._sizes else {}), result.round)
         self._phase.append(values)
 
     def record_refusal(self, refusal: dict[str, Any]) -> None:
         """Record why a site's message was refused; see Coordinator.refuse."""
-        self._line(refusal)
+        self._write_event(refusal)
 
     def record_stop(self, reason: str) -> None:
         """Record why the run stopped before it was finished."""
-        self._line({"event": "stopped", "reason": reason})
+        self._write_event({"event": "stopped", "reason": reason})
 
     def record_phase_end(
         self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: RoundResults | None = None
@@ -161,18 +161,18 @@ class RunLog:
         `sites`: sites whose results are in the phase's `mean`. The norm of `mean` goes to TensorBoard if it is tensors by name.
         """
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
-        self._line({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
+        self._write_event({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
         if isinstance(mean, dict) and all(isinstance(tensor, torch.Tensor) for tensor in mean.values()):
             told["update/norm"] = norm(mean)
-        self._scalars("server", told, state.round)
-        self._scalars(MEANS, mean_metrics(self._phase), state.round)
+        self._write_scalars("server", told, state.round)
+        self._write_scalars(MEANS, mean_metrics(self._phase), state.round)
         self._phase = []
 
     def record_diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
         """Record the numbers that a strategy measured in a phase. `finish` draws them as curves."""
         if values:
-            self._line({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
-            self._scalars("server", values, state.round)
+            self._write_event({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
+            self._write_scalars("server", values, state.round)
             self._curves.append(values)
 
     def record_figures(self, state: ServerState, matrices: Tensors) -> None:
@@ -187,24 +187,24 @@ class RunLog:
                 "staleness": stale,
                 "values": matrix.tolist(),
             }
-            self._line(line)
+            self._write_event(line)
             self._figures.setdefault(title, []).append(line)
 
     def record_held_out_scores(self, site: str, result: Payload) -> None:
         """Record the scores, before the round's training, of a site that did not train in this round."""
-        self._line({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
+        self._write_event({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
 
     def record_closing_scores(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
         self.results[site] = result.metrics
         line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
-        self._line(line | {"ledger": result.ledger})
-        self._scalars(site, result.metrics, result.round)
+        self._write_event(line | {"ledger": result.ledger})
+        self._write_scalars(site, result.metrics, result.round)
 
     def record_early_end(self, ending: Mapping[str, Any]) -> None:
         """Record that the rounds ended early, see server/coordinator.py."""
         self._rounds = ending["round"]
-        self._line({"event": "ended", "phase": 0, **ending})
+        self._write_event({"event": "ended", "phase": 0, **ending})
 
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, the pictures and, for a private run, privacy.json. Called only at the end of a finished run."""
@@ -219,7 +219,7 @@ class RunLog:
         if tables := confusions(self.results, self._classes):
             figures.plot_confusions(self.folder / "confusion.png", tables, self._classes)
         trained = [one for site, one in self.results.items() if site not in self._test_only]
-        self._scalars(MEANS, mean_metrics(trained), self._rounds)
+        self._write_scalars(MEANS, mean_metrics(trained), self._rounds)
         write_atomic(self.folder / "results.json", json.dumps(self.results, indent=1, sort_keys=True).encode())
         self._finished = True
 
@@ -230,11 +230,11 @@ class RunLog:
         if self._tracker:
             self._tracker.close(self._finished)
 
-    def _line(self, values: dict[str, Any]) -> None:
+    def _write_event(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
         self._file.flush()
 
-    def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
+    def _write_scalars(self, site: str, values: dict[str, float], step: int) -> None:
         self._events.setdefault(site, EventFile(self.folder / FOLDER / site)).scalars(values, step)
         if self._tracker:
             self._tracker.metrics(site, values, step)
@@ -294,7 +294,7 @@ def _read_versions(path: Path) -> dict[str, str]:
     return {str(name): told for name, told in found.items() if isinstance(told, str)} if isinstance(found, dict) else {}
 
 
-def other_version(folder: Path) -> str:
+def incompatible_version(folder: Path) -> str:
     """Return the version of Consilium that made a run; "" if its minor version is this one's or versions.json lacks it."""
     told = _read_versions(folder / VERSIONS).get("consilium", "").split(THEN)[-1]
     return shown(told, 40) if told.split(".")[:2] != __version__.split(".")[:2] else ""

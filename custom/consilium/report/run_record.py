@@ -148,18 +148,20 @@ class RunRecord:
     @cached_property
     def metric(self) -> str:
         """The leading score of the task, among those reported."""
-        return self.scores.lead(key.metric for one in self.closing.values() for name in one if (key := MetricKey.parse(name)))
+        return self.scores.leading_name(
+            key.metric for one in self.closing.values() for name in one if (key := MetricKey.parse(name))
+        )
 
     def score(self, site: str, stage: Stage, metric: str) -> float | None:
         """Return a closing score, which may be NaN; None if the site has none."""
         return self.closing.get(site, {}).get(str(MetricKey(self.split or SPLITS[-1], stage, metric)))
 
-    def curves(self, metric: str, after: bool) -> dict[str, Curve]:
-        """Return a metric by site and number of rounds done. `after`: the metric was measured after a round's training."""
+    def curves(self, metric: str, after_training: bool) -> dict[str, Curve]:
+        """Return a metric by site and number of rounds done. `after_training`: measured after a round's training."""
         found: dict[str, Curve] = {}
         for (round, phase, site), metrics in sorted(self.rounds.items()):
-            if (value := finite_score(metrics.get(metric))) is not None and (after or phase <= 0):
-                found.setdefault(site, {})[round + after] = value
+            if (value := finite_score(metrics.get(metric))) is not None and (after_training or phase <= 0):
+                found.setdefault(site, {})[round + after_training] = value
         return found
 
     def validation(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
@@ -174,7 +176,7 @@ class RunRecord:
                 found[line["site"]][self.last_round] = value
         return found
 
-    def held_out(self, metric: str) -> float | None:
+    def held_out_score(self, metric: str) -> float | None:
         """Return the mean validation score of the sites that the last round did not ask to train, taken before that round.
 
         None if there is no such score.
@@ -238,7 +240,7 @@ class RunRecord:
         return {name: one for name, one in self.versions.items() if name not in MACHINE and one != "not installed"}
 
     @cached_property
-    def trained(self) -> dict[Role, int] | None:
+    def parameter_counts(self) -> dict[Role, int] | None:
         """Numbers of shared, local and frozen parameters, by role; None if they are not on record."""
         recorded = next(self.of("parameters"), None)
         return None if recorded is None else {role: recorded[role.value] for role in Role}
@@ -347,7 +349,7 @@ def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
 
     The rounds looked at are those of the strategy's role schedule from round 1 on.
     """
-    places = strategy.traits.role_schedule(1, len(strategy.traits.phases))
+    places = strategy.traits.phase_schedule(1, len(strategy.traits.phases))
     all_of = {name: {strategy.role(name, *place) for place in places} for name in names}
     return {name: next(r for r in (Role.SHARED, Role.LOCAL, Role.FROZEN) if r in found) for name, found in all_of.items()}
 
@@ -439,7 +441,7 @@ def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[P
     return [one for one in subfolders(workspace / CELLS) if one.name not in known and (one / "cell.json").is_file()]
 
 
-def values_of_cell(folder: Path) -> str:
+def cell_name_of(folder: Path) -> str:
     """Return the value on each axis of the cell in a folder, as in `method=IAT,seed=0`; "" for a run of no study."""
     return StudyCell(folder, _read_labels(folder)).name
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from consilium.core.lazy import figure, matplotlib
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_figure
-from consilium.report.tables import Column, Table, folding
+from consilium.report.tables import Column, Table, wrapping_grid
 
 WIDTH = 80
 Answers = Mapping[str, Mapping[str, Any]]
@@ -22,25 +22,27 @@ def text(job: str, sites: Answers) -> str:
     rows = [
         [name if number == 0 else "", *pair] for name, told in sites.items() for number, pair in enumerate(_rows_of_site(told))
     ]
-    grid = folding(Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows))
+    grid = wrapping_grid(
+        Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows)
+    )
     console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
     console.print(grid)
     return file.getvalue()
 
 
-def _rows_of_site(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows_of_site(site_answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (statistic, its counts in words) for one site, or its refusal."""
-    if "refused" in told:
-        yield "refuses", str(told["refused"])
+    if "refused" in site_answer:
+        yield "refuses", str(site_answer["refused"])
         return
     counts = []
-    for split, one in told["splits"].items():
+    for split, one in site_answer["splits"].items():
         of = f" of {one['patients']} patients" if one and one["patients"] is not None else ""
-        counts.append(f"{split} {one['samples']}{of}" if one else f"{split} under {told['minimum']} patients")
+        counts.append(f"{split} {one['samples']}{of}" if one else f"{split} under {site_answer['minimum']} patients")
     yield "samples", ", ".join(counts)
-    training = told["splits"]["training"] or {"classes": []}
-    areas = {part["names"][0]: f" ({part['share']:.1%} of a picture)" for part in told["areas"]}
-    groups = {"classes": training["classes"]} | {what: told[what] for what in ("sizes", "spacing", "lengths")}
+    training = site_answer["splits"]["training"] or {"classes": []}
+    areas = {part["names"][0]: f" ({part['share']:.1%} of a picture)" for part in site_answer["areas"]}
+    groups = {"classes": training["classes"]} | {what: site_answer[what] for what in ("sizes", "spacing", "lengths")}
     for what, cells in groups.items():
         there = [one for one in cells if one["samples"] or what == "classes"]
         area = areas if what == "classes" else {}
@@ -51,8 +53,8 @@ def _rows_of_site(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                     f"{_join_cell_names(one['names'])}: {one['samples']}{area.get(one['names'][0], '')}" for one in there
                 ),
             )
-    if told["greys"]:
-        yield "greys", ", ".join(f"{share:g} % at {quantile_cells(told['greys'], share / 100)}" for share in (5, 50, 95))
+    if site_answer["greys"]:
+        yield "greys", ", ".join(f"{share:g} % at {quantile_cells(site_answer['greys'], share / 100)}" for share in (5, 50, 95))
 
 
 def _join_cell_names(names: list[str]) -> str:

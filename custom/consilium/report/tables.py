@@ -20,7 +20,7 @@ from rich.console import Group
 from rich.table import Table as Grid
 from rich.text import Text
 
-from consilium.core.sanitize import csv_cell, line, markdown_cell, shown
+from consilium.core.sanitize import csv_cell, markdown_cell, rich_line, shown
 
 NARROW = 14
 """Characters of a shortened heading, at most."""
@@ -122,11 +122,11 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
     else:
         pairs = [(heading, text) for row in table.rows for heading, text in zip(headings, row, strict=True) if text]
         starts = {place for place, (heading, _) in enumerate(pairs) if heading == headings[0]}
-        keep, grid = most, folding(Table("", columns("", ""), pairs, sums=starts))
+        keep, grid = most, wrapping_grid(Table("", columns("", ""), pairs, sums=starts))
     gone = [one for one, column in zip(headings, table.columns, strict=True) if column.rank > keep]
     notes = [*table.notes, *([f"no room here for: {', '.join(dict.fromkeys(gone))}; {elsewhere}"] if gone else [])]
-    title = [line(table.title, "italic", 1000)] if table.title else []
-    return Group(*title, grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
+    title = [rich_line(table.title, "italic", 1000)] if table.title else []
+    return Group(*title, grid, *(rich_line(note, "dim", limit=2000) for note in notes), Text(""))
 
 
 def _two_lines(heading: str) -> str:
@@ -149,10 +149,10 @@ def _grid(table: Table, places: Sequence[int], heads: Sequence[str], cells: Sequ
     return grid
 
 
-def folding(table: Table) -> Grid:
+def wrapping_grid(table: Table) -> Grid:
     """Return a table as a grid whose cells wrap and lose no text. Each row of `sums` begins a section."""
     headed = any(one.heading for one in table.columns)
-    grid = Grid(box=SIMPLE, pad_edge=False, show_header=headed, title=line(table.title) if table.title else None)
+    grid = Grid(box=SIMPLE, pad_edge=False, show_header=headed, title=rich_line(table.title) if table.title else None)
     grid.title_justify = "left"
     for place, one in enumerate(table.columns):
         fixed = place == 0 and not headed
@@ -160,7 +160,7 @@ def folding(table: Table) -> Grid:
     for place, row in enumerate(table.rows):
         if place in table.sums:
             grid.add_section()
-        grid.add_row(*(line(text, limit=2000) for text in row))
+        grid.add_row(*(rich_line(text, limit=2000) for text in row))
     return grid
 
 
@@ -283,7 +283,7 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
 
     def width(place: int) -> float:
         """Return a column's width in points without wrapped texts: its widest cell or line of heading, and the gap."""
-        return TEX_GAP + max(map(_points, [*_cells(table, place), *_head_lines(table, place)]))
+        return TEX_GAP + max(map(_width_in_points, [*_cells(table, place), *_head_lines(table, place)]))
 
     whole = {place: width(place) for place in (0, *places)}
     texts = [place for place in whole if not table.columns[place].right]
@@ -304,7 +304,7 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
     return [*found, part]
 
 
-def _points(text: str) -> float:
+def _width_in_points(text: str) -> float:
     """Return an upper bound of a text's width in points, in \\footnotesize, also in bold."""
     wide = {c: 8.8 for c in "MWmw@%"} | {c: 3.6 for c in "filjt.,:;'()/| -"}
     return sum(wide.get(c, 8.8 if c > "\u024f" else 6.8 if c.isupper() or c == "±" else TEX_LETTER) for c in text)
@@ -326,7 +326,7 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: 
     wrapped = {
         place: room - TEX_GAP
         for place, room in piece.items()
-        if not table.columns[place].right and max(map(_points, _cells(table, place)), default=0) > room - TEX_GAP
+        if not table.columns[place].right and max(map(_width_in_points, _cells(table, place)), default=0) > room - TEX_GAP
     }
 
     def line_of(cells: Iterable[str]) -> str:

@@ -11,10 +11,10 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import tag
-from consilium.core.storage import PRIVATE, private_folder
+from consilium.core.sanitize import tensorboard_tag
+from consilium.core.storage import PRIVATE, make_private_folder
 from consilium.report.predictions import draw_example_rows
-from consilium.report.private_logging import failed_drawing_line
+from consilium.report.private_logging import log_failed_drawing
 from consilium.tasks.base import Examples
 
 FOLDER = "tb_events"
@@ -39,7 +39,10 @@ class EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if values:
-            self._add(Summary(value=[Summary.Value(tag=tag(name), simple_value=value) for name, value in values.items()]), step)
+            self._add(
+                Summary(value=[Summary.Value(tag=tensorboard_tag(name), simple_value=value) for name, value in values.items()]),
+                step,
+            )
 
     def image(self, title: str, pixels: np.ndarray, step: int) -> None:
         """Add a picture (height, width, 3), uint8."""
@@ -57,7 +60,7 @@ class EventFile:
 
         found = [Event(wall_time=time.time(), step=step, summary=summary)]
         if self._path is None:
-            private_folder(self.folder).chmod(0o700)
+            make_private_folder(self.folder).chmod(0o700)
             self._path = self.folder / f"events.out.tfevents.{time.time_ns()}"
             found = [Event(wall_time=time.time(), file_version="brain.Event:2"), *found]
         with open(self._path, "ab", opener=lambda name, flags: os.open(name, flags, PRIVATE)) as file:
@@ -101,4 +104,4 @@ class SiteEvents:
                 write()
         except Exception as error:
             self._broken = True
-            self.complain(failed_drawing_line(FOLDER, error))
+            self.complain(log_failed_drawing(FOLDER, error))

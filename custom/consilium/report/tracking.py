@@ -18,9 +18,9 @@ from urllib.request import url2pathname
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import MetricKey, Observer
-from consilium.core.sanitize import shown, tag
+from consilium.core.sanitize import shown, tensorboard_tag
 from consilium.core.schema import flatten_settings
-from consilium.core.storage import private_folder, write_atomic
+from consilium.core.storage import make_private_folder, write_atomic
 
 ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapters")
 """Files that MLflow gets at the end of a finished run, if the server has them. No picture is among them."""
@@ -113,7 +113,7 @@ class Tracker:
     def _begin(self) -> tuple[Any, str]:
         """Return a client and MLflow's id of the run: of the interrupted run if there is one, else of a new run."""
         if urlparse(self._uri).scheme == "file":
-            private_folder(Path(url2pathname(urlparse(self._uri).path)))
+            make_private_folder(Path(url2pathname(urlparse(self._uri).path)))
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -124,7 +124,9 @@ class Tracker:
         found = client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else client.create_experiment(name)
         run = str(client.create_run(experiment, run_name=self._config.experiment or self._folder.name).info.run_id)
-        settings = [Param(tag(key), str(value)[:LONGEST]) for key, value in settings_of(self._config.model_dump()).items()]
+        settings = [
+            Param(tensorboard_tag(key), str(value)[:LONGEST]) for key, value in settings_of(self._config.model_dump()).items()
+        ]
         for start in range(0, len(settings), MOST):
             client.log_batch(run, params=settings[start : start + MOST])
         write_atomic(self._folder / KEPT, json.dumps({"run": run}).encode())
@@ -150,7 +152,9 @@ def metric_name(source: str, name: str) -> str:
 
     A name that MLflow refuses would end the tracking of the run. So no part is empty, or too long for a file's name in UTF-8.
     """
-    short = [tag(part)[:LONGEST_PART].strip(".") or "-" for part in (source.strip("()"), *flat_name(name).split("/"))]
+    short = [
+        tensorboard_tag(part)[:LONGEST_PART].strip(".") or "-" for part in (source.strip("()"), *flat_name(name).split("/"))
+    ]
     return "/".join(short)[:LONGEST_NAME].rstrip("/")
 
 

@@ -11,7 +11,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import write_json
-from consilium.data.disk_cache import discard_cache
+from consilium.data.disk_cache import clear_cache_if_present
 from consilium.federation.job import Job
 from consilium.federation.simulated_sites import record_sites
 from consilium.privacy.secagg.simulated_identities import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
@@ -77,7 +77,9 @@ def simulate(
             RunLoop(coordinator, transport, masked, crossing, probe, pooled).run()
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
             for name in (*sites, POOLED):
-                discard_cache(folder / name)  # a run's folder must hold no patients' pictures; an interrupted run needs them
+                clear_cache_if_present(
+                    folder / name
+                )  # a run's folder must hold no patients' pictures; an interrupted run needs them
         finally:
             coordinator.close()
             for member in (*members.values(), *trainers.values()):

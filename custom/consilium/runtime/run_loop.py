@@ -72,7 +72,7 @@ class RunLoop:
         if crossing := self.crossing:
 
             def score(payloads: Mapping[str, Payload]) -> None:
-                ask(Kind.EVALUATE, payloads, crossing.accept, lambda: crossing.answered >= c.quorum)
+                ask(Kind.EVALUATE, payloads, crossing.accept, lambda: crossing.num_scored >= c.quorum)
 
             # every site scores the shared models, and then each personalized model that its owner sends
             score(crossing.shared_model_payloads())

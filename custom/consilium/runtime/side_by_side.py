@@ -27,7 +27,7 @@ from consilium.federation.job import Job
 from consilium.training.joint_forward import (
     Call,
     check_drew_nothing,
-    check_rows,
+    check_joint_outputs,
     forward_together,
     joined_part,
     random_state,
@@ -118,8 +118,8 @@ class SideBySide:
             for worker in workers:
                 worker.go_on()
             while waiting := [worker for worker in workers if worker.request is not None]:
-                earliest = min(worker.place for worker in waiting)
-                group = [worker for worker in waiting if worker.place == earliest]
+                earliest = min(worker.progress_key for worker in waiting)
+                group = [worker for worker in waiting if worker.progress_key == earliest]
                 self._answer(group)
                 for worker in group:
                     worker.go_on()
@@ -130,7 +130,7 @@ class SideBySide:
 
     def _answer(self, group: Sequence["_Worker"]) -> None:
         """Answer the requests of sites that are equally far (`_Worker.place`)."""
-        if group[0].place == LAST:
+        if group[0].progress_key == LAST:
             for worker in group:
                 worker.may_save, worker.answer = True, partial(_return_value, None)
             return
@@ -151,7 +151,7 @@ class SideBySide:
         for key, workers in alike.items():
             if len(workers) == 1 or not self._answer_jointly(key, workers):
                 for worker in workers:
-                    worker.alone()
+                    worker.answer_alone()
 
     def _answer_jointly(self, key: object, workers: Sequence["_Worker"]) -> bool:
         """Answer the requests by one joint pass and return True.
@@ -164,7 +164,7 @@ class SideBySide:
         try:
             if key not in self._checked:
                 with requests[0].modes():
-                    check_rows(calls)
+                    check_joint_outputs(calls)
                 self._checked.add(key)
             with requests[0].modes():
                 outputs = forward_together(calls)
@@ -215,19 +215,19 @@ class _Worker:
         self._stop: BaseException | None = None
         self.answer: Callable[[], Any] = partial(_return_value, None)
         self.outcome: Callable[[], Any] = partial(_return_value, None)
-        self._work, self._steps, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
+        self._work, self._step_function, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
         self._may, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def progress_key(self) -> tuple[int, int]:
         """How far the site is: its finished backward passes, and its request: 0 for a score, 1 for a loss, 2 for gradients.
 
         The sites that are least far continue first, so that sites with more batches to score stay in step with the others.
         """
         if isinstance(self.request, _Save):
             return LAST
-        return self._steps, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
+        return self._step_function, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
 
     def begin(self) -> int:
         """Start the thread, which waits for `go_on`; return the thread's identifier."""
@@ -251,7 +251,7 @@ class _Worker:
             self.go_on()
         self._thread.join()
 
-    def alone(self) -> None:
+    def answer_alone(self) -> None:
         """Answer the request with the site's own model."""
         request = self.request
         assert isinstance(request, _Forward)
@@ -267,7 +267,7 @@ class _Worker:
         self._may.acquire()
         if self._stopping and not self.may_save:
             raise Stopped("the run was stopped")
-        self._steps += isinstance(request, _Backward)
+        self._step_function += isinstance(request, _Backward)
         return self.answer()
 
     def _run(self) -> None:

@@ -20,7 +20,7 @@ from consilium.federation.job import Job
 from consilium.strategies.heterogeneity_leakage import Move, leakage
 from consilium.strategies.heterogeneous_ranks.exact_server import whole_update
 from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, moves, oracle_drift
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, layer_changes, oracle_drift
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 
 ORACLE = "oracle"
@@ -112,7 +112,7 @@ class SiteDiagnostics:
             unseen.config = unseen.config.model_copy(update={"training": training})
             unseen.observer = lambda event: None
             best = SiteResult(Client(unseen).train(ORACLE, whole), 1, whole, self._results[name].site)
-            drifts.append(oracle_drift(moves(self._results[name]), moves(best)))
+            drifts.append(oracle_drift(layer_changes(self._results[name]), layer_changes(best)))
         absolute, relative = (sum(values) / len(values) for values in zip(*drifts, strict=True))
         scaling = self.job.config.adapter.product_scaling
         return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}

@@ -119,9 +119,9 @@ class Worker(ChildProcess):
         It is sent after the one before is answered, because a worker does not receive while it sends.
         """
         self.waiting.append((site, *question))
-        self.next()
+        self.send_next()
 
-    def next(self) -> None:
+    def send_next(self) -> None:
         """Send the next queued question, unless one is unanswered."""
         if self.waiting and not self.busy:
             self.busy = True
@@ -173,15 +173,15 @@ class WorkerPool:
     def sites(self) -> dict[str, "RemoteSite"]:
         """Wait until all sites are built, and return them. Raises ConsiliumError if a site cannot be built."""
         for number, _ in enumerate(self.workers):
-            self._take(number)
+            self._await_answer(number)
         return {name: RemoteSite(name, self) for name in self.of}
 
     def ask(self, site: str, *question: Any) -> Callable[[], Any]:
         """Send a question to a site. Return a function that waits for the answer and raises the site's ConsiliumError."""
         self.of[site].ask(site, *question)
-        return lambda: self._take(site)
+        return lambda: self._await_answer(site)
 
-    def _take(self, who: str | int) -> Any:
+    def _await_answer(self, who: str | int) -> Any:
         while who not in self.answers:
             pipes = {worker.pipe: worker for worker in self.workers}
             for pipe in connection.wait(list(pipes)):
@@ -195,7 +195,7 @@ class WorkerPool:
                     continue
                 self.answers[sender] = answer
                 worker.busy = False
-                worker.next()
+                worker.send_next()
         found = self.answers.pop(who)
         if isinstance(found, Failed):
             raise ConsiliumError(found.text, found.reason) if found.reason else RuntimeError(found.text)

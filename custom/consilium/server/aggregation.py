@@ -185,7 +185,7 @@ class ExactMean:
         self._names |= dict.fromkeys(update)
         self._weight += weight
 
-    def put(self, sums: Tensors, weight: float) -> None:
+    def set_sums(self, sums: Tensors, weight: float) -> None:
         """Set the sums to `sums` (int64 in units of `MEAN_UNIT`), and their divisor to `weight`."""
         self._sums = {((name, tuple(total.shape)),): total.reshape(-1) for name, total in sums.items()}
         self._names, self._weight = dict.fromkeys(sums), weight
@@ -246,7 +246,7 @@ class RoundAggregate:
         return mean
 
 
-def penalized(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_penalty_losses(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the loss with and without the strategy's penalty, as means over the sites that report both; {} if none does."""
     told = [one for one in trained if TRAIN_PENALTY in one and TRAIN_LOSS in one]
     if not told:

@@ -14,13 +14,13 @@ from torch import Tensor
 from consilium.adapters.adapter_state import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.linalg.norms import non_finite, norm
-from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
+from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash_or_empty
 from consilium.core.sanitize import few, shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
 from consilium.privacy.guard.release import NUMBERS, is_adapter_tensor, upload_shapes
 from consilium.privacy.plan import Plan
-from consilium.privacy.secagg.arithmetic import layout, size_of
+from consilium.privacy.secagg.arithmetic import layout, vector_length
 from consilium.privacy.secagg.server import MASKED
 from consilium.report.untrusted_files import LARGEST
 from consilium.strategies.strategy import Role, ServerState, Strategy
@@ -64,7 +64,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
             "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
         )
     flags = type(hello.joined) is bool and type(hello.seeded) is bool
-    if not flags or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
+    if not flags or not is_hash_or_empty(hello.checkpoint) or not is_hash_or_empty(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
         raise RefusedError(f"{name}: test_only is not a boolean, or it says that it has training samples too; see that site")
@@ -79,7 +79,7 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
     check_result(job, result)
     expected = upload_shapes(job.strategy, sent)
     if job.config.secure_aggregation is not None:  # only the length of a masked update is visible
-        length, size = tuple(result.tensors[MASKED].shape), size_of(layout(expected))
+        length, size = tuple(result.tensors[MASKED].shape), vector_length(layout(expected))
         if length != (size,):
             raise RefusedError(f"masked update has shape {length}, not {(size,)}")
         return
@@ -145,7 +145,7 @@ def check_shared_model(job: Job, result: Payload) -> None:
 
 
 def _check_seal(result: Payload) -> None:
-    if not is_hash(result.ledger):
+    if not is_hash_or_empty(result.ledger):
         raise RefusedError("the seal of its privacy ledger is not a SHA-256")
 
 

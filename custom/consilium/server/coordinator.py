@@ -13,7 +13,7 @@ from pathlib import Path
 from consilium.client.model_store import keep_shared
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
-from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors, is_hash
+from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors, is_hash_or_empty
 from consilium.core.sanitize import count_with_noun, shown
 from consilium.core.seeding import seed_for
 from consilium.core.storage import locked, read_json, sweep, write_json
@@ -27,7 +27,7 @@ from consilium.privacy.randomness import Randomness
 from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import run_start
-from consilium.server.aggregation import RoundAggregate, aggregate_results, penalized
+from consilium.server.aggregation import RoundAggregate, aggregate_results, mean_penalty_losses
 from consilium.server.checks import check_evaluation, check_hello, check_update, refusals_text, suggest_remedy
 from consilium.server.early_stopping import early_end, no_score_warning, record_validation
 from consilium.server.run_start import Saved, server_start
@@ -68,7 +68,7 @@ class Seals:
             found = read_json(self._path) if self._path else {}
         except (OSError, ValueError, RecursionError):
             return {}
-        return {name: seal for name, seal in found.items() if is_hash(seal)} if isinstance(found, dict) else {}
+        return {name: seal for name, seal in found.items() if is_hash_or_empty(seal)} if isinstance(found, dict) else {}
 
 
 # coordinator -----------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Coordinator:
                     }
                 )
         else:
-            self.log.record_parameter_counts(job.strategy, job.initial)
+            self.log.record_run_start(job.strategy, job.initial)
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
 
     @property
@@ -234,9 +234,9 @@ class Coordinator:
         """Add one site's result to the round. Return None, or why it was refused. A refusal never stops the round."""
         with self._lock:
             try:
-                sent = self.check(name, result)
+                sent = self.payload_answered(name, result)
                 weight = self.job.config.weight(self.asked[name].num_samples)
-                plan, summed = self._central, result
+                plan, summed = self._central_plan, result
                 if plan is not None and not sent_as_sums(self.job.config):
                     # Sites clip but send float32. So their whitened coordinates are clipped once more, in integers on the grid.
                     maps = self._whitening_maps(result.tensors)
@@ -255,21 +255,21 @@ class Coordinator:
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
-    def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
+    def refuse(self, name: str, reason: str, joining: bool = False, site_reason: Reason | None = None) -> str:
         """Record why a site has no usable answer or may not join (`joining`). Return the reason, cut to 1,000 characters.
 
-        `word`: the Reason, if the text comes from the site itself.
+        `site_reason`: the Reason, if the text comes from the site itself.
         """
         reason = shown(reason, 1000)
         told = self.declined if joining else self.reasons
-        told[name] = word.text if word else reason  # others see only the Reason: a site's text may name data
+        told[name] = site_reason.text if site_reason else reason  # others see only the Reason: a site's text may name data
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.record_refusal(refusal)
         self.survey.decline(name, told[name])
         return reason
 
-    def check(self, name: str, result: Payload) -> Payload:
+    def payload_answered(self, name: str, result: Payload) -> Payload:
         """Return the payload that was sent to the site in this phase. Raises RefusedError unless the result answers it."""
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
@@ -293,7 +293,7 @@ class Coordinator:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 step = suggest_remedy(self.reasons, self.asked, self.quorum)
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(self.reasons)}{few}; {step}")
-            if plan := self._central:  # noise of sigma S on the sum, then divided by the number of results
+            if plan := self._central_plan:  # noise of sigma S on the sum, then divided by the number of results
                 noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
                 means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}
                 mean: RoundResults = restore_update(self._whitening_maps(noised), means)
@@ -303,7 +303,7 @@ class Coordinator:
             before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
             epsilon = None if self.plan is None else self.plan.epsilon(before + self.state.phase + 1)
             self.log.record_phase_end(self.state, sorted(self.accepted), epsilon, mean)
-            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
+            curves = self.job.strategy.diagnostics(self.state, mean) | mean_penalty_losses(self._trained)
             if config.diagnostics.deviation:
                 curves |= deviation(self.job.strategy, self.state, self._results, config.adapter.product_scaling)
             self.log.record_diagnostics(self.state, curves | dict(seen or {}))
@@ -318,7 +318,7 @@ class Coordinator:
             self.asked, self.sent, self._results = {}, {}, {}
 
     @property
-    def _central(self) -> Plan | None:
+    def _central_plan(self) -> Plan | None:
         """The plan if the server adds the noise (trust central), otherwise None."""
         return self.plan if self.plan and self.plan.config.trust == "central" else None
 
@@ -361,4 +361,4 @@ class Coordinator:
         self.log.close()
 
     def _write_checkpoint(self) -> None:
-        run_start.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))
+        run_start.write_run_checkpoint(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

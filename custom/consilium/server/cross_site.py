@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from consilium.client.model_store import former_jobs
+from consilium.client.model_store import possible_scored_jobs
 from consilium.config.job import JobConfig
 from consilium.config.run_sections import CrossSiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, RefusedError
@@ -39,9 +39,9 @@ def scored_run_state(job: Job, folder: Path | None) -> Saved | None:
             f"{where}: no run of that name here has come to its end; "
             "give an experiment that has, in a simulation a folder beside the workspace"
         )
-    for config in former_jobs(job.config):
+    for config in possible_scored_jobs(job.config):
         try:
-            saved = run_start.read(folder, replace(job, config=config))
+            saved = run_start.read_run_checkpoint(folder, replace(job, config=config))
         except CheckpointError as error:
             why = str(error)
             continue
@@ -113,7 +113,7 @@ class CrossSites:
         return None
 
     @property
-    def answered(self) -> int:
+    def num_scored(self) -> int:
         """The number of sites that have scored the current model."""
         return len(self._rows[-1][2]) if self._rows else 0
 
@@ -121,4 +121,6 @@ class CrossSites:
         """Write the matrix of scores as a picture and as JSON."""
         reported = {metric for _, _, row in self._rows for found in row.values() for metric in found}
         scores = TASKS[self.job.config.task.name].scores(self.job.config.task)
-        cross_site_matrix(scores.lead(reported), self.section.split, self._rows, scores.grid).write(self.coordinator.folder)
+        cross_site_matrix(scores.leading_name(reported), self.section.split, self._rows, scores.grid).write(
+            self.coordinator.folder
+        )

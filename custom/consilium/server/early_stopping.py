@@ -36,12 +36,12 @@ class Validations:
 
 
 def record_validation(
-    config: JobConfig, strategy: Strategy, state: ServerState, before: Validations, told: list[dict[str, float]]
+    config: JobConfig, strategy: Strategy, state: ServerState, before: Validations, site_metrics: list[dict[str, float]]
 ) -> Validations:
-    """Return the record after a phase. `state`: before the phase; `told`: the metrics of each site that trained in it."""
+    """Return the record after a phase. `state`: before the phase; `site_metrics`: of each site that trained in it."""
     if not _validates_now(config, strategy, state):
         return before
-    means, meant = mean_metrics(told), ("validation", Stage.GLOBAL)
+    means, meant = mean_metrics(site_metrics), ("validation", Stage.GLOBAL)
     found = {key.metric: means[name] for name in means if (key := MetricKey.parse(name)) and (key.split, key.stage) == meant}
     if not found:  # no site reported a score, so this is not a validation
         return before

@@ -43,7 +43,7 @@ class MaskedAggregate(RoundAggregate):
 
     def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
         """Set the opened sums (int64, units), their divisor, and the maps from whitened coordinates back to updates."""
-        self._mean.put(sums, divisor)
+        self._mean.set_sums(sums, divisor)
         self._maps = dict(maps)
 
     def mean(self) -> Tensors:
@@ -51,7 +51,7 @@ class MaskedAggregate(RoundAggregate):
         return restore_update(self._maps, super().mean())
 
 
-def opened_sums(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
+def sums_and_divisor(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
     """Return the unmasked `sums` of a phase (int64, units) with their divisor and the whitening maps.
 
     `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
@@ -110,8 +110,8 @@ class MaskedRounds:
                 if (reason := c.accept(name, result)) is not None:
                     raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")
             assert isinstance(c.aggregate, MaskedAggregate)
-            c.aggregate.fill(*opened_sums(c.job, c.state, *unflat(words, summed.order)))
-            self.collector.prove(summed.attempt, summed.attempt.proof(summed.parties, survivors))
+            c.aggregate.fill(*sums_and_divisor(c.job, c.state, *unflat(words, summed.order)))
+            self.collector.save_proof(summed.attempt, summed.attempt.proof(summed.parties, survivors))
             c.conclude()
             self.collector.forget(summed.attempt)
         finally:
@@ -145,7 +145,7 @@ class MaskedRounds:
     def _begin(self) -> tuple[Attempt, dict[str, Payload]]:
         """Choose the sites of a phase, or continue an interrupted phase. Return the attempt and the payloads by site."""
         c = self.coordinator
-        attempt = self.collector.load_attempt(c.state.round, c.state.phase)
+        attempt = self.collector.load_attempt_and_prune(c.state.round, c.state.phase)
         if attempt is None:
             asked = set(c.start())
             cohort = set(self.collector.roster) if self.bare else asked
@@ -163,7 +163,7 @@ class MaskedRounds:
             return None  # it is being cancelled
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
         least = attempt.terms.least
-        first = {name: attempt.prepare_question(self.collector.past(name)) for name in attempt.silent("prepare", present)}
+        first = {name: attempt.prepare_question(self.collector.proof_for(name)) for name in attempt.silent("prepare", present)}
         ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.of("prepare")) >= least)
         # Fix the parties of the sum. Raises ConsiliumError if too few have prepared.
         c = self.coordinator
@@ -178,11 +178,11 @@ class MaskedRounds:
         if not (survivors := attempt.close_masked(summed.parties)):
             return None
         there = [name for name in survivors if name in present]
-        if not attempt.has("confirm"):
+        if not attempt.has_threshold("confirm"):
             self._confirm(ask, summed, survivors, there)
-        if attempt.has("confirm") and not attempt.has("reveal"):
+        if attempt.has_threshold("confirm") and not attempt.has_threshold("reveal"):
             self._reveal(ask, summed, there)
-        return (summed, survivors) if attempt.has("reveal") else None
+        return (summed, survivors) if attempt.has_threshold("reveal") else None
 
     def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
         """Ask the survivors in `there`, the sites that are present, to sign the sum."""
@@ -192,7 +192,7 @@ class MaskedRounds:
             attempt.take_confirmed(name, answer, survivors, summed.masks)
 
         questions = {name: attempt.confirm_question(survivors) for name in silent}
-        ask(Kind.MASKS, questions, take, lambda: attempt.has("confirm"))
+        ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("confirm"))
 
     def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
         """Ask the sites that signed the sum for their shares."""
@@ -202,7 +202,7 @@ class MaskedRounds:
         def take(name: str, answer: Any) -> None:
             attempt.take_revealed(name, answer, summed.parties, summed.masks)
 
-        ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has("reveal"))
+        ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has_threshold("reveal"))
 
     def _train(self, ask: Ask, summed: Sum, names: list[str], payloads: Mapping[str, Payload]) -> None:
         attempt, c = summed.attempt, self.coordinator
@@ -212,7 +212,7 @@ class MaskedRounds:
 
         def take(name: str, result: Payload) -> None:
             nonlocal count
-            c.check(name, result)
+            c.payload_answered(name, result)
             attempt.take_masked(name, result)
             count += 1
 

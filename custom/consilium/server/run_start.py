@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from consilium import __version__
-from consilium.adapters.names import is_part
+from consilium.adapters.names import is_requested_part
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
@@ -15,8 +15,8 @@ from consilium.core.messages import Tensors
 from consilium.core.storage import checkpoint_hash, file_hash, flatten_groups, group_of, load_state, save_state
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
-from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
-from consilium.report.run_files import other_version
+from consilium.federation.saved_model import TENSORS, SavedModel, read_adapter_folder
+from consilium.report.run_files import incompatible_version
 from consilium.server.early_stopping import Validations
 from consilium.strategies.strategy import ServerState
 
@@ -33,7 +33,7 @@ class Start(NamedTuple):
     adapter: str = ""
 
 
-def check_start_inside(config: JobConfig, own: SiteConfig) -> None:
+def check_start_folder(config: JobConfig, own: SiteConfig) -> None:
     """Raise ConfigError for an `adapter.start` outside the server's checkpoint folder.
 
     In a federation the submitter of a job names that folder, and all sites receive its content. Without this check a submitter
@@ -55,9 +55,9 @@ def server_start(job: Job, own: SiteConfig) -> Start:
         return Start(job.initial)
     if job.config.adapter.start is not None:
         folder = in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's")
-        kept, card = read_kept(folder)
+        kept, card = read_adapter_folder(folder)
         _check_comparable(job.config, kept, card, folder)
-        if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_part(name)):
+        if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_requested_part(name)):
             raise ConfigError(
                 f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section"
             )
@@ -80,7 +80,7 @@ def server_start(job: Job, own: SiteConfig) -> Start:
 def _initial_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
     """Return a tensor's initial value from the adapter. Raises ConfigError if it is missing or has another shape."""
     if name not in kept.values:
-        if is_part(name):
+        if is_requested_part(name):
             return fresh
         raise ConfigError(f"adapter.start: {folder} lacks {name!r}, which this job trains; use its model and adapter sections")
     if kept.values[name].shape != fresh.shape:
@@ -124,7 +124,7 @@ class Saved(NamedTuple):
     validations: Validations = Validations()
 
 
-def write(folder: Path, job: Job, saved: Saved) -> None:
+def write_run_checkpoint(folder: Path, job: Job, saved: Saved) -> None:
     """Write a run's checkpoint into its folder."""
     state = saved.state
     groups = {
@@ -147,12 +147,12 @@ def write(folder: Path, job: Job, saved: Saved) -> None:
     save_state(folder / FILE, flatten_groups(groups), meta)
 
 
-def read(folder: Path, job: Job) -> Saved:
+def read_run_checkpoint(folder: Path, job: Job) -> Saved:
     """Return the checkpoint of the run in `folder`. Raises CheckpointError if it is damaged or of another job."""
     path = folder / FILE
     tensors, meta = load_state(path)
     if meta["job"] != job.config.digest:
-        if other := other_version(folder):
+        if other := incompatible_version(folder):
             raise CheckpointError(
                 f"{folder}: is a run of consilium {other}, which {__version__} does not resume; "
                 "resume it with that version, or begin a new run in another --workspace"
@@ -171,7 +171,7 @@ def read(folder: Path, job: Job) -> Saved:
 
 def load_for_resume(folder: Path, job: Job) -> Saved:
     """Return the checkpoint from which a job resumes. Raises CheckpointError as `read` does, and if it has more rounds."""
-    saved, wanted = read(folder, job), job.config.training.rounds
+    saved, wanted = read_run_checkpoint(folder, job), job.config.training.rounds
     if (done := saved.state.round) > wanted:
         raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")
     return saved

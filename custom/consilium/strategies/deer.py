@@ -70,17 +70,17 @@ class DEeR(Strategy):
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for the factor that this phase does not train, SHARED for all other tensors."""
         which = lora_factor(name, self.name)
-        return Role.FROZEN if self.eliminator and which not in (None, self._trained(round)[phase]) else Role.SHARED
+        return Role.FROZEN if self.eliminator and which not in (None, self._trained_factors(round)[phase]) else Role.SHARED
 
     def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Return the next state: the mean update added and, with `rebalance`, the factors rebalanced for the next phase."""
         after = super().aggregate(state, results)
         if not self.rebalance:
             return after
-        frozen = "A" if self._trained(after.round)[after.phase] == "B" else "B"
+        frozen = "A" if self._trained_factors(after.round)[after.phase] == "B" else "B"
         return replace(after, shared=after.shared | rebalance_factors(after.shared, frozen))
 
-    def _trained(self, round: int) -> str:
+    def _trained_factors(self, round: int) -> str:
         """Return the factors that the phases of a round train, in order, such as "BA"."""
         rounds = SCHEDULES[self.schedule]
         return rounds[round % len(rounds)]

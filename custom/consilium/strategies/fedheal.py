@@ -61,7 +61,9 @@ class FedHEAL(FedIT):
         """Return the next state: the mean of masked updates for each number, and the history, w and delta of each reporter."""
         masks = {name: self.mask(state.sites.get(name, {}), one.update.tensors) for name, one in sorted(results.items())}
         masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
-        kept = self.weights(state, {name: sum(float(t.norm()) for _, t in sorted(one.items())) for name, one in masked.items()})
+        kept = self.next_weights(
+            state, {name: sum(float(t.norm()) for _, t in sorted(one.items())) for name, one in masked.items()}
+        )
         share = normalize_weights({name: float(kept[name][WEIGHT]) for name in masks})
         shared = {}
         for n, value in state.shared.items():  # each number over the sites whose mask is 1 there; unchanged without one
@@ -88,7 +90,7 @@ class FedHEAL(FedIT):
         falls = {name: kept[f"falls/{name}"].double() / kept[ROUNDS] for name in update}
         return {n: (torch.where(t <= 0, falls[n], 1 - falls[n]) > self.tau).double() for n, t in update.items()}
 
-    def weights(self, state: ServerState, distances: Mapping[str, float]) -> dict[str, Tensors]:
+    def next_weights(self, state: ServerState, distances: Mapping[str, float]) -> dict[str, Tensors]:
         """Return the new w and delta, float64, of every site in `distances` (d_i by site)."""
         total, count, found = sum(distances.values()), len(distances), {}
         for name, distance in distances.items():

@@ -36,7 +36,7 @@ from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.layer_factors import (
     factors,
-    mean_others,
+    mean_non_lora_tensors,
     non_lora_tensors,
     pair,
     prefix_and_tail,
@@ -111,7 +111,7 @@ class FedHeLLo(UnequalRanks):
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each layer is the mean over the sites that trained it."""
         share = shares(results)
-        shared = mean_others(state, results, share)
+        shared = mean_non_lora_tensors(state, results, share)
         ends = {name: upload.trained() for name, upload in sorted(results.items())}
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)

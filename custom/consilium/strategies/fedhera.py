@@ -87,12 +87,12 @@ class FedHera(ExactServer):
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's download ranks, split into trained ranks and a tail with the site's gate."""
         gate, tensors = self.gate_of(state, site.name), dict(non_lora_tensors(state.shared))
-        found, (download, train) = stored_spectra(state), self.ranks(state, site)
+        found, (download, train) = stored_spectra(state), self.download_and_train_ranks(state, site)
         for layer, rank in download.items():
             tensors |= prefix_and_tail(layer, truncated_factors(state, layer, found[layer], rank), train[layer], gate)
         return Payload(state.round, state.phase, tensors)
 
-    def ranks(self, state: ServerState, site: SiteInfo) -> tuple[dict[str, int], dict[str, int]]:
+    def download_and_train_ranks(self, state: ServerState, site: SiteInfo) -> tuple[dict[str, int], dict[str, int]]:
         """Return (download, train) ranks by layer. A frozen tail never holds ranks of energy 0."""
         found, capacity, dims = stored_spectra(state), self.affordable_ranks(site), shapes(state.initial)
         # Numbers per rank: Eq. 6 without the bytes per number, which cancel. Time and memory per trained number are the same in
@@ -119,7 +119,7 @@ class FedHera(ExactServer):
 
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
         """Return the ranks that the site downloads, by layer."""
-        return self.ranks(state, site)[0]
+        return self.download_and_train_ranks(state, site)[0]
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
         """Return the site's whole download budget in numbers. The first round, without an update, downloads less."""

@@ -98,7 +98,10 @@ class FedIAT(Strategy):
         terms = []
         for key, layers in self._groups(step.params).items():
             shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
-            shared_0, private_0 = self._anchor(key, shared, layers, step), self._anchor(key, private, layers, step)
+            shared_0, private_0 = (
+                self._stacked_anchor(key, shared, layers, step),
+                self._stacked_anchor(key, private, layers, step),
+            )
             with torch.no_grad():
                 gap, before = _stack(step.params, layers, private) - private_0, step.memory.get(key)
                 drift = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)  # 0 at the round's start
@@ -129,7 +132,7 @@ class FedIAT(Strategy):
         squares = [part.square().sum(dim=(-2, -1)) for part in (shared_0, private_0)]
         return (self.eps * squares[0] * squares[1]).clamp(min=math.sqrt(torch.finfo(shared_0.dtype).tiny))
 
-    def _anchor(self, key: str, which: str, layers: list[str], step: LocalStep) -> Tensor:
+    def _stacked_anchor(self, key: str, which: str, layers: list[str], step: LocalStep) -> Tensor:
         """Return one factor's anchors (values at the start of `fit`), stacked over the layers once per `fit`."""
         slot = f"anchor {which} {key}"
         if slot not in step.memory:

@@ -62,7 +62,7 @@ class FedRA(FedIT):
             raise ConfigError(f"strategy {self.name} leaves blocks out, with no rule for {name!r}; use adapter kind lora")
         return super().role(name, round, phase)
 
-    def held(self, names: Iterable[str], round: int, site: str) -> set[str]:
+    def allocated_blocks(self, names: Iterable[str], round: int, site: str) -> set[str]:
         """Return the blocks that a site has in a round, its row of the allocation matrix. `names`: all shared tensors."""
         stacks: dict[str, dict[str, None]] = {}
         for block in filter(None, map(skippable_block, names)):
@@ -77,7 +77,7 @@ class FedRA(FedIT):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the shared tensors; those of blocks that the site does not have in this round are empty."""
-        held = self.held(state.shared, state.round, site.name)
+        held = self.allocated_blocks(state.shared, state.round, site.name)
         has = {name: (block := skippable_block(name)) is None or block in held for name in state.shared}
         return Payload(state.round, state.phase, {n: t if has[n] else t.new_zeros(0) for n, t in state.shared.items()})
 

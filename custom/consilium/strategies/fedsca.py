@@ -152,7 +152,7 @@ class FedSCA(Strategy):
             return {}
         prior = torch.tensor(list(shares(results).values()), dtype=torch.float64)
         flat = torch.stack([_flat(result.trained()) for result in results.values()])
-        limits = alone_from(self._prior(prior), similarities(flat, self.similarity, self.normalize))
+        limits = isolation_alpha(self._prior(prior), similarities(flat, self.similarity, self.normalize))
         alone = [name for name, limit in zip(results, limits.tolist(), strict=True) if self.alpha >= limit]
         if alone:
             what = f"{', '.join(alone)} mix nobody in round {state.round + 1}"
@@ -175,7 +175,7 @@ class FedSCA(Strategy):
         return -self.pull * torch.nn.functional.cosine_similarity(now, then, dim=0, eps=1e-12)
 
 
-def alone_from(prior: Tensor, similar: Tensor) -> Tensor:
+def isolation_alpha(prior: Tensor, similar: Tensor) -> Tensor:
     """Return, for each site (N,), the smallest alpha at which it receives only its own upload; inf if there is none.
 
     The row is e_i exactly where v_i - v_j >= 1 for all j, v = m + (alpha / 2) d_i.

@@ -22,9 +22,9 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, global_updates
 from consilium.strategies.heterogeneous_ranks.layer_factors import (
+    full_download_numbers,
     non_lora_tensors,
     prefix_and_tail,
-    whole_numbers,
     with_factored_tails,
 )
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
@@ -53,11 +53,11 @@ class FLoRA(ExactServer):
         """Return the whole global update as frozen factors, without fresh factors to train."""
         return self._payload(state, 0)
 
-    def _payload(self, state: ServerState, wanted: int) -> Payload:
+    def _payload(self, state: ServerState, fresh_rank: int) -> Payload:
         tensors = dict(non_lora_tensors(state.shared))
         for layer, update in global_updates(state).items():
             out, into = update.shape
-            rank = min(wanted, out, into)
+            rank = min(fresh_rank, out, into)
             # A is Kaiming-uniform; a smaller rank gives the first rows of a larger one.
             generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", state.round, layer))
             a = torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
@@ -68,7 +68,7 @@ class FLoRA(ExactServer):
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
         """Return the count of numbers in the fresh factors plus the update at its largest, each layer's size."""
-        return whole_numbers(sent.tensors)
+        return full_download_numbers(sent.tensors)
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the payload's tensors, with every tail as a pair of factors."""

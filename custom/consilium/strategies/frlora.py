@@ -32,7 +32,13 @@ from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
 from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, pair, shapes, whole_numbers, with_factored_tails
+from consilium.strategies.heterogeneous_ranks.layer_factors import (
+    factors,
+    full_download_numbers,
+    pair,
+    shapes,
+    with_factored_tails,
+)
 from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
 from consilium.strategies.traits import Traits
 
@@ -73,7 +79,7 @@ class FRLoRA(Strategy):
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
         """Return the count of numbers in the start plus the tail at its largest, each layer's size."""
-        return whole_numbers(sent.tensors)
+        return full_download_numbers(sent.tensors)
 
     def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Return the next state: add this round's residual to every layer's frozen tail, and average the head."""

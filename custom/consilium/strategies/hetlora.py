@@ -19,7 +19,13 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, mean_others, non_lora_tensors, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import (
+    factors,
+    mean_non_lora_tensors,
+    non_lora_tensors,
+    pair,
+    shapes,
+)
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 from consilium.strategies.trainer import LocalStep, Trainer
@@ -63,7 +69,7 @@ class HetLoRA(UnequalRanks):
         norms = {name: sum(lowrank.norm(factors(end, n)) ** 2 for n in shapes(end)) ** 0.5 for name, end in ends.items()}
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
-        shared = mean_others(state, results, shares(results))
+        shared = mean_non_lora_tensors(state, results, shares(results))
         for layer in shapes(state.shared):
             b, a = (torch.zeros_like(one, dtype=torch.float64) for one in factors(state.shared, layer))
             for name, end in ends.items():

@@ -120,7 +120,7 @@ class Strategy:
 
         Local changes of the base are left out, because every site starts them at 0.
         """
-        schedule = self.traits.role_schedule()
+        schedule = self.traits.phase_schedule()
         shared = {n: t for n, t in initial.items() if any(self.role(n, *place) is Role.SHARED for place in schedule)}
         return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared and not is_base(n)})
 

@@ -85,7 +85,7 @@ class Traits:
         """Return the number of phases (exchanges) in a round."""
         return self.phases[round % len(self.phases)]
 
-    def role_schedule(self, first: int = 0, rounds: int | None = None) -> list[tuple[int, int]]:
+    def phase_schedule(self, first: int = 0, rounds: int | None = None) -> list[tuple[int, int]]:
         """Return all (round, phase) of `rounds` rounds from `first` on; by default those of the warm-up and one period."""
         last = first + rounds if rounds is not None else self.warm_up + len(self.phases)
         return [(round, phase) for round in range(first, last) for phase in range(self.phases_of(round))]

@@ -5,7 +5,7 @@ import math
 
 from consilium.config.job import JobConfig
 from consilium.estimates.communication import bytes_moved, own_cost
-from consilium.estimates.flops import Samples, Work, flops_per_sample, own_samples, run_flops
+from consilium.estimates.flops import Samples, Work, flops_per_sample, generated_samples, run_flops
 from consilium.federation.job import assemble_job
 from consilium.federation.simulated_sites import site_names
 from consilium.study.definition import Cell, Study
@@ -25,7 +25,7 @@ def count_flops(study: Study) -> float | None:
     for cell in study.cells():
         config = cell.load()
         given = Samples(**cell.counts.model_dump()) if cell.counts and not study.size else None
-        if (samples := own_samples(config, _sites_of(cell, config)) or given) is None:
+        if (samples := generated_samples(config, _sites_of(cell, config)) or given) is None:
             save_flops(study, None)
             return None
         job, said = assemble_job(config, cell.base), config.model_dump(mode="json", include=set(COUNTING))

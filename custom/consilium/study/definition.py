@@ -29,7 +29,7 @@ from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
-from consilium.core.schema import Section, nearest, read_yaml, validate
+from consilium.core.schema import Section, did_you_mean, read_yaml, validate
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.run_record import RUNS
 from consilium.tasks.registry import TASKS
@@ -158,7 +158,7 @@ class StudyConfig(Section):
     small: SizeConfig | None = None
 
     @property
-    def named_axes(self) -> list[str]:
+    def compared_axes(self) -> list[str]:
         """The axes that are compared. An axis that only sets `training.seed` is not, because scores are means over it."""
         return [axis for axis, values in self.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
 
@@ -174,7 +174,7 @@ class StudyConfig(Section):
         # a name in `published` must not be ambiguous, an axis of seeds, or unknown
         if "site" in self.axes:
             raise ValueError("axes: 'site' says in `published` which hospital's score it is; give the axis another name")
-        seeds = self.axes.keys() - self.named_axes
+        seeds = self.axes.keys() - self.compared_axes
         if wrong := next((axis for row in self.published for axis in row if axis in seeds), None):
             raise ValueError(
                 f"published: {wrong!r} is an axis of seeds, and what is compared are means over them; leave it out"
@@ -184,8 +184,8 @@ class StudyConfig(Section):
         for name, value in (pair for row in self.published for pair in row.items()):
             if isinstance(value, str) and name not in {*self.axes, "site"}:
                 raise ValueError(
-                    f"published: {name}: {value!r}: no axis is called so{nearest(name, self.axes)}, and a score is a number; "
-                    "write one such as 0.5, without quotes"
+                    f"published: {name}: {value!r}: no axis is called so{did_you_mean(name, self.axes)}, and a score is a "
+                    "number; write one such as 0.5, without quotes"
                 )
         return self
 
@@ -193,11 +193,11 @@ class StudyConfig(Section):
         """Raise ValueError if the study lacks one of the axes or values in `chosen`. `where`: the beginning of the message."""
         for axis, values in chosen.items():
             if axis not in self.axes:
-                raise ValueError(f"{where}: no axis {axis!r}; there are {', '.join(self.axes)}{nearest(axis, self.axes)}")
+                raise ValueError(f"{where}: no axis {axis!r}; there are {', '.join(self.axes)}{did_you_mean(axis, self.axes)}")
             if wrong := [value for value in values if value not in self.axes[axis]]:
                 raise ValueError(
                     f"{where}: no value {wrong[0]!r} on axis {axis!r}; it has "
-                    f"{', '.join(self.axes[axis])}{nearest(wrong[0], self.axes[axis])}"
+                    f"{', '.join(self.axes[axis])}{did_you_mean(wrong[0], self.axes[axis])}"
                 )
 
 
@@ -216,7 +216,7 @@ class GridErrors:
         self._found: dict[str, list[Mapping[str, str]]] = {}
 
     @contextmanager
-    def of(self, labels: Mapping[str, str]) -> Iterator[None]:
+    def collect_errors(self, labels: Mapping[str, str]) -> Iterator[None]:
         """Collect a ConsiliumError of the block, line by line, as errors of the cell with these labels."""
         try:
             yield
@@ -274,7 +274,7 @@ class Cell:
     def load(self) -> JobConfig:
         """Return the cell's job. Raises ConfigError, also if the base job has changed since the study was read."""
         config = load_job(self.base, dict(map(parse_override, self.overrides)), plugins=None, author=True)
-        if identity(config, self.sites, self.data) != self.id:
+        if cell_digest(config, self.sites, self.data) != self.id:
             raise ConfigError(f"{self.base}: has changed since the study was read; run its command again")
         return config
 
@@ -341,7 +341,7 @@ class Study:
             raise ConfigError(f"{self.path}: axes and exclude leave no cell; leave some values in")
         errors, found = GridErrors(wanted), list[Cell]()
         for place, labels in enumerate(wanted):
-            with errors.of(labels):
+            with errors.collect_errors(labels):
                 found.append(self._cell(labels, place))
         errors.raise_if_any()
         seen: dict[str, Cell] = {}
@@ -381,7 +381,7 @@ class Study:
             fields = "|".join(map(re.escape, values)) or "$."
             line = re.compile(rf"^{re.escape(str(base))}(?=: ({fields})\b)", re.MULTILINE)
             raise ConfigError(line.sub(lambda _: str(self.path), str(error))) from None
-        name, metrics = identity(config, sites, data), TASKS[config.task.name].metric_names(config.task)
+        name, metrics = cell_digest(config, sites, data), TASKS[config.task.name].metric_names(config.task)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
 
 
@@ -392,7 +392,7 @@ def _json(field: str, value: Any) -> str:
         raise ConfigError(f"{field}: {value}: a {type(value).__name__} is not a job's value; put it in quotes") from None
 
 
-def identity(config: JobConfig, sites: str, data: str) -> str:
+def cell_digest(config: JobConfig, sites: str, data: str) -> str:
     """Return a digest of all that distinguishes cells: the settings, the sites, and the folder of the data."""
     parts = [config.digest, config.training.rounds, sites, data]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -409,7 +409,7 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         if wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known}):
             raise ConfigError(
                 f"{where}: {wrong[0]!r} is not a score of these cells; they have "
-                f"{', '.join(sorted(known))}{nearest(wrong[0], known)}"
+                f"{', '.join(sorted(known))}{did_you_mean(wrong[0], known)}"
             )
 
     check(f"{study.path}: floor", study.config.floor.keys() - {"about"}, set[str]().union(*(one.metrics for one in cells)))
@@ -419,7 +419,7 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
         if fitting:
             check(where, names, set[str]().union(*(one.metrics for one in fitting)))
-        places = [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels]
+        places = [{axis: one.labels[axis] for axis in study.config.compared_axes} for one in fitting] or [labels]
         if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
             raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
         numbers = {(labels_text(places[0]), str(row.get("site", "")), name) for name in names}

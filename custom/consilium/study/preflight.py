@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 from pydantic import TypeAdapter
 
 from consilium.client.site_data import site_data
-from consilium.config.code_digest import code_of
+from consilium.config.code_digest import strategy_code_digest
 from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
 from consilium.core.errors import ConfigError
-from consilium.core.storage import file_hash, private_folder, write_atomic
+from consilium.core.storage import file_hash, make_private_folder, write_atomic
 from consilium.federation.job import assemble_job, checkpoint_of
 from consilium.federation.simulated_sites import site_names
 from consilium.study.definition import Cell, GridErrors
@@ -53,7 +53,9 @@ class DataDigests:
             if own is None and config.data.phantoms is not None:  # generated data follow from the job
                 parts.append((name, [settings, found]))
                 continue
-            with TemporaryDirectory(dir=private_folder(self._path.parent)) as folder:  # private, for decoded patients' pictures
+            with TemporaryDirectory(
+                dir=make_private_folder(self._path.parent)
+            ) as folder:  # private, for decoded patients' pictures
                 data = site_data(config, name, site, Path(folder))
             labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
             files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
@@ -122,7 +124,7 @@ class Planner:
         """Return the cells, ready to run. Raises ConfigError with the errors of all cells."""
         errors, found = GridErrors([cell.labels for cell in cells]), list[Planned]()
         for cell in cells:
-            with errors.of(cell.labels):
+            with errors.collect_errors(cell.labels):
                 config = cell.load()
                 unseeded = config.model_copy(update={"training": config.training.model_copy(update={"seed": 0})}).digest
                 if unseeded not in self._assembled:
@@ -135,7 +137,13 @@ class Planner:
                 sites, undrawn = planned.sites(), config.data.model_copy(update={"most_training": None})
                 whole = self._digest(config.model_copy(update={"data": undrawn}), sites)
                 found.append(
-                    replace(planned, data=self._digest(config, sites), whole=whole, code=code_of(config), rerun=self.rerun)
+                    replace(
+                        planned,
+                        data=self._digest(config, sites),
+                        whole=whole,
+                        code=strategy_code_digest(config),
+                        rerun=self.rerun,
+                    )
                 )
         errors.raise_if_any()
         self.digests.save()

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from consilium.config.job import job_file
 from consilium.core.schema import read_yaml
-from consilium.core.storage import file_lock, private_folder, write_atomic
+from consilium.core.storage import file_lock, make_private_folder, write_atomic
 from consilium.report.untrusted_files import read_json
 from consilium.study.definition import Study, studies_folder
 
@@ -56,9 +56,9 @@ class CellRecord:
 _RECORD = TypeAdapter(CellRecord)
 
 
-def record_of(folder: Path) -> CellRecord:
+def current_record(folder: Path) -> CellRecord:
     """Return the record of the cell in a folder, with `locked` or `interrupted` in place of `running`."""
-    found = read_record(folder)
+    found = stored_record(folder)
     if found.state != "running":
         return found
     try:
@@ -68,7 +68,7 @@ def record_of(folder: Path) -> CellRecord:
         return replace(found, state="locked")
 
 
-def read_record(folder: Path) -> CellRecord:
+def stored_record(folder: Path) -> CellRecord:
     """Return the record as stored in a folder. Its state may be `running` even if no process runs the cell any more."""
     try:
         record = _RECORD.validate_json((folder / RECORD).read_bytes(), strict=True)
@@ -83,12 +83,12 @@ def read_record(folder: Path) -> CellRecord:
 
 def cell_lock(folder: Path) -> FileLock:
     """Return the lock of a cell. Its file is beside the folder, because the folder may be renamed."""
-    return file_lock(private_folder(folder.parent) / f".{folder.name}.lock", wait=False)
+    return file_lock(make_private_folder(folder.parent) / f".{folder.name}.lock", wait=False)
 
 
 def log_of(folder: Path) -> Path:
     """Return the log file of a cell's process. It is beside the folder, because the folder may be renamed."""
-    return private_folder(folder.parent) / f"{folder.name}.log"
+    return make_private_folder(folder.parent) / f"{folder.name}.log"
 
 
 # FLOPs -----------------------------------------------------------------------------------------------------------------
@@ -105,18 +105,18 @@ def digest_of(study: Study) -> str:
     return hashlib.sha256(json.dumps([said, base], default=str).encode()).hexdigest()[:16]
 
 
-def cached_flops(folder: Path | None = None) -> dict[str, Any]:
+def read_flops_cache(folder: Path | None = None) -> dict[str, Any]:
     """Return the cache of a folder of studies, by default of Consilium's own, by study; {} without a cache."""
     return read_json((folder or studies_folder()) / CACHE)
 
 
-def known_flops(study: Study, there: Mapping[str, Any]) -> float | None:
-    """Return the cached FLOPs of a study; None if there are none, or the study has changed since. `there`: the cache."""
-    one = there.get(study.name)
+def known_flops(study: Study, flops_cache: Mapping[str, Any]) -> float | None:
+    """Return the cached FLOPs of a study; None if there are none, or the study has changed since. `flops_cache`: the cache."""
+    one = flops_cache.get(study.name)
     return float(one["flops"]) if isinstance(one, dict) and one.get("digest") == digest_of(study) and one.get("flops") else None
 
 
 def save_flops(study: Study, flops: float | None) -> None:
     """Write the FLOPs of a study to the cache."""
-    there = cached_flops() | {study.name: {"digest": digest_of(study), "flops": flops}}
+    there = read_flops_cache() | {study.name: {"digest": digest_of(study), "flops": flops}}
     write_atomic(studies_folder() / CACHE, (json.dumps(dict(sorted(there.items())), indent=1) + "\n").encode())

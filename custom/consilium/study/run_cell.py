@@ -12,13 +12,13 @@ from filelock import Timeout
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer
 from consilium.core.sanitize import shown
-from consilium.core.storage import private_folder
+from consilium.core.storage import make_private_folder
 from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
 from consilium.server import run_start
 from consilium.study.preflight import Planned
-from consilium.study.records import CellRecord, cell_lock, read_record
+from consilium.study.records import CellRecord, cell_lock, stored_record
 
 MOST_REASON = 600
 """Characters of the reason for a cell's failure, at most."""
@@ -26,7 +26,7 @@ MOST_REASON = 600
 
 def is_finished(planned: Planned) -> bool:
     """Tell whether a cell is done with its present data and, if `rerun` asks for it, with the present code."""
-    record = read_record(planned.cell.folder)
+    record = stored_record(planned.cell.folder)
     return record.state == "done" and record.data == planned.data and not _must_set_aside(record, planned)
 
 
@@ -37,7 +37,7 @@ def _must_set_aside(record: CellRecord, planned: Planned) -> bool:
 
 def update_record(planned: Planned) -> CellRecord:
     """Update and return the record of a finished cell, whose labels or place in the study may have changed."""
-    before = read_record(planned.cell.folder)
+    before = stored_record(planned.cell.folder)
     if (now := _with_description(before, planned)) != before:
         now.save(planned.cell.folder)
     return now
@@ -55,10 +55,10 @@ def run_cell(planned: Planned, observer: Observer) -> CellRecord:
     try:
         with cell_lock(planned.cell.folder):
             if not is_finished(planned):
-                set_aside(planned)
+                swap_stored_run(planned)
             return (
                 update_record(planned) if is_finished(planned) else _run(planned, observer)
-            )  # a run that set_aside restored may be done
+            )  # a run that swap_stored_run restored may be done
     except Timeout:
         return CellRecord("locked")
 
@@ -72,16 +72,16 @@ def record_failure(planned: Planned, reason: str) -> CellRecord:
         with cell_lock(planned.cell.folder):
             if is_finished(planned):
                 return update_record(planned)
-            ended = replace(read_record(planned.cell.folder), state="failed", reason=shown(reason))
+            ended = replace(stored_record(planned.cell.folder), state="failed", reason=shown(reason))
             ended.save(planned.cell.folder)
             return ended
     except Timeout:
         return CellRecord("locked")
 
 
-def start_record(planned: Planned) -> CellRecord:
+def running_record(planned: Planned) -> CellRecord:
     """Return the record of a cell at the beginning of its run, or when it resumes."""
-    described = _with_description(read_record(planned.cell.folder), planned)
+    described = _with_description(stored_record(planned.cell.folder), planned)
     return replace(described, state="running", data=planned.data, code=planned.code)
 
 
@@ -90,7 +90,7 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 
     The last refusal of a site comes before a ConsiliumError, because it is often the cause.
     """
-    folder, record, start, refused = planned.cell.folder, start_record(planned), time.monotonic(), ""
+    folder, record, start, refused = planned.cell.folder, running_record(planned), time.monotonic(), ""
     record.save(folder)
 
     def hear(event: Mapping[str, Any]) -> None:
@@ -112,12 +112,12 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
     return ended
 
 
-def set_aside(planned: Planned) -> None:
+def swap_stored_run(planned: Planned) -> None:
     """Move away a run with other data or other code, and restore an earlier run with the present data and code."""
-    folder, before = planned.cell.folder, read_record(planned.cell.folder)
+    folder, before = planned.cell.folder, stored_record(planned.cell.folder)
     aside = folder.parent.parent / "set-aside"
     if before.data not in ("", planned.data) or _must_set_aside(before, planned):
-        place = private_folder(aside) / f"{folder.name}-{before.data}-{before.code}"
+        place = make_private_folder(aside) / f"{folder.name}-{before.data}-{before.code}"
         while place.exists():  # the folder already has a run with these data and code
             place = place.with_name(f"{place.name}-former")
         folder.rename(place)

@@ -74,10 +74,10 @@ Told = Callable[[Planned, Progress | CellRecord], None]
 """A function that is called with a cell's progress, or with its record at the end."""
 
 
-def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellRecord]:
+def run_study(cells: list[Planned], workers: int, on_update: Told) -> dict[str, CellRecord]:
     """Run all cells, `workers` at a time, and return each cell's record by its id. All worker processes are ended, always.
 
-    A cell that another process runs is waited for. Results are equal to the bit for the same number of workers. `told` is
+    A cell that another process runs is waited for. Results are equal to the bit for the same number of workers. `on_update` is
     called with each cell's progress and record.
     """
     left = deque((0.0, one) for one in cells if not is_finished(one))
@@ -100,7 +100,7 @@ def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellR
                 if said is None:
                     crew.remove(worker)
                     said = record_failure(planned, worker.end())
-                told(planned, said)
+                on_update(planned, said)
                 if isinstance(said, CellRecord):
                     worker.task = None
                     if said.state == "locked":

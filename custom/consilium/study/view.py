@@ -12,7 +12,7 @@ from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column, Table, duration
 from consilium.study.definition import Cell
 from consilium.study.preflight import Planned
-from consilium.study.records import CellRecord, record_of
+from consilium.study.records import CellRecord, current_record
 from consilium.study.run_cell import is_finished
 from consilium.study.runner import Progress as Part
 
@@ -27,7 +27,7 @@ class StudyView(LiveScreen):
 
     def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
         self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
-        self.records = {one.cell.id: record_of(one.cell.folder) if is_finished(one) else CellRecord() for one in cells}
+        self.records = {one.cell.id: current_record(one.cell.folder) if is_finished(one) else CellRecord() for one in cells}
         self.parts: dict[str, tuple[float, str]] = {}  # fraction done, round as a text
         self.first: dict[str, tuple[float, float]] = {}
         """Of each running cell the fraction at its first report, which is above 0 if the cell was resumed, and the time."""
@@ -47,23 +47,23 @@ class StudyView(LiveScreen):
             self.first.setdefault(cell.id, (said[0], time.monotonic()))
             if not self._live and time.monotonic() - self.said_at >= OFTEN:
                 running = ", ".join(f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts)
-                self.say(f"{self._place()} {running}{self._eta_text()}")
+                self.say(f"{self._done_of_total()} {running}{self._eta_text()}")
             return
         before = self.records[cell.id].state
         self.records[cell.id] = said
         self.parts.pop(cell.id, None)
         self.first.pop(cell.id, None)
         if said.state == "failed":
-            self.say(f"{self._place()} {cell.name}: failed: {said.reason}", "red")
+            self.say(f"{self._done_of_total()} {cell.name}: failed: {said.reason}", "red")
         elif said.state == "done" and not self._live:
-            self.say(f"{self._place()} {cell.name}: done in {duration(said.seconds)}{self._eta_text()}")
+            self.say(f"{self._done_of_total()} {cell.name}: done in {duration(said.seconds)}{self._eta_text()}")
         elif said.state == "locked" != before:
             self.say(f"{cell.name}: another process is at it; waiting", "yellow")
 
     def _count(self, *states: str) -> int:
         return sum(self.records[cell.id].state in states for cell in self.cells)
 
-    def _place(self) -> str:
+    def _done_of_total(self) -> str:
         return f"{self._count('done', 'failed')}/{len(self.cells)}"
 
     def say(self, text: str, style: str = "") -> None:
@@ -92,7 +92,7 @@ class StudyView(LiveScreen):
         """Return the bar and a line per running cell."""
         done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
         failed = f", {count} failed" if (count := self._count("failed")) else ""
-        bar = self.bar(done, f"{shown(self.title, 40)} {self._place()}{failed}", self.eta())
+        bar = self.bar(done, f"{shown(self.title, 40)} {self._done_of_total()}{failed}", self.eta())
         running = [f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
         return Group(bar, *lines)

@@ -16,7 +16,7 @@ Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
 """Maps weights (B, G), how often each group is drawn in each of B resamples, to every score (B,); NaN if undefined."""
 
 
-def group_of(item: Item) -> str:
+def bootstrap_unit(item: Item) -> str:
     """Return the unit that a bootstrap draws: the patient, else the volume, else the picture."""
     return item.patient or str(item.image or item.name)
 

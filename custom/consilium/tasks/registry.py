@@ -62,7 +62,7 @@ class Scores:
     too_small: str = ""
     meanings: Mapping[str, str] = field(default_factory=dict)
 
-    def lead(self, reported: Iterable[str]) -> str:
+    def leading_name(self, reported: Iterable[str]) -> str:
         """Return the name of the leading score among the `reported` names; the first of `leading` if none is reported."""
         found = set(reported)
         return next((name for name in self.leading if name in found), self.leading[0])
@@ -73,9 +73,9 @@ class Scores:
 
     def label(self, name: str) -> str:
         """Return a score's heading with its grid, for figures, captions and sentences."""
-        return ", ".join(part for part in (self.heading(name), self.grid_of(name)) if part)
+        return ", ".join(part for part in (self.heading(name), self.scored_grid(name)) if part)
 
-    def grid_of(self, name: str) -> str:
+    def scored_grid(self, name: str) -> str:
         """Return whose pixels a score counts, "" for the loss and for tasks without masks."""
         return "" if name == "loss" else self.grid
 

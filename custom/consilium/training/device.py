@@ -50,10 +50,10 @@ def pin_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
 
 
-def pick_device(wanted: str, said: str = "site.yaml: device") -> torch.device:
+def pick_device(wanted: str, setting: str = "site.yaml: device") -> torch.device:
     """Return the torch device for "auto" (first GPU, else CPU) or a named one.
 
-    Raises ConsiliumError if the device does not exist; `said`: the setting that names it.
+    Raises ConsiliumError if the device does not exist; `setting`: the setting that names it.
     """
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,7 @@ def pick_device(wanted: str, said: str = "site.yaml: device") -> torch.device:
     elif kind == "cuda" and int(number or 0) >= (count := torch.cuda.device_count()):  # PyTorch takes cuda:256 as cuda:0
         why = f"the last CUDA device here is cuda:{count - 1}"
     if why is not None:
-        raise ConsiliumError(f"{said}: {wanted!r}: {why}; use cpu or auto", Reason.POLICY)
+        raise ConsiliumError(f"{setting}: {wanted!r}: {why}; use cpu or auto", Reason.POLICY)
     return torch.device(kind, int(number)) if number else torch.device(kind)
 
 

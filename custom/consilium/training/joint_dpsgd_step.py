@@ -18,7 +18,7 @@ from consilium.core.messages import Tensors
 from consilium.privacy.dpsgd import ClippedSum, DpSgd
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
-from consilium.training.loop import read_units, scalar, set_requires_grad
+from consilium.training.loop import check_scalar_loss, read_units, set_requires_grad
 
 
 def step_update(
@@ -41,9 +41,9 @@ def step_update(
     model.train()
     try:
         for _, batch in read_units(model, task, list(dp.samples(drawn, randomness)), randomness.seed()):
-            with clipped.unit():
+            with clipped.add_unit():
                 with autocast(next(model.parameters()).device, config.precision):
-                    loss = scalar(task.loss(model, batch))
+                    loss = check_scalar_loss(task.loss(model, batch))
                 if loss.requires_grad:
                     loss.backward()
     finally:

@@ -103,7 +103,7 @@ def forward_together(calls: Sequence[Call]) -> list[Any]:
     return [_cut(output, sum(sizes[:n]), size, sum(sizes), lengths[n]) for n, size in enumerate(sizes)]
 
 
-def check_rows(calls: Sequence[Call]) -> None:
+def check_joint_outputs(calls: Sequence[Call]) -> None:
     """Raise ValueError unless a joint pass gives each call the output of its own model, for any adapter tensors.
 
     For the check each site's tensors are changed differently, because at a run's start all sites have equal ones. A model that

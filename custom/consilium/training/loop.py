@@ -197,7 +197,7 @@ def train(
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
         compile_blocks(model, config.compile),
-        _steps(model, task, optimizer, config, seed, active, total, dp, backward) as take_step,
+        _step_function(model, task, optimizer, config, seed, active, total, dp, backward) as take_step,
     ):
         torch.manual_seed(seed)
         for step, rate in enumerate(rates, start=1):
@@ -223,7 +223,7 @@ def set_requires_grad(params: Mapping[str, Tensor], trained: set[str]) -> dict[s
 
 
 @contextmanager
-def _steps(
+def _step_function(
     model: nn.Module,
     task: Task,
     optimizer: torch.optim.Optimizer,
@@ -296,7 +296,7 @@ def _private_step(
     parts = private.samples(private.draw())
     whole = sum(map(len, parts))
     for count, batch in read_units(model, task, parts, private.seed()):
-        with private.sum.unit():
+        with private.sum.add_unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.end_step(last)
     gradients: list[Tensor | None] = [None] * len(trained)
@@ -333,13 +333,13 @@ def _backward(
 ) -> Tensor:
     """Add the gradients of one batch's loss times `share`; return that loss, on its device."""
     with autocast(_device(model), config.precision):
-        loss = scalar(task.loss(model, batch)) * share
+        loss = check_scalar_loss(task.loss(model, batch)) * share
     if loss.requires_grad:  # false at a site that may train no rank, which takes part without a change
         backward(loss)
     return loss
 
 
-def scalar(loss: Tensor) -> Tensor:
+def check_scalar_loss(loss: Tensor) -> Tensor:
     """Return a task's loss. Raises ConsiliumError unless it is a tensor with one number."""
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

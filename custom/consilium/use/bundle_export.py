@@ -19,8 +19,8 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import Card
-from consilium.tasks.segmentation import prompts_of
-from consilium.use.merge import inputs_of, logits_of, merge_if_possible, require_equal
+from consilium.tasks.segmentation import prompt_kind_of
+from consilium.use.merge import logits_of, merge_if_possible, random_inputs, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 FIRE = "0.7.1"
@@ -69,7 +69,7 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
 
     If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.
     """
-    inputs = inputs_of(config, None)
+    inputs = random_inputs(config, None)
     wanted = logits_of(model, inputs)
     merge_if_possible(model, config)
     shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)  # batches of any size
@@ -137,7 +137,7 @@ def _describe_inputs(config: JobConfig) -> dict[str, Any]:
     colours = {"0": "red", "1": "green", "2": "blue"}
     image = {"type": "image", "format": "magnitude", "modality": "n/a", "num_channels": 3, "spatial_shape": [side, side]}
     found = {"image": image | whole | {"value_range": [0, 255], "channel_def": colours}}
-    if kind := prompts_of(config.task):
+    if kind := prompt_kind_of(config.task):
         prompt = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_class_names(config))}
         numbers = {"spatial_shape": [len(kind.numbers)], "value_range": [0, side - 1], "channel_def": _numbered_classes(config)}
         found["prompts"] = prompt | numbers | whole
@@ -157,7 +157,7 @@ def inference(config: JobConfig) -> dict[str, Any]:
     settings: Any = config.task
     window = [settings.window.center, settings.window.width] if settings.window else None
     reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}
-    kind = prompts_of(settings)
+    kind = prompt_kind_of(settings)
     prompts = {"prompts": f"@{kind.many}", "classes": _class_names(config), "columns": list(kind.numbers)} if kind else {}
     return {
         "bundle_root": ".",

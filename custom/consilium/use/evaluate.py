@@ -18,7 +18,7 @@ from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
 from consilium.report.run_record import cell_folder
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
-from consilium.use.model import TrainedModel, check_generated, open_model, run_sites
+from consilium.use.model import TrainedModel, check_generated, open_model, sites_with_models
 
 Split = Literal["training", "validation", "test"]
 
@@ -40,12 +40,12 @@ def task_of(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> 
 
 def evaluate(opened: TrainedModel, data: Path, split: Split) -> dict[str, float]:
     """Return a model's metrics on one site's data. `data`: the site's folder or data list. Raises ConfigError, DataError."""
-    site = read_site(data, opened.config)
+    site = read_site_config(data, opened.config)
     with tempfile.TemporaryDirectory() as place:
         return scores(opened, task_of(opened, site, data.resolve().name, Path(place)), split)
 
 
-def read_site(data: Path, config: JobConfig) -> SiteConfig:
+def read_site_config(data: Path, config: JobConfig) -> SiteConfig:
     """Return the configuration of a site from its folder, or one with just a data list. Raises ConfigError."""
     if not data.exists():
         raise ConfigError(f"--data: {shown(data)}: no such folder or file; give a site's folder")
@@ -59,15 +59,15 @@ def read_site(data: Path, config: JobConfig) -> SiteConfig:
 
 
 def cross_sites(
-    run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, done: Callable[[str, str], None]
+    run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, on_done: Callable[[str, str], None]
 ) -> CrossSiteMatrix:
     """Return the leading score of every site's model on every site's data, for a simulated run.
 
-    `data`: the folder with the sites' data of the run; None for a run on generated phantoms. `done` is called with model and
+    `data`: the folder with the sites' data of the run; None for a run on generated phantoms. `on_done` is called with model and
     site after each score. Raises ConfigError, DataError.
     """
     run = cell_folder(run)
-    if not (models := run_sites(run)):
+    if not (models := sites_with_models(run)):
         raise ConfigError(f"{run}: its sites keep no {stage} model; give the folder of a simulated run that came to its end")
     first = open_model(run, models[0], stage, own, best)
     sites = (
@@ -83,8 +83,8 @@ def cross_sites(
             opened, row = open_model(run, name, stage, own, best), dict[str, dict[str, float]]()
             for site, task in tasks.items():
                 row[site] = scores(opened, task, split) if task.has(split) else {}
-                done(name, site)
+                on_done(name, site)
             rows.append((name, stage, row))
     names = {name for _, _, row in rows for found in row.values() for name in found}
     shown_as = TASKS[first.config.task.name].scores(first.config.task)
-    return cross_site_matrix(shown_as.lead(names), split, rows, shown_as.grid)
+    return cross_site_matrix(shown_as.leading_name(names), split, rows, shown_as.grid)

@@ -19,7 +19,7 @@ from consilium.core.sanitize import markdown_cell
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES, UNSTATED
-from consilium.federation.saved_model import CARD, TENSORS, export_adapter, read_kept, with_parameters
+from consilium.federation.saved_model import CARD, TENSORS, changes_to_parameters, export_adapter, read_adapter_folder
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.checkpoint_file import tensor_names
 from consilium.models.dtypes import QUANTIZED
@@ -31,7 +31,7 @@ from consilium.report.run_record import job_of
 from consilium.use import bundle_export, merge, onnx_export
 from consilium.use.model import TrainedModel
 from consilium.use.model_import import UNKNOWN, licence_of
-from consilium.use.output_folder import LICENCES, RECORD, apply_umask, check_destination, new_folder, write_record
+from consilium.use.output_folder import LICENCES, RECORD, check_destination, match_file_mode, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
 
@@ -46,7 +46,7 @@ class Exported:
 
 def check_possible(format: Format, folder: Path) -> None:
     """Raise ConfigError if the model in an adapter folder cannot be exported in this format. Its base is not loaded."""
-    kept, card = read_kept(folder)
+    kept, card = read_adapter_folder(folder)
     config = job_of(folder)
     if kept.similar:
         raise ConfigError(
@@ -101,7 +101,7 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         if difference is not None:
             parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
         page = "\n\n".join(part for part in parts if part) + "\n"
-        if library := _opening_library(found, format):
+        if library := _loader_library(found, format):
             page = with_front_matter(
                 page,
                 library,
@@ -112,11 +112,11 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         write_atomic(made / name, page.encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_record(made, record | {"difference": difference})
-        apply_umask(made, made / RECORD)
+        match_file_mode(made, made / RECORD)
     return Exported(folder, difference)
 
 
-def _opening_library(found: TrainedModel, format: Format) -> str:
+def _loader_library(found: TrainedModel, format: Format) -> str:
     """Return the library that opens an exported text model: peft, transformers, or "" for other models and formats."""
     return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in TAGS else ""
 
@@ -129,8 +129,8 @@ def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConf
     """Write the format's files into `made`. Return (how to use them, in Markdown; largest difference of logits or None)."""
     if format == "peft":
         about = _write_peft(found, made, own, base)
-        if _opening_library(found, format):
-            complete_folder(made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own)))
+        if _loader_library(found, format):
+            complete_peft_folder(made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own)))
         return about, None
     model, config = found.model.cpu().float(), found.config  # the base may be stored in bfloat16
     if format == "merged":
@@ -185,14 +185,14 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
 
     Returns how to use the files, in Markdown.
     """
-    values = with_parameters(found.model, found.kept.values)
+    values = changes_to_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
     kept_as = {"fp32": "float32", "bf16": "bfloat16"}.get(found.config.model.dtype)
-    text = _PEFT_CLASSES if is_classifier(found.config) else _PEFT_TEXT
+    text = _PEFT_CLASSES if is_sequence_classifier(found.config) else _PEFT_TEXT
     dtype = f', dtype="{kept_as}"' if kept_as else ""
     about = text.format(dtype=dtype, outputs=getattr(found.config.task, "outputs", 0))
-    is_encoder = found.config.model.name == "text_encoder" and not is_classifier(found.config)
-    if is_encoder or not _opening_library(found, "peft"):
+    is_encoder = found.config.model.name == "text_encoder" and not is_sequence_classifier(found.config)
+    if is_encoder or not _loader_library(found, "peft"):
         place = base or checkpoint_of(found.config.model, own)
         beside = "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
         about = _PEFT.format(
@@ -261,7 +261,7 @@ WITH_POOLER = ("bert",)
 """Architectures whose classifier in `transformers` is a linear layer on the encoder's pooled output, as our classifier is."""
 
 
-def is_classifier(config: JobConfig) -> bool:
+def is_sequence_classifier(config: JobConfig) -> bool:
     """Return whether AutoModelForSequenceClassification can build this model, including its head."""
     model = config.model
     return (
@@ -271,7 +271,7 @@ def is_classifier(config: JobConfig) -> bool:
     )
 
 
-def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
+def complete_peft_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
     """Write the base, the task type and short target names into a PEFT folder's settings, and save the tokenizer there.
 
     `base`: the base's name on the Hub, or its folder. A classifier's tensors are renamed to their names in `transformers`.
@@ -285,7 +285,7 @@ def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) ->
     layers = {found[1] for name in tensors if (found := re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", name))}
     if short := short_names(layers, (name for name, _ in modules)):
         settings["target_modules"] = short
-    if is_classifier(config):
+    if is_sequence_classifier(config):
         # put the encoder's adapter and its head into one file, with a classifier's tensor names
         prefix, weights = str((getattr(config.model, "config", None) or {})["model_type"]), made / "adapter_model.safetensors"
         renamed = {

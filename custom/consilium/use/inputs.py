@@ -88,15 +88,15 @@ def _dicom_images(folder: Path, files: list[Path], beside: list[Path]) -> list[P
     if not files:
         return []
     try:
-        from consilium.data.dicom.files import is_beside, open_file, reading
+        from consilium.data.dicom.files import is_companion_object, open_file, wrap_dicom_errors
     except ImportError:  # without pydicom, reading the input fails later with a clear error
         return files if len(files) == 1 else [folder]
     images = {}
     for path in files:
         try:
-            with reading(path):
+            with wrap_dicom_errors(path):
                 found = open_file(path)
-                other, series = is_beside(found), str(found.get("SeriesInstanceUID"))
+                other, series = is_companion_object(found), str(found.get("SeriesInstanceUID"))
         except DataError:  # a damaged file counts as an image in a series of its own
             other, series = False, str(path)
         if other:

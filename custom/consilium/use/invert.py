@@ -107,7 +107,7 @@ def inversion(
     asked = [task.batch([index], 0) for index in range(min(there, max(CANDIDATES, count * sites)))]
     if not all(isinstance(one.get("image"), Tensor) and one["image"].ndim == 4 for one in asked):
         raise ConfigError(f"task.name: {config.task.name!r} trains on no pictures that could be drawn; attack another run")
-    names, near = shared_names(model, config.strategy), join_batches(asked[:count])
+    names, near = enable_shared_gradients(model, config.strategy), join_batches(asked[:count])
     apart = [{n: t.detach() for n, t in gradient(model, task, one, names).items()} for one in asked]
     pictures = torch.cat([one["image"] for one in asked])
     targets = {
@@ -169,7 +169,7 @@ def gradient(model: nn.Module, task: Task, batch: Batch, names: Sequence[str], g
     return dict(zip(names, found, strict=True))
 
 
-def shared_names(model: nn.Module, strategy: Strategy) -> list[str]:
+def enable_shared_gradients(model: nn.Module, strategy: Strategy) -> list[str]:
     """Return the names of trained tensors that leave in a round's first phase, and turn their gradients on."""
     live = adapter_state.tensors(model)
     names = [name for name in strategy.names(live, Role.SHARED, 0, 0) if isinstance(live[name], nn.Parameter)]

@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.model_writer import WEIGHTS, save_weights
 from consilium.models.registry import MODELS
-from consilium.tasks.segmentation import prompts_of
+from consilium.tasks.segmentation import prompt_kind_of
 
 # probe -----------------------------------------------------------------------------------------------------------------
 # Checks that an exported model has the logits of ours: the inputs, and the rounding errors that are allowed.
@@ -26,7 +26,7 @@ SAMPLES, TOKENS = 2, 16
 Inputs = dict[str, Tensor]
 
 
-def inputs_of(config: JobConfig, tokenizer: Any) -> Inputs:
+def random_inputs(config: JobConfig, tokenizer: Any) -> Inputs:
     """Return random inputs by name, the same in every process: pictures, with prompts if the task has them; or token ids."""
     generator = torch.Generator().manual_seed(0)
     if tokenizer is not None:
@@ -34,7 +34,7 @@ def inputs_of(config: JobConfig, tokenizer: Any) -> Inputs:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     side = config.model.image_side
     images = torch.randint(256, (SAMPLES, 3, side, side), generator=generator).float()
-    if (kind := prompts_of(config.task)) is None:
+    if (kind := prompt_kind_of(config.task)) is None:
         return {"images": images}
     shape = SAMPLES, len(config.task.classes), len(kind.numbers) // 2, 2  # type: ignore[attr-defined]
     corners = torch.rand(shape, generator=generator).sort(2).values * (side - 1)
@@ -108,7 +108,7 @@ def write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any) -> 
 
     Raises ConfigError, CheckpointError.
     """
-    inputs, base = inputs_of(config, tokenizer), MODELS[config.model.name]
+    inputs, base = random_inputs(config, tokenizer), MODELS[config.model.name]
     wanted = logits_of(model, inputs)
     merge(model, config)
     difference = require_equal("merged", model, wanted, logits_of(model, inputs))

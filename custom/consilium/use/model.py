@@ -17,9 +17,16 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import checkpoint_hash
 from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
-from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
+from consilium.federation.saved_model import (
+    ADAPTERS,
+    TENSORS,
+    SavedModel,
+    apply_forward_settings,
+    load_values,
+    read_adapter_folder,
+)
 from consilium.federation.simulated_sites import read_recorded_sites
-from consilium.report.run_files import VERSIONS, other_version
+from consilium.report.run_files import VERSIONS, incompatible_version
 from consilium.report.run_record import cell_folder, job_of, join_names
 
 
@@ -53,7 +60,7 @@ def open_model(
     device. Raises ConfigError, CheckpointError.
     """
     folder = adapter_folder(path, site, stage, best)
-    kept, card = read_kept(folder)
+    kept, card = read_adapter_folder(folder)
     config = job_of(folder, allowed_plugins(own, simulated=True))
     # The adapter works only on the base with which it was trained.
     checkpoint = checkpoint_of(config.model, own, "your")
@@ -69,7 +76,7 @@ def open_model(
         load_values(model, config.strategy, kept.values, str(folder))
     except CheckpointError as error:
         raise CheckpointError(f"{folder / TENSORS}: does not fit its job.yaml ({error}); copy the whole folder again") from None
-    run_as_kept(model, config, kept)
+    apply_forward_settings(model, config, kept)
     return TrainedModel(config, model.eval(), folder, card, kept, own)
 
 
@@ -91,7 +98,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
         if site is not None:
             raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
         if stage is not None or best:
-            card = read_kept(path)[1]
+            card = read_adapter_folder(path)[1]
             if card.name != f"{stage or card.stage}{BEST if best else ''}":
                 option = f"--stage {stage}" if stage is not None else "--best"
                 raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
@@ -99,7 +106,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
     if site is not None and Path(site).name != site:
-        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {join_names(run_sites(path))}")
+        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {join_names(sites_with_models(path))}")
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
@@ -108,7 +115,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
 
 def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
     """Return a line that says why a run has no such adapter, and which adapters it has."""
-    sites = run_sites(path)
+    sites = sites_with_models(path)
     if site is not None and site not in sites:
         return f"--site {shown(site)}: {path} keeps no model of it; it has: {join_names(sites)}"
     there = sorted(p.parent.name for p in folder.parent.glob(f"*/{TENSORS}") if not p.parent.name.startswith("."))
@@ -117,12 +124,12 @@ def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
     if sites:
         return f"{path}: its sites share no whole adapter; give --site, one of: {join_names(sites)}"
     run = path if (path / VERSIONS).is_file() else path.parent
-    if other := other_version(run):
+    if other := incompatible_version(run):
         what = f"{path}: the run is of consilium {other}, whose models {__version__} does not read"
         return f"{what}; use that version, or run it anew"
     return f"{path}: keeps no model; give the folder of a run that came to its end, or an adapter folder"
 
 
-def run_sites(path: Path) -> list[str]:
+def sites_with_models(path: Path) -> list[str]:
     """Return the names of the sites whose models are in a run's folder."""
     return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})

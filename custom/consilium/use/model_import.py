@@ -29,13 +29,13 @@ from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, file_hash, write_atomic
 from consilium.models.architecture import gguf_files, refuse_adapter
-from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, use_own_layers
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, restore_conv1d
 from consilium.models.model_writer import no_progress_bar, save_text_model
 from consilium.models.transformers_folder import shorten_error
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, name_field_in_errors, plain_file, read_json
 from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
-from consilium.use.output_folder import LICENCES, apply_umask, check_destination, new_folder
+from consilium.use.output_folder import LICENCES, check_destination, match_file_mode, new_folder
 
 PROVENANCE = "provenance.json"
 UNKNOWN = "unknown"
@@ -137,7 +137,7 @@ def import_model(
         "transformers": transformers.__version__,
     }
     with new_folder(folder, force=False) as made:
-        use_own_layers(found.model)
+        restore_conv1d(found.model)
         save_text_model(made, found.model.to(dtype), found.tokenizer)
         # `transformers` writes private keys into config.json, which jobs refuse.
         public = {k: v for k, v in read_json(made, "config.json").items() if not k.startswith("_")}
@@ -145,7 +145,7 @@ def import_model(
         _copy_licences(found.home, made)
         written = {path.name: file_hash(path) for path in sorted(made.iterdir())}
         write_atomic(made / PROVENANCE, json.dumps({**told, "written": written}, indent=1).encode(), PUBLIC)
-        apply_umask(made, made / PROVENANCE)
+        match_file_mode(made, made / PROVENANCE)
         # A job must be able to load the written folder.
         with name_field_in_errors("SOURCE"):
             build_causal_lm("folder", made, public)
@@ -421,10 +421,10 @@ def _check_numbers(model: PreTrainedModel, source: Path) -> None:
             raise CheckpointError(f"SOURCE: {source}: {shown(name, 120)}: {count:,} numbers are NaN or Inf; fetch it again")
 
 
-def _notes(told: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, source: Path) -> list[str]:
+def _notes(provenance_values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, source: Path) -> list[str]:
     """Return notes for the user. Raises CheckpointError if the chat template of `source` renders no conversation."""
-    quantized = [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]
-    base, name, said = told.get("adapter", {}).get("base", ""), str(told["source"]), ""
+    quantized = [kind for kind in provenance_values["weights"] if not re.fullmatch(r"B?F\d+", kind)]
+    base, name, said = provenance_values.get("adapter", {}).get("base", ""), str(provenance_values["source"]), ""
     if tokenizer.chat_template:
         try:
             said = Prompt("chat", tokenizer).default_system
@@ -433,7 +433,7 @@ def _notes(told: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, source: 
             raise CheckpointError(f"SOURCE: {source}: chat template: {why}; give another by --template FILE") from None
     notes = {
         f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's": quantized,
-        "the source names no licence; write it with --licence NAME once you know it": told["licence"] == UNKNOWN,
+        "the source names no licence; write it with --licence NAME once you know it": provenance_values["licence"] == UNKNOWN,
         f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(name, 120)!r}": (
             base and Path(base).name.lower() != Path(name).stem.lower()
         ),

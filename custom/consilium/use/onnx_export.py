@@ -15,7 +15,7 @@ from torch import nn
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.models.registry import MODELS, Graph
-from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible, require_equal
+from consilium.use.merge import Inputs, logits_of, merge_if_possible, random_inputs, require_equal
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 MOST_BYTES = 2**30
@@ -41,7 +41,7 @@ def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float
     """
     import onnxruntime
 
-    inputs = inputs_of(config, None)
+    inputs = random_inputs(config, None)
     wanted, base = logits_of(model, inputs), MODELS[config.model.name]
     merge_if_possible(model, config)
     parts = base.graphs(model) if base.graphs else {"model": Graph(model, tuple(inputs), "logits")}

@@ -22,14 +22,14 @@ LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 KEYS = frozenset({"format", "consilium", "job", "model", "difference", "files"})
 
 
-def write_record(folder: Path, told: dict[str, Any]) -> None:
-    """Write export.json: the values in `told`, and the name and SHA-256 of each file in the folder."""
+def write_record(folder: Path, record_values: dict[str, Any]) -> None:
+    """Write export.json: the values in `record_values`, and the name and SHA-256 of each file in the folder."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = [{"name": name, "sha256": file_hash(folder / name)} for name in names]
-    write_atomic(folder / RECORD, json.dumps(told | {"files": files}, indent=1).encode(), PUBLIC)
+    write_atomic(folder / RECORD, json.dumps(record_values | {"files": files}, indent=1).encode(), PUBLIC)
 
 
-def apply_umask(made: Path, like: Path) -> None:
+def match_file_mode(made: Path, like: Path) -> None:
     """Give all files in `made` the mode of the file `like`, which we wrote. Some libraries write files that are private."""
     for path in made.rglob("*"):
         if path.is_file():

@@ -100,10 +100,10 @@ def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: 
     `segments` (k, rows, columns, C): masks as bool, or probabilities as float32. Raises DataError whose text quotes no value of
     the DICOM files.
     """
-    from consilium.data.dicom.files import open_file, reading
+    from consilium.data.dicom.files import open_file, wrap_dicom_errors
     from consilium.data.dicom.frames import stack
 
-    with reading(source):
+    with wrap_dicom_errors(source):
         frames = stack(source).frames
         files = list(dict.fromkeys(frame.file for frame in frames))
         if len(files) == 1 and len(frames) > 1:  # frames of a multi-frame file keep the file's order
@@ -180,7 +180,7 @@ def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tup
     taken: dict[str, str] = dict.fromkeys(map(str.casefold, _common_files(task)), "the tables")
     apart, clashing = list[Input](), list[tuple[Input, str]]()
     for one in inputs:
-        names = _files_of(task, one, wanted)
+        names = _output_names(task, one, wanted)
         if (clash := next((name for name in names if name.casefold() in taken), None)) is None:
             apart.append(one)
             taken |= dict.fromkeys(map(str.casefold, names), one.name)
@@ -192,7 +192,7 @@ def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tup
 
 def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError if a file written for the inputs `apart` would replace an input or, without `force`, any file."""
-    names = [*_common_files(task), *(name for one in apart for name in _files_of(task, one, wanted))]
+    names = [*_common_files(task), *(name for one in apart for name in _output_names(task, one, wanted))]
     originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
     for name in names:
         path = wanted.out / name
@@ -215,7 +215,7 @@ def _common_files(task: str) -> list[str]:
     return {"classification": [CLASSES], "segmentation": [LABELS]}.get(task, [])
 
 
-def _files_of(task: str, one: Input, wanted: OutputOptions) -> list[str]:
+def _output_names(task: str, one: Input, wanted: OutputOptions) -> list[str]:
     if task == "classification":
         return []
     if task != "segmentation":

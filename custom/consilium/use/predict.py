@@ -18,7 +18,7 @@ from torch import Tensor
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import csv_cell
-from consilium.core.storage import PRIVATE, private_folder, write_atomic
+from consilium.core.storage import PRIVATE, make_private_folder, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import DataList
 from consilium.data.file_kinds import volume_format
@@ -145,7 +145,7 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     texts = name in ("language", "report") or reads_texts(predictor.opened.config)
     apart, clashing = split_clashing(name, inputs, wanted)
     check_files(name, inputs, apart, wanted)
-    private_folder(wanted.out)
+    make_private_folder(wanted.out)
     outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
     for one, _ in clashing:
         done(one)
@@ -292,7 +292,7 @@ def _class_row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
     chances: Tensor = part.answer
     best = int(chances.argmax())
     numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
-    return [csv_cell(one.name), part.item.part, csv_cell(classes[best]), *numbers]
+    return [csv_cell(one.name), part.item.name_suffix, csv_cell(classes[best]), *numbers]
 
 
 def _write_answers(one: Input, found: Iterator[Answer], wanted: OutputOptions, outcome: Outcome) -> None:

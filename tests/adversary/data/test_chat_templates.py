@@ -51,7 +51,7 @@ def test_hostile_templates_end_in_a_line_and_the_next_is_rendered() -> None:
             encoder(template + CHATML)
         assert str(caught.value).isprintable(), name
         assert len(str(caught.value)) < 400, name
-    assert encoder(CHATML).pair(RECORD).ids
+    assert encoder(CHATML).encode_record(RECORD).ids
 
 
 @pytest.mark.slow
@@ -71,13 +71,13 @@ def test_endless_loops_end(name: str) -> None:
     thread.join(60)
     assert told
     assert "takes over a second of processor time" in told[0]
-    assert encoder(CHATML).pair(RECORD).ids
+    assert encoder(CHATML).encode_record(RECORD).ids
 
 
 def test_errors_quote_no_record() -> None:
     found = encoder("{% if 'Roe' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}" + CHATML)
     with pytest.raises(ConfigError, match="fails for a record") as caught:
-        found.pair(RECORD)
+        found.encode_record(RECORD)
     assert "Roe" not in str(caught.value)
 
 

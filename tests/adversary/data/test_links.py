@@ -65,7 +65,7 @@ def finish_a_run(folder: Path) -> None:
     """Do all that writes into a run's folder at the server from its beginning to its end."""
     log = RunLog(folder, small_cells("fedit"))
     state = ServerState(1, 0, {}, {}, {"a": {}, "b": {}}, {"weights": torch.eye(2)})
-    log.record_parameter_counts(small_cells("fedit").strategy, {})
+    log.record_run_start(small_cells("fedit").strategy, {})
     log.record_figures(state, state.matrices)
     log.record_diagnostics(state, {"drift": 1.0})
     log.record_closing_scores("a", Payload(1, 0, {}, metrics={"test/global/confusion/round/spiky": 2.0}))

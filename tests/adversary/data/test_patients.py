@@ -22,7 +22,7 @@ from consilium.data.importers.base import Options
 from consilium.data.importers.table import read_table
 from consilium.data.importers.write_datalists import arrange_by_site
 from consilium.data.partition import share_out
-from consilium.data.patients import by_patient, patients_and_most_samples
+from consilium.data.patients import patients_and_most_samples, training_indices_by_patient
 from consilium.data.slices import expand
 from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats
@@ -77,7 +77,7 @@ def private() -> JobConfig:
 def assert_two(data: DataList) -> None:
     """Check that a list has one patient in many samples, and another in the last."""
     count = len(data.splits["training"]) - 1
-    assert by_patient(data) == (tuple(range(count)), (count,))
+    assert training_indices_by_patient(data) == (tuple(range(count)), (count,))
     assert patients_and_most_samples(data.splits["training"]) == (2, count)
 
 
@@ -90,7 +90,7 @@ def test_a_list_and_records_count_one_patient_once(tmp_path: Path) -> None:
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate(ONE_AND_ANOTHER)]
     assert_two(read_texts(write(tmp_path / "notes", "training.jsonl", *notes)))
     numbers = entries(tmp_path, 7, "7", "\uff17", " 7")
-    assert by_patient(read_datalist(write_list(tmp_path, *numbers))) == ((0, 1, 2, 3),)
+    assert training_indices_by_patient(read_datalist(write_list(tmp_path, *numbers))) == ((0, 1, 2, 3),)
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_ledger_and_training_count_the_same(tmp_path: Path) -> None:
     guard = build_guard(job, "site-1", site, tmp_path / "run", tmp_path, lambda event: None)
     assert guard.plan is not None
     trained = build_site(job, "site-1", site, tmp_path / "run", lambda event: None, data=None)
-    assert len(by_patient(trained.context.data)) == 8
+    assert len(training_indices_by_patient(trained.context.data)) == 8
     assert guard.plan.event.sample_rate == pytest.approx(min(1.0, private().training.batch_size / 8))
 
 
@@ -193,7 +193,7 @@ def test_nearly_equal_patients_are_named_by_their_samples(tmp_path: Path, caplog
     assert not [n for n in range(len(NEARLY), len(NEARLY) + len(APART)) if f"{n}.png" in line]
     assert not [who for who in NEARLY if who in line + kind]
     data = read_datalist(path)
-    assert len(by_patient(data)) == len(NEARLY) + len(APART)
+    assert len(training_indices_by_patient(data)) == len(NEARLY) + len(APART)
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate((*NEARLY, *APART))]
     told = check_texts(write(tmp_path / "notes", "training.jsonl", *notes)).warnings
     assert [len(lines) for kind, lines in told.items() if "differ by case" in kind] == [1]

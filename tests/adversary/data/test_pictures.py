@@ -11,7 +11,7 @@ import pytest
 from consilium.core.errors import DataError
 from consilium.data.check import check_datalist
 from consilium.data.importers.base import grey_values, is_usable_mask
-from consilium.data.pictures import size
+from consilium.data.pictures import picture_shape
 from tests.adversary.data.lists import picture, problem, refusal, write_list
 
 
@@ -30,7 +30,7 @@ def test_a_bomb_of_20000_by_20000_pixels(tmp_path: Path) -> None:
     """A small file that declares 400 million pixels is refused in a line, before any of it is unpacked."""
     declared(tmp_path / "a.png", 20_000)
     assert "over 100,000,000 pixels" in problem(write_list(tmp_path, {"image": "a.png", "label": 0}))
-    for read in (size, grey_values, lambda path: is_usable_mask(path, [0, 1])):
+    for read in (picture_shape, grey_values, lambda path: is_usable_mask(path, [0, 1])):
         with pytest.raises(DataError, match=r"a\.png: cannot be read as one picture \(over 100,000,000 pixels\); "):
             read(tmp_path / "a.png")
 

@@ -12,7 +12,7 @@ import pytest
 from consilium.core.errors import DataError
 from consilium.data.text import read_texts
 from consilium.tasks.language.answers import final_answer, first_label, plain_answer
-from consilium.tasks.language.text_scores import of_corpus, of_records
+from consilium.tasks.language.text_scores import corpus_scores, record_scores
 from tests.adversary.data.lists import SECONDS, one_line
 
 GOOD = {"instruction": "a", "input": "b", "output": "c"}
@@ -97,7 +97,7 @@ def test_a_reference_of_a_million_characters() -> None:
     """ROUGE-L's table and METEOR's alignment are quadratic. The words that count are the first ones."""
     answer, reference = "cd " * 255 + "ab", "ab " * 340_000
     began = time.process_time()
-    each = of_records([answer], [[reference]])
-    of_corpus([answer], [[reference]])
+    each = record_scores([answer], [[reference]])
+    corpus_scores([answer], [[reference]])
     assert time.process_time() - began < SECONDS
     assert 0 < each["rouge_l"][0] < 0.01

@@ -113,7 +113,7 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         data = site_data(job.config, "site-1", settings, own, tmp_path)
         guard = build_guard(job, "site-1", settings, own, tmp_path, lambda event: None, job_id="flare-1", data=data)
         watch = watch_files(job.config, data)
-        guard.ready = lambda: watch.check(lambda split, index: None)  # as the site does before a round
+        guard.ready = lambda: watch.check_still_readable(lambda split, index: None)  # as the site does before a round
         process_state.put(guard)
         return Client(job, guard, Trainer(job))
 

@@ -124,7 +124,7 @@ def test_a_stop_is_no_failure_of_a_record() -> None:
     layer = nn.Linear(1, 1)
     from consilium.training.loop import Stopped
 
-    with pytest.raises(Stopped), ClippedSum(layer, dict(layer.named_parameters()), DpSgd(1.0, 1.0, 0.5)).unit():
+    with pytest.raises(Stopped), ClippedSum(layer, dict(layer.named_parameters()), DpSgd(1.0, 1.0, 0.5)).add_unit():
         raise Stopped("the job was aborted")
 
 

@@ -44,7 +44,7 @@ def test_a_run_that_goes_on_by_an_edited_strategy_says_so_and_keeps_both(
     """versions.json named the new code alone, as if all rounds had been made by it, and nothing was said."""
     first = told(tmp_path)["code"]
     assert resume() == []  # the same code
-    monkeypatch.setattr(run_files, "code_of", lambda config: "0123456789abcdef")
+    monkeypatch.setattr(run_files, "strategy_code_digest", lambda config: "0123456789abcdef")
     (warning,) = resume()
     assert first in warning
     assert "0123456789abcdef" in warning

@@ -30,7 +30,7 @@ def release(dp: DpSgd, rows: torch.Tensor) -> torch.Tensor:
     nn.init.zeros_(layer.weight)
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, len(rows), dp) as private:
         for part in private.samples(private.draw()):
-            with private.sum.unit():
+            with private.sum.add_unit():
                 (-layer(rows[part])).mean().backward()
         private.step({})
     return layer.weight.detach().flatten() * len(rows) * dp.sample_rate

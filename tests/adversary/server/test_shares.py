@@ -15,7 +15,7 @@ from consilium.core.errors import Reason
 from consilium.core.messages import Payload
 from consilium.core.storage import load_state
 from consilium.flare.job import wire
-from consilium.privacy.ledger.audit_log import read
+from consilium.privacy.ledger.audit_log import read_with_epsilon
 from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.simulated_identities import SERVER, make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.terms import Message
@@ -78,7 +78,7 @@ class Fleet:
     def said(self, name: str) -> str:
         """Return the last refusal that a site has put on record."""
         (path,) = self.folder.joinpath(name).rglob("audit.jsonl")
-        return [line["what"] for line in read(path)["messages"] if "what" in line][-1]
+        return [line["what"] for line in read_with_epsilon(path)["messages"] if "what" in line][-1]
 
     def spent(self, name: str) -> list[tuple[float, float]]:
         return [(row.noise_multiplier, row.sample_rate) for row in self.clients[name].guard.ledger.entries() if row.count]

@@ -115,7 +115,9 @@ class Hospitals:
 
     def said(self, name: str) -> str:
         """Return the last refusal that a site has put on record."""
-        lines = [line for path in self.records(name).rglob(audit_log.FILE) for line in audit_log.read(path)["messages"]]
+        lines = [
+            line for path in self.records(name).rglob(audit_log.FILE) for line in audit_log.read_with_epsilon(path)["messages"]
+        ]
         return max((line for line in lines if "what" in line), key=lambda line: line["time"])["what"]
 
 
@@ -212,7 +214,7 @@ def test_an_administrator_lets_one_set_pass_by_the_command_that_the_refusal_name
         result = CliRunner().invoke(app, shlex.split(command.replace("TEXT", "'site-4 agreed to be shown'")))
         assert result.exit_code == 0, result.output
         assert "allowed: site-1, site-2, site-3, site-4" in result.output
-        (line,) = (one for one in audit_log.read(hospitals.records(name) / audit_log.FILE)["messages"])
+        (line,) = (one for one in audit_log.read_with_epsilon(hospitals.records(name) / audit_log.FILE)["messages"])
         assert (line["kind"], line["sites"], line["reason"]) == ("sum allowed", FOUR, "site-4 agreed to be shown")
     hospitals.sum(FOUR)
     hospitals.sum(THREE)
@@ -319,16 +321,16 @@ def kept(folder: Path) -> Path:
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_harmed_ledger_of_sums_is_noticed_and_what_it_said_is_read_from_records(harm: str, tmp_path: Path) -> None:
     path = kept(tmp_path)
-    assert sum_ledger.check_whole(tmp_path) == 2
+    assert sum_ledger.count_checked_lines(tmp_path) == 2
     HARMS[harm](path)
     left = path.read_bytes() if path.exists() else None
     with pytest.raises(RefusedError, match="the ledger of sums"):
-        sum_ledger.check_whole(tmp_path)
+        sum_ledger.count_checked_lines(tmp_path)
     said = sum_ledger.accept(tmp_path, "20261125-000000Z")
     assert 1 <= len(said["lost_sums"]) <= 2
     if said["sums_set_aside"]:
         assert Path(said["sums_set_aside"]).read_bytes() == left
-    sum_ledger.check_whole(tmp_path)
+    sum_ledger.count_checked_lines(tmp_path)
     for sites in (FOUR, ["site-1", "site-5", "site-6", "site-2"]):
         with pytest.raises(RefusedError, match=r"shows site-[24] alone"):
             SumLedger(tmp_path, ["ward"]).check(sites, 3)
@@ -389,10 +391,10 @@ def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:
     audit_log.AuditLog(tmp_path / "runs" / "2" / audit_log.FILE).add(
         {"kind": "update", "masked": {"sites": THREE}, "sums": seal}
     )
-    sum_ledger.check_whole(tmp_path)
+    sum_ledger.count_checked_lines(tmp_path)
     cut(path)
     with pytest.raises(RefusedError, match="the ledger of sums lacks what"):
-        sum_ledger.check_whole(tmp_path)
+        sum_ledger.count_checked_lines(tmp_path)
 
 
 @pytest.mark.slow

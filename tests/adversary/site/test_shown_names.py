@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from consilium.cli import data_lists, jobs as cli_jobs, main as cli, site_evidence as cli_audit
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
-from consilium.core.sanitize import line, markdown_cell, shown, tag
+from consilium.core.sanitize import markdown_cell, rich_line, shown, tensorboard_tag
 from consilium.data.check_report import Findings
 from consilium.privacy.ledger import audit_log
 from consilium.report import live_view
@@ -56,13 +56,13 @@ def printed(*values: Any, width: int = 400) -> str:
 
 def test_the_functions_that_clean() -> None:
     check(shown(HOSTILE))
-    check(printed(line(HOSTILE)))
+    check(printed(rich_line(HOSTILE)))
     check(markdown_cell(HOSTILE), markdown=True)
     assert shown("Ärztin 1, 北京 (ok)") == "Ärztin 1, 北京 (ok)"
     assert shown("a\x1b[0m\tb\udc80") == r"a\x1b[0m\tb\udc80"
     assert shown("x" * 10**7, 10) == "xxxxxxxxxx... (10000000 characters)"
     assert markdown_cell("a|b`c`<i>#[d](e)\\&\n") == r"a\|b\`c\`&lt;i&gt;\#\[d\](e)\\&amp;" + "\\\\n"
-    assert tag("../../x/\x1b/.y") == "_/_/x/_x1b/_y"
+    assert tensorboard_tag("../../x/\x1b/.y") == "_/_/x/_x1b/_y"
 
 
 def found(tmp_path: Path) -> dict[str, Any]:
@@ -88,13 +88,13 @@ def found(tmp_path: Path) -> dict[str, Any]:
 
 def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    cli_jobs.show(cli_jobs.lines_of(found(tmp_path)))
+    cli_jobs.show(cli_jobs.status_lines(found(tmp_path)))
     text = capsys.readouterr().out
     check(text)
     assert text.count("owned") == 10
     assert max(map(len, text.splitlines())) < 700  # a number of 300 digits is not written out
     one = {k: HOSTILE for k in ("experiment", "status", "submit_time_iso", "duration", "submitter_name", "job_id")}
-    cli_jobs.show(cli_jobs._lines_of_all([one]))
+    cli_jobs.show(cli_jobs._job_list_lines([one]))
     check(capsys.readouterr().out)
 
 
@@ -117,7 +117,7 @@ def test_the_page_of_an_audit(tmp_path: Path) -> None:
     beside = {"round": 0, "phase": 0, "tensors": tensor, "scalars": {HOSTILE: 1.0}, "metrics": {HOSTILE: HOSTILE}}
     audit_log.AuditLog(tmp_path / audit_log.FILE).add(line | beside)
     audit_log.AuditLog(tmp_path / audit_log.FILE).add(line | {"reason": HOSTILE})
-    page = cli_audit.markdown(audit_log.read(tmp_path / audit_log.FILE))
+    page = cli_audit.markdown(audit_log.read_with_epsilon(tmp_path / audit_log.FILE))
     check(page, markdown=True)
     titles = ["### Messages that left this site", "### Tensors that left, as sent"]
     assert [x for x in page.splitlines() if x.startswith("#")] == [page.splitlines()[0], *titles]
@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said_in_visible_lines(capsys: pytest.CaptureFixture[st
 def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     found = Findings(HOSTILE, {HOSTILE: 1})
     found.images_of_class[HOSTILE] = Counter({"training": 1})
-    found.problem(HOSTILE, HOSTILE)
+    found.add_problem(HOSTILE, HOSTILE)
     found.warn(HOSTILE, HOSTILE)
     cli_jobs.show(data_lists._lines({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE)))
     check(capsys.readouterr().out)
@@ -146,7 +146,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tensorboard_and_the_record(tmp_path: Path) -> None:
     config = small_config("fedit")
     log = RunLog(tmp_path, config)
-    log.record_parameter_counts(config.strategy, {})
+    log.record_run_start(config.strategy, {})
     log.record_result("site-1", Payload(0, 0, {}, metrics={HOSTILE: 0.5, "../../../up": 0.5, "validation/global/dice": 0.5}))
     log.record_refusal({"event": "refused", "site": HOSTILE, "round": 0, "reason": HOSTILE, "joining": False})
     log.close()

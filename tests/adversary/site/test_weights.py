@@ -8,7 +8,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from consilium import __version__
-from consilium.cli.jobs import lines_of, show
+from consilium.cli.jobs import show, status_lines
 from consilium.core.messages import Hello, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import wire
@@ -77,7 +77,7 @@ def test_status_shows_who_counts_for_what(
     server = run(bounded(None), tmp_path)
     server.conclude()
     monkeypatch.setenv("COLUMNS", "140")
-    show(lines_of({"experiment": "e", "status": "RUNNING", "job_id": "j", "problems": [], "progress": progress(tmp_path)}))
+    show(status_lines({"experiment": "e", "status": "RUNNING", "job_id": "j", "problems": [], "progress": progress(tmp_path)}))
     text = capsys.readouterr().out
     assert "1000000 (100%)" in text
     assert "24 (0%)" in text

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from consilium.adapters.names import linear_layers
+from consilium.adapters.names import prepare_linear_layers
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
@@ -36,7 +36,7 @@ def test_a_pattern_that_backtracks_for_ever_matches_nothing_at_once(pattern: str
     """Claim: no target pattern hangs the server or a site."""
     block = nn.ModuleDict({"self_attention_projection_of_queries_and_keys": nn.Linear(1, 1)})
     with pytest.raises(ConfigError, match="matches no linear layer of the model"):
-        linear_layers(nn.ModuleDict({"image_encoder_transformer_blocks": block}), TargetSet(pattern))
+        prepare_linear_layers(nn.ModuleDict({"image_encoder_transformer_blocks": block}), TargetSet(pattern))
 
 
 @pytest.mark.parametrize(

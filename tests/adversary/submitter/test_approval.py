@@ -17,7 +17,7 @@ from consilium.client import approval
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.flare.admin.submission_folder import prepare, prepare_again
+from consilium.flare.admin.submission_folder import prepare, prepare_resume
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.filters import GuardTaskFilter
 from consilium.flare.job.recipe import export
@@ -62,7 +62,7 @@ def test_every_way_to_submit_an_approved_job_is_the_same_job(local: Path, receiv
     apps.append(export(QUICKSTART, tmp_path / "export") / "app")
     for one in apps:
         check(one, SITE, local)
-    check(prepare_again("first", tmp_path, None) / "app", SITE, local)
+    check(prepare_resume("first", tmp_path, None) / "app", SITE, local)
 
 
 def setting(old: str, new: str) -> Callable[[Path], None]:

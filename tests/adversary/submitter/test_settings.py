@@ -11,7 +11,7 @@ from nvflare.fuel.f3.comm_config import CommConfigurator
 from nvflare.fuel.f3.drivers.grpc_driver import GRPC_DEFAULT_OPTIONS, GrpcDriver
 from nvflare.fuel.utils.config_service import ConfigService
 
-from consilium.flare.kit.kit_hardening import pin_settings
+from consilium.flare.kit.kit_hardening import shadow_job_settings
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def driver_path(kit: Path) -> Iterator[Path]:
 
 def test_the_kits_own_settings_win(driver_path: Path) -> None:
     """No folder of transports, which FLARE would import, comes from a job; nor do resources."""
-    pin_settings(driver_path)
+    shadow_job_settings(driver_path)
     ConfigService.initialize({SystemConfigs.RESOURCES_CONF: "resources.json"}, [str(driver_path)])
     assert CommConfigurator().get_comm_driver_path(None) is None
     assert ConfigService.get_section(SystemConfigs.RESOURCES_CONF) == {"whose": "the site's"}
@@ -51,7 +51,7 @@ def test_the_kits_own_settings_win(driver_path: Path) -> None:
 def test_flares_grpc_takes_two_connections_of_every_site_and_some_peoples_and_finds_dead_lines(driver_path: Path) -> None:
     """By itself it serves a hundred, and the next waits for ever; its limits of a message's size stay what they were."""
     (driver_path / "comm_config.json").write_text("{}\n")  # as kits of earlier versions have it
-    pin_settings(driver_path)
+    shadow_job_settings(driver_path)
     ConfigService.initialize({}, [str(driver_path)])
     driver, server = GrpcDriver(), files("consilium.flare.kit").joinpath("policies", "resources_server.json")
     assert driver.max_workers >= 2 * json.loads(server.read_text())["servers"][0]["max_num_clients"] + 100
@@ -63,6 +63,6 @@ def test_flares_grpc_takes_two_connections_of_every_site_and_some_peoples_and_fi
 def test_a_sites_own_connection_settings_stay(kit: Path) -> None:
     (kit / "comm_config.json").write_text('{"max_message_size": 1}')
     for _ in range(2):
-        pin_settings(kit)
+        shadow_job_settings(kit)
     assert json.loads((kit / "comm_config.json").read_text()) == {"max_message_size": 1}
     assert (kit / "resources.json").read_text() == (kit / "local/resources.json").read_text()

@@ -230,9 +230,9 @@ def record(words: str) -> Text:
 
 def test_a_tokenizer_s_panic_is_an_error_without_the_record_s_words() -> None:
     encoder = Encoder(Panicking(load_tokenizer("tiny", None)), 64)  # type: ignore[arg-type]
-    encoder.pair(record("the patient is HIV negative"))
+    encoder.encode_record(record("the patient is HIV negative"))
     with pytest.raises(CheckpointError, match=r"its tokenizer fails for a text \(Panic\); use the tokenizer that") as error:
-        encoder.pair(record("the patient is HIV positive"))
+        encoder.encode_record(record("the patient is HIV positive"))
     assert "HIV" not in str(error.value)
 
 

@@ -90,7 +90,7 @@ class Net:
 
     def masked(self, attempt: Attempt, name: str, task: Payload) -> Payload:
         """Return a site's masked update, which the server has not taken yet."""
-        self.parties[name].open(task, ORDER)
+        self.parties[name].check_train_question(task, ORDER)
         words = self.parties[name].mask(attempt.place, self.updates[name], self.weights[name])
         return Payload(task.round, task.phase, {MASKED: torch.from_numpy(words.view("int64").copy())})
 

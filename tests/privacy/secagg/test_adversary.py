@@ -139,10 +139,10 @@ def test_forged_training_tasks_are_refused_before_anything_is_trained(net: Net) 
         (replace(task, masking={}), "no round, phase and attempt"),
     ):
         with pytest.raises(RefusedError, match=why):
-            net.parties["a"].open(bad, ORDER)
+            net.parties["a"].check_train_question(bad, ORDER)
     with pytest.raises(RefusedError, match="comes after train"):
         net.parties["a"].mask(attempt.place, net.updates["a"], 1)
-    net.parties["a"].open(task, ORDER)  # the honest one still counts
+    net.parties["a"].check_train_question(task, ORDER)  # the honest one still counts
 
 
 def test_keys_of_another_attempt_do_not_pass_for_this_ones(net: Net) -> None:
@@ -155,10 +155,10 @@ def test_keys_of_another_attempt_do_not_pass_for_this_ones(net: Net) -> None:
     task = net.task(second, "a", parties)
     prepared = task.masking["prepared"] | {"b": old["prepared"]["b"]}
     with pytest.raises(RefusedError, match="'b' are not signed"):
-        net.parties["a"].open(tampered(task, prepared=prepared), ORDER)
+        net.parties["a"].check_train_question(tampered(task, prepared=prepared), ORDER)
     shares = task.masking["shares"] | {"b": old["shares"]["b"]}
     with pytest.raises(RefusedError, match="not as they were sealed"):
-        net.parties["a"].open(tampered(task, shares=shares), ORDER)
+        net.parties["a"].check_train_question(tampered(task, shares=shares), ORDER)
 
 
 def test_a_site_is_masked_once_in_an_attempt(net: Net) -> None:
@@ -170,9 +170,9 @@ def test_a_site_is_masked_once_in_an_attempt(net: Net) -> None:
     model = replace(net.task(attempt, "a", parties), tensors={**SENT.tensors, "w": torch.zeros(2, 3)})
     for other in (fewer, model):
         with pytest.raises(RefusedError, match=r"answered train.*another"):
-            net.parties["a"].open(other, ORDER)
+            net.parties["a"].check_train_question(other, ORDER)
     with pytest.raises(RefusedError, match="has answered train"):
-        net.parties["a"].open(net.task(attempt, "a", parties), [("w", (3, 2))])
+        net.parties["a"].check_train_question(net.task(attempt, "a", parties), [("w", (3, 2))])
     with pytest.raises(RefusedError, match="answered masked"):
         net.parties["a"].mask(attempt.place, {"w": net.updates["a"]["w"] + 1}, 1)
 
@@ -269,7 +269,7 @@ def test_sites_that_are_shown_different_rosters_have_nothing_in_common(make_net:
     task = net.task(four, "a", ["a", "c", "d"])
     forged = task.masking["prepared"] | {"b": told}
     with pytest.raises(RefusedError, match="'b' are not signed"):
-        net.parties["a"].open(
+        net.parties["a"].check_train_question(
             tampered(task, prepared=forged, shares=task.masking["shares"] | {"b": answer["shares"]["a"]}), ORDER
         )
 
@@ -407,7 +407,7 @@ def test_what_colluders_and_server_see_of_a_third_is_uniform(net: Net) -> None:
     parties = net.prepare(attempt)
     masked, at = {}, attempt.place
     for name in NAMES:
-        net.parties[name].open(net.task(attempt, name, parties), order)
+        net.parties[name].check_train_question(net.task(attempt, name, parties), order)
         masked[name] = net.parties[name].mask(at, net.updates[name], 1)
     context = attempt.mask_context(parties, order, SENT)
     with net.parties["a"].record.opened() as known:

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import RefusedError
-from consilium.privacy.secagg.certificates import Identity, check_roster, entry, fingerprint
+from consilium.privacy.secagg.certificates import Identity, fingerprint, roster_entry, roster_keys
 from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
 from tests.privacy.secagg.conftest import NAMES, RUN
 
@@ -27,7 +27,7 @@ def made(keys: Keys, name: str = "b", **kw: object) -> str:
 def test_a_sites_certificate_is_taken_with_the_role_of_either_kind_of_kit(
     keys: Keys, identities: dict[str, Identity], role: str
 ) -> None:
-    assert identities["a"].check("b", made(keys, role=role)).public_numbers() == keys["b"].public_key().public_numbers()
+    assert identities["a"].certified_key("b", made(keys, role=role)).public_numbers() == keys["b"].public_key().public_numbers()
 
 
 FORGED: dict[str, tuple[Callable[[Keys], str], str]] = {
@@ -60,26 +60,26 @@ FORGED: dict[str, tuple[Callable[[Keys], str], str]] = {
 def test_no_other_certificate_is(keys: Keys, identities: dict[str, Identity], what: str) -> None:
     forge, why = FORGED[what]
     with pytest.raises(RefusedError, match=f"the certificate of 'b' .*{why}"):
-        identities["a"].check("b", forge(keys))
+        identities["a"].certified_key("b", forge(keys))
 
 
 def test_the_root_itself_and_the_server_are_no_sites(keys: Keys, identities: dict[str, Identity]) -> None:
     with pytest.raises(RefusedError, match="is a CA's"):
-        identities["a"].check("hub", pem_of(identities["a"].root))
+        identities["a"].certified_key("hub", pem_of(identities["a"].root))
     server = pem_of(certificate_for("hub", keys["b"].public_key(), "hub", keys["root"]))
     with pytest.raises(RefusedError, match="or the server's"):
-        identities["a"].check("hub", server)
+        identities["a"].certified_key("hub", server)
 
 
 def test_with_partners_named_only_their_very_keys_are_taken(keys: Keys, identities: dict[str, Identity]) -> None:
     named = SitePartnersConfig(partners={"b": fingerprint(keys["b"].public_key()), "c": fingerprint(keys["d"].public_key())})
     careful = replace(identities["a"], asks=named)
-    careful.check("b", identities["b"].certificate)
-    careful.check("a", identities["a"].certificate)  # itself needs no naming
+    careful.certified_key("b", identities["b"].certificate)
+    careful.certified_key("a", identities["a"].certificate)  # itself needs no naming
     with pytest.raises(RefusedError, match=r"'c'.*secure_aggregation\.partners"):
-        careful.check("c", identities["c"].certificate)
+        careful.certified_key("c", identities["c"].certificate)
     with pytest.raises(RefusedError, match=r"'d'.*secure_aggregation\.partners"):
-        careful.check("d", identities["d"].certificate)
+        careful.certified_key("d", identities["d"].certificate)
 
 
 def test_a_fingerprint_is_openssls_of_the_public_key(keys: Keys) -> None:
@@ -91,16 +91,16 @@ def test_a_fingerprint_is_openssls_of_the_public_key(keys: Keys) -> None:
 
 
 def entries(identities: dict[str, Identity]) -> dict[str, dict]:
-    return {name: entry(identities[name], JOB, RUN, f"{i:064x}") for i, name in enumerate(NAMES, 1)}
+    return {name: roster_entry(identities[name], JOB, RUN, f"{i:064x}") for i, name in enumerate(NAMES, 1)}
 
 
 def test_a_roster_is_refused_for_one_bad_entry(identities: dict[str, Identity]) -> None:
     roster = entries(identities)
     own = roster["a"]
-    assert check_roster(roster, identities["a"], own, {}, JOB, RUN, 3).keys() == set(NAMES)
-    another_run = entry(identities["b"], JOB, "another", roster["b"]["key"])
-    another_job = entry(identities["b"], "1" * 64, RUN, roster["b"]["key"])
-    same_key = entry(identities["b"], JOB, RUN, roster["c"]["key"])
+    assert roster_keys(roster, identities["a"], own, {}, JOB, RUN, 3).keys() == set(NAMES)
+    another_run = roster_entry(identities["b"], JOB, "another", roster["b"]["key"])
+    another_job = roster_entry(identities["b"], "1" * 64, RUN, roster["b"]["key"])
+    same_key = roster_entry(identities["b"], JOB, RUN, roster["c"]["key"])
     swapped = {**roster["b"], "key": "f" * 64}
     for bad, why in (
         (roster | {"b": another_run}, "not signed by it"),
@@ -109,22 +109,22 @@ def test_a_roster_is_refused_for_one_bad_entry(identities: dict[str, Identity]) 
         (roster | {"b": same_key}, "two sites of the roster have one key"),
         (roster | {"b": {**roster["b"], "more": "x"}}, "the entry of 'b' is invalid"),
         (roster | {"e": roster["b"]}, "is of another name"),
-        (roster | {"a": entry(identities["a"], JOB, RUN, "e" * 64)}, "not this site's own"),
+        (roster | {"a": roster_entry(identities["a"], JOB, RUN, "e" * 64)}, "not this site's own"),
         ({n: e for n, e in roster.items() if n in "ab"}, "2 sites, under secure_aggregation.min_sites 3"),
         (None, "no roster"),
     ):
         with pytest.raises(RefusedError, match=why):
-            check_roster(bad, identities["a"], own, {}, JOB, RUN, 3)
+            roster_keys(bad, identities["a"], own, {}, JOB, RUN, 3)
 
 
 def test_a_roster_only_grows(identities: dict[str, Identity]) -> None:
     roster = entries(identities)
     before = {name: roster[name] for name in "abc"}
-    check_roster(roster, identities["a"], roster["a"], before, JOB, RUN, 3)
-    renewed = roster | {"b": entry(identities["b"], JOB, RUN, "d" * 64)}
+    roster_keys(roster, identities["a"], roster["a"], before, JOB, RUN, 3)
+    renewed = roster | {"b": roster_entry(identities["b"], JOB, RUN, "d" * 64)}
     for bad in ({n: roster[n] for n in "abd"}, renewed):
         with pytest.raises(RefusedError, match=r"roster.*another key"):
-            check_roster(bad, identities["a"], roster["a"], before, JOB, RUN, 3)
+            roster_keys(bad, identities["a"], roster["a"], before, JOB, RUN, 3)
 
 
 def test_one_certificate_cannot_be_two_sites(keys: Keys, identities: dict[str, Identity]) -> None:
@@ -134,4 +134,4 @@ def test_one_certificate_cannot_be_two_sites(keys: Keys, identities: dict[str, I
         identities["b"], name="e", certificate=pem_of(certificate_for("e", keys["b"].public_key(), "hub", keys["root"]))
     )
     with pytest.raises(RefusedError, match="one key"):
-        check_roster(roster | {"e": entry(twin, JOB, RUN, "e" * 64)}, identities["a"], roster["a"], {}, JOB, RUN, 3)
+        roster_keys(roster | {"e": roster_entry(twin, JOB, RUN, "e" * 64)}, identities["a"], roster["a"], {}, JOB, RUN, 3)

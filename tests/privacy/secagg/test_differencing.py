@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from consilium.privacy.secagg import sum_ledger
-from consilium.privacy.secagg.sum_ledger import UndecidedError, smallest_shown
+from consilium.privacy.secagg.sum_ledger import UndecidedError, smallest_revealed_set
 
 Sites = frozenset[str]
 
@@ -34,7 +34,7 @@ def test_it_finds_what_a_search_through_all_groups_finds() -> None:
         names = [str(number) for number in range(drawn.randint(3, 7))]
         known = [frozenset(drawn.sample(names, drawn.randint(2, len(names)))) for _ in range(drawn.randint(0, 4))]
         new, least = frozenset(drawn.sample(names, drawn.randint(2, len(names)))), drawn.randint(2, 6)
-        shown = smallest_shown(new, known, least)
+        shown = smallest_revealed_set(new, known, least)
         wanted = fewest(new, known, least)
         assert (shown and len(shown)) == (wanted or None), (new, known, least)  # 0: the new sum follows from the known ones
         found += shown is not None
@@ -58,7 +58,7 @@ def test_it_finds_what_a_search_through_all_groups_finds() -> None:
     ],
 )
 def test_cases_by_hand(new: str, known: list[str], least: int, shown: str | None) -> None:
-    found = smallest_shown(frozenset(new), [frozenset(one) for one in known], least)
+    found = smallest_revealed_set(frozenset(new), [frozenset(one) for one in known], least)
     assert found == (None if shown is None else frozenset(shown))
 
 
@@ -67,4 +67,4 @@ def test_a_search_that_would_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch
     drawn, names = random.Random(0), [str(number) for number in range(40)]
     sets = [frozenset(drawn.sample(names, 20)) for _ in range(13)]
     with pytest.raises(UndecidedError):
-        smallest_shown(sets[0], sets[1:], 12)
+        smallest_revealed_set(sets[0], sets[1:], 12)

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, limit, quantize, size_of, unflat
+from consilium.privacy.secagg.arithmetic import UNIT, flat, largest_value, layout, quantize, unflat, vector_length
 from consilium.privacy.secagg.sealing import encode_fields, is_signed_by, sign
 from consilium.privacy.secagg.terms import Terms, terms_of
 from tests.privacy.secagg.conftest import NOISE, secure_config
@@ -24,14 +24,14 @@ def test_numbers_go_to_the_nearest_point_of_the_grid_and_integers_stay() -> None
 
 def test_a_hundred_sites_of_the_largest_weight_send_numbers_under_10_24() -> None:
     """2^62 / (100 * 65,536) units of 2^-36 are 10.24, by hand."""
-    assert limit(None, 100, 65_536) * UNIT == pytest.approx(10.24, abs=1e-10)
-    assert limit(10.2, 100, 65_536) == int(10.2 / UNIT)
+    assert largest_value(None, 100, 65_536) * UNIT == pytest.approx(10.24, abs=1e-10)
+    assert largest_value(10.2, 100, 65_536) == int(10.2 / UNIT)
     with pytest.raises(RefusedError, match=r"could wrap; at most 10\.24"):
-        limit(10.3, 100, 65_536)
+        largest_value(10.3, 100, 65_536)
 
 
 def test_the_largest_numbers_of_all_sites_together_do_not_wrap() -> None:
-    most, weight, sites = limit(None, 3, 5), 5, 3
+    most, weight, sites = largest_value(None, 3, 5), 5, 3
     words = flat({"x": torch.tensor([most, -most])}, weight, most)
     total, weights = unflat(words * np.uint64(sites), [("x", (2,))])
     assert total["x"].tolist() == [3 * 5 * most, -3 * 5 * most]
@@ -50,7 +50,7 @@ def test_tensors_stand_in_a_vector_by_name_and_the_weight_last() -> None:
     words = flat({"b": torch.tensor([[3], [4]]), "a": torch.tensor([1, -2])}, 10, 100)
     assert words.view(np.int64).tolist() == [10, -20, 30, 40, 10]
     order = layout({"b": (2, 1), "a": (2,)})
-    assert size_of(order) == 5
+    assert vector_length(order) == 5
     tensors, weight = unflat(words, order)
     assert tensors["b"].tolist() == [[30], [40]]
     assert (tensors["a"].tolist(), weight) == ([10, -20], 10)

@@ -7,7 +7,7 @@ import torch
 
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.certificates import entry
+from consilium.privacy.secagg.certificates import roster_entry
 from consilium.privacy.secagg.sealing import sign
 from consilium.privacy.secagg.server import Attempt
 from consilium.privacy.secagg.terms import Message
@@ -30,8 +30,8 @@ def opened(net: Net, attempt: Attempt, parties: list[str], names: list[str]) -> 
     """Let these sites confirm and open the sum; return the proof of it."""
     net.confirm(attempt, parties, parties, names)
     net.reveal(attempt, parties, names)
-    net.collector.prove(attempt, attempt.proof(parties, parties))
-    return net.collector.past("d")
+    net.collector.save_proof(attempt, attempt.proof(parties, parties))
+    return net.collector.proof_for("d")
 
 
 def asked_next(net: Net, name: str, past: Message) -> Message:
@@ -48,7 +48,7 @@ def test_a_new_attempt_with_another_model_is_refused_at_the_site_that_had_it(net
     parties = net.prepare(again)
     net.masked(again, "a", net.task(again, "a", parties))
     with pytest.raises(RefusedError, match="another model"):
-        net.parties["b"].open(net.task(again, "b", parties), [("w", (2, 3))])
+        net.parties["b"].check_train_question(net.task(again, "b", parties), [("w", (2, 3))])
 
 
 def test_who_trained_in_a_phase_that_nobody_opened_goes_no_further(net: Net) -> None:
@@ -100,6 +100,6 @@ def test_a_site_s_broken_keys_cost_it_its_part_and_not_the_phase(net: Net) -> No
     with pytest.raises(RefusedError, match="no key"):
         attempt.take_prepared("d", forged)
     net.prepare(attempt, NAMES[:3])
-    weak = entry(net.identities["d"], net.config.digest, RUN, "00" * 32)
+    weak = roster_entry(net.identities["d"], net.config.digest, RUN, "00" * 32)
     with pytest.raises(RefusedError, match="no key"):
         net.new_collector().admit("d", weak)

@@ -39,7 +39,7 @@ def test_a_site_may_be_lost_between_any_two_messages(
     assert survivors == list(trained)
     net.confirm(attempt, parties, survivors, list(confirmed))
     net.reveal(attempt, parties, list(revealed))
-    assert attempt.has("reveal")
+    assert attempt.has_threshold("reveal")
     assert same(net.opened(attempt, parties, survivors), net.plain(survivors))
 
 
@@ -60,7 +60,7 @@ def test_sites_and_server_that_are_killed_after_every_message_go_on_with_the_sam
 
     first = net.begin()
     killed()
-    attempt = net.collector.load_attempt(0, 0)
+    attempt = net.collector.load_attempt_and_prune(0, 0)
     assert attempt is not None
     assert attempt.prepare_question() == first.prepare_question()
     before = {name: net.parties[name].answer(attempt.prepare_question()) for name in NAMES}
@@ -70,7 +70,7 @@ def test_sites_and_server_that_are_killed_after_every_message_go_on_with_the_sam
     parties = net.prepare(attempt)
     masked = {name: net.masked(attempt, name, net.task(attempt, name, parties)) for name in NAMES}
     killed()
-    attempt = net.collector.load_attempt(0, 0)
+    attempt = net.collector.load_attempt_and_prune(0, 0)
     assert attempt is not None
     for name in NAMES:
         again = net.masked(attempt, name, net.task(attempt, name, parties))
@@ -79,14 +79,14 @@ def test_sites_and_server_that_are_killed_after_every_message_go_on_with_the_sam
     survivors = attempt.close_masked(parties)
     signed = {name: net.parties[name].answer(attempt.confirm_question(survivors)) for name in NAMES}
     killed()
-    attempt = net.collector.load_attempt(0, 0)
+    attempt = net.collector.load_attempt_and_prune(0, 0)
     assert attempt is not None
     assert attempt.close_masked(parties) == survivors
     assert {name: net.parties[name].answer(attempt.confirm_question(survivors)) for name in NAMES} == signed
     net.confirm(attempt, parties, survivors, NAMES)
     shown = {name: net.parties[name].answer(attempt.reveal_question()) for name in NAMES}
     killed()
-    attempt = net.collector.load_attempt(0, 0)
+    attempt = net.collector.load_attempt_and_prune(0, 0)
     assert attempt is not None
     assert {name: net.parties[name].answer(attempt.reveal_question()) for name in NAMES} == shown
     net.reveal(attempt, parties, NAMES[:3])

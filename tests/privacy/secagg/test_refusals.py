@@ -39,7 +39,7 @@ def test_a_mask_key_that_is_not_as_prepared_is_refused(net: Net, owner: str, why
     told = attempt.context, owner.encode(), other.encode(), question["prepared"][owner]["seed"].encode()
     question["prepared"][owner] |= {"key": other, "signature": sign(net.identities[owner].key, "prepare", *told)}
     with pytest.raises(RefusedError, match=why):
-        net.parties["a"].open(replace(task, masking=question), ORDER)
+        net.parties["a"].check_train_question(replace(task, masking=question), ORDER)
 
 
 @pytest.mark.parametrize("length", [0, sealing.WIDTH, 2 * sealing.WIDTH - 1, 2 * sealing.WIDTH + 1])
@@ -53,7 +53,7 @@ def test_sealed_shares_of_another_length_are_refused_before_training(
             monkeypatch.setattr(sealing, "seal", lambda key, plain, *about: seal(key, (plain * 2)[:length], *about))
         attempt.take_prepared(name, net.parties[name].answer(attempt.prepare_question()))
     with pytest.raises(RefusedError, match="shares of 'd'"):
-        net.parties["a"].open(net.task(attempt, "a", attempt.close_prepared()), ORDER)
+        net.parties["a"].check_train_question(net.task(attempt, "a", attempt.close_prepared()), ORDER)
 
 
 def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> None:
@@ -100,7 +100,7 @@ def test_whatever_stands_in_a_message_is_refused_and_breaks_nothing(odd: Any, ne
     refused_all(lambda bad: attempt.take_prepared("a", bad), prepared, odd, *"bcd")
     parties = net.prepare(attempt)
     task = net.task(attempt, "a", parties)
-    refused_all(lambda bad: site.open(replace(task, masking=bad), ORDER), task.masking, odd, "step")
+    refused_all(lambda bad: site.check_train_question(replace(task, masking=bad), ORDER), task.masking, odd, "step")
     survivors = net.train(attempt, parties, NAMES)
     refused_all(site.answer, attempt.confirm_question(survivors), odd)
     net.confirm(attempt, parties, survivors, NAMES)

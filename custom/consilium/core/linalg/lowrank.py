@@ -92,12 +92,12 @@ def add(update: Update, change: Product) -> Update:
     if update.dense is not None:
         return replace(update, dense=torch.addmm(update.dense, *change))
     left, right = torch.cat([update.left, change[0]], 1), torch.cat([update.right, change[1]])
-    if left.shape[1] < dense_from(*update.shape):
+    if left.shape[1] < dense_width_threshold(*update.shape):
         return Update(left, right)
     return Update(left[:, :0], right[:0], left @ right)
 
 
-def dense_from(out: int, into: int) -> int:
+def dense_width_threshold(out: int, into: int) -> int:
     """Return the width of stacked factors from which a dense W is cheaper to decompose, or takes less memory."""
     small, large = 0, out * into // (out + into) + 1
     dense = COSTS["full"] * out * into * min(out, into)
@@ -183,7 +183,7 @@ def _spectrum_of_factors(update: Update, top: int) -> Spectrum:
 # sites ----------------------------------------------------------------------------------------------------------------
 
 
-def refactor(found: Spectrum, rank: int, scale: float, initial: Tensor) -> Product:
+def balanced_factors(found: Spectrum, rank: int, scale: float, initial: Tensor) -> Product:
     """Return B = U (S / s)^(1/2) (out, rank) and A = (S / s)^(1/2) V' (rank, in), so that s B A is W truncated to `rank`.
 
     A direction j with sigma_j = 0 gets B_j = 0 and row j of `initial` (rank or more, in) as A_j. The product stays the same,

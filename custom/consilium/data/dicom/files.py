@@ -22,7 +22,7 @@ from consilium.core.errors import DataError
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
 from consilium.data.file_kinds import MOST_FILES, is_dicom
 from consilium.data.identifiers import canonical_spelling
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, refuse
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, raise_first_fault
 
 SEGMENTATIONS = frozenset({SegmentationStorage, "1.2.840.10008.5.1.4.1.1.66.7"})
 """SOP classes of segments and of label maps."""
@@ -39,7 +39,7 @@ with suppress(ImportError):
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def wrap_dicom_errors(path: Path) -> Iterator[None]:
     """Turn any exception in the block into a DataError that quotes nothing from the file."""
     # ignoring pydicom's warnings must be the first filter: other code may have added or restored filters
     if getattr(warnings.filters[0][3] if warnings.filters else None, "pattern", "") != "pydicom":
@@ -81,7 +81,7 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
 
     Localizers and other objects are left out. Raises DataError for several series, patients or studies.
     """
-    if not (path := only_file(path)).is_dir():
+    if not (path := only_file_or_path(path)).is_dir():
         return [(path, open_file(path))]
     budget = Budget(path, MOST_OF_FOLDER)
     every = ((file, open_file(file, budget=budget)) for file in _dicom_files(path))
@@ -91,7 +91,7 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
         len({e.get("SeriesInstanceUID") for _, e in found}),
         {(patient_identifier(e), e.get("StudyInstanceUID")) for _, e in found},
     )
-    refuse(
+    raise_first_fault(
         path,
         (not found, f"holds no DICOM image; {TAKE_OFF}"),
         (count > 1, f"holds {count} series; give each a folder of its own"),
@@ -100,7 +100,7 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     return found
 
 
-def only_file(path: Path) -> Path:
+def only_file_or_path(path: Path) -> Path:
     """Return a folder's only DICOM file, else the path itself. Raises DataError for a folder with too many files."""
     files = _dicom_files(path) if path.is_dir() else []
     return files[0] if len(files) == 1 else path
@@ -116,7 +116,7 @@ def _dicom_files(folder: Path) -> list[Path]:
     return sorted(entry for entry in entries if not entry.is_dir() and is_dicom(entry))
 
 
-def is_beside(elements: Dataset) -> bool:
+def is_companion_object(elements: Dataset) -> bool:
     """Tell whether a dataset is an object that accompanies images: a segmentation, a report, a presentation state."""
     kind = elements.get("SOPClassUID")
     return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in UID(kind).name)

@@ -17,10 +17,10 @@ from pydicom.pixels import apply_modality_lut, apply_voi
 from pydicom.uid import UID, ParametricMapStorage, RTStructureSetStorage
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import SEGMENTATIONS, patient_identifier, reading, series
+from consilium.data.dicom.files import SEGMENTATIONS, patient_identifier, series, wrap_dicom_errors
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.safe_open import most_unpacked, refuse
+from consilium.data.safe_open import most_unpacked, raise_first_fault
 from consilium.data.volumes import VolumeHeader
 
 Window = tuple[float, float]
@@ -93,8 +93,8 @@ def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
     return found
 
 
-def window_in_unit(scale: Scale) -> Window | None:
-    """Return the file's window (center, width) for the values that `to_unit` returns; None for a file without one."""
+def window_after_rescale(scale: Scale) -> Window | None:
+    """Return the file's window (center, width) for the values that `apply_rescale` returns; None for a file without one."""
     if scale.curve:
         return 0.5, 1.0
     if scale.window is None:
@@ -105,7 +105,7 @@ def window_in_unit(scale: Scale) -> Window | None:
     return (low + high) / 2, high - low
 
 
-def to_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
+def apply_rescale(stored: np.ndarray, scale: Scale) -> np.ndarray:
     """Return stored values (H, W) in the file's unit, such as HU: float32, or as stored if the scale is the identity.
 
     If the file shows values by a curve, the curve's values are returned, 0 to 1. MONOCHROME1 is inverted at the middle of the
@@ -178,7 +178,7 @@ class Stack:
 
 def header(path: Path) -> VolumeHeader:
     """Return the VolumeHeader of a DICOM file, series folder or segmentation. Raises DataError."""
-    with reading(path):
+    with wrap_dicom_errors(path):
         return stack(path).header
 
 
@@ -193,23 +193,23 @@ def stack(path: Path) -> Stack:
         raise DataError(f"{path}: {what}; name an image")
     if first.get("SOPClassUID") == ParametricMapStorage:
         raise DataError(f"{path}: is a parametric map, which is not read; save it as NIfTI, or as an image of whole numbers")
-    _check_size(path, files)
+    _check_decoded_bytes(path, files)
     frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):
         raise DataError(f"{path}: holds {len(files)} images that do not say where they lie; name each by its file")
     kind = str(first.get("SOPClassUID") or "")
-    ordered, count, affine = sort_frames(path, frames, kind in SEGMENTATIONS)
+    ordered, count, affine = sorted_frames_and_affine(path, frames, kind in SEGMENTATIONS)
     rows, columns = ordered[0].shape
     middle = ordered[len(ordered) // 2]
     sides = [float(side) for side in np.atleast_1d(middle.own.get("PixelSpacing") or ())] if affine is None else []
     grid = Grid((columns, rows, count), affine, (sides[0], sides[1]) if len(sides) == 2 and count == 1 else None)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
-    found = VolumeHeader(grid, None if colours else window_in_unit(middle.scale), patient_identifier(first), study, space)
+    found = VolumeHeader(grid, None if colours else window_after_rescale(middle.scale), patient_identifier(first), study, space)
     return Stack(tuple(ordered), files, found, colours, kind)
 
 
-def count_of(elements: Dataset) -> int:
+def frame_count(elements: Dataset) -> int:
     """Return the number of frames in a file."""
     return max(1, int(elements.get("NumberOfFrames") or 1))
 
@@ -229,7 +229,7 @@ _COMMON = (
 
 def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
     """Yield the frames of one file, in the file's order, each with the elements that a single-frame file would have."""
-    count, shape = count_of(elements), (int(elements.Rows), int(elements.Columns))
+    count, shape = frame_count(elements), (int(elements.Rows), int(elements.Columns))
     shared, each = (elements.get(f"{kind}FunctionalGroupsSequence") for kind in ("Shared", "PerFrame"))
     own = elements
     if shared or each or count > 1:
@@ -265,7 +265,9 @@ def _read_place(file: Path, own: Dataset) -> Place | None:
     return Place(origin, i * spacing[1], j * spacing[0], depth)
 
 
-def sort_frames(path: Path, frames: Sequence[Frame], on_lattice: bool) -> tuple[list[Frame], int, np.ndarray | None]:
+def sorted_frames_and_affine(
+    path: Path, frames: Sequence[Frame], on_lattice: bool
+) -> tuple[list[Frame], int, np.ndarray | None]:
     """Return frames sorted along their normal, the number of slices, and the affine (4, 4) to mm.
 
     The affine is None if frames have no position. `on_lattice`: frames of a segmentation, where several may share a slice and
@@ -313,7 +315,7 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
     off = float(np.linalg.norm(origins - even, axis=1).max()) > SLICE_TOLERANCE * usual
     uneven = off or gaps.min() < (1 - SLICE_TOLERANCE) * usual
     count, remedy = len(heights), "save each echo, phase or time as a series of its own"
-    refuse(
+    raise_first_fault(
         path,
         (taken, f"holds {count} images at {count - taken} places; {remedy}"),
         (len(wide), f"{missing} slices are missing or uneven ({where}); complete the series"),
@@ -321,13 +323,13 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
     )
 
 
-def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:
+def _check_decoded_bytes(path: Path, files: Mapping[Path, Dataset]) -> None:
     """Raise DataError, before decoding, for images that need more memory than files of their size may take."""
     segments = next(iter(files.values())).get("SOPClassUID") in SEGMENTATIONS  # frames are added to masks, see masks.py
     most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
     packed = sum(file.stat().st_size for file in files)
     for elements in files.values():
-        count, rows, columns = count_of(elements), int(elements.Rows), int(elements.Columns)
+        count, rows, columns = frame_count(elements), int(elements.Rows), int(elements.Columns)
         if rows < 1 or columns < 1:
             raise DataError(f"{path}: has {rows}x{columns} pixels; replace it or take it off the list")
         frames += count

@@ -14,7 +14,7 @@ from pydicom import Dataset
 from pydicom.uid import RTStructureSetStorage
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import SEGMENTATIONS, only_file, open_file, reading
+from consilium.data.dicom.files import SEGMENTATIONS, only_file_or_path, open_file, wrap_dicom_errors
 from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, stack
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
@@ -67,7 +67,7 @@ def read_contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
     for about, roi in drawn:
         name = _structure_name(about)
         try:
-            with reading(path):
+            with wrap_dicom_errors(path):
                 check_frame_of_reference(path, about, image)
                 planes.append((name, _contours_by_plane(path, roi.ContourSequence, image.grid)))
         except DataError as error:
@@ -193,8 +193,8 @@ def labels(path: Path, image: VolumeHeader) -> Labels:
 
     Raises DataError, also for masks with another frame of reference, and for contours on no plane of the image.
     """
-    with reading(path):
-        path = only_file(path)
+    with wrap_dicom_errors(path):
+        path = only_file_or_path(path)
         elements = Dataset() if path.is_dir() else open_file(path)
         kind = elements.get("SOPClassUID")
         if kind in SEGMENTATIONS:

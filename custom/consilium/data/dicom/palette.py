@@ -21,7 +21,7 @@ _DARK = 2**12
 _SAVE = "save it as RGB"
 
 
-def palette(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.ndarray]:
+def palette_lookup(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that turns stored values (H, W) into a file's colours (H, W, 3) of 8 bits.
 
     Values outside the table get its first or last colour. Raises DataError for tables that are missing, too short or too long.

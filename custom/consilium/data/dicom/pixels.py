@@ -13,10 +13,10 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPE
 
 from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
-from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, reading
-from consilium.data.dicom.frames import count_of, stack, to_unit
-from consilium.data.dicom.palette import palette
-from consilium.data.safe_open import TAKE_OFF, refuse
+from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, wrap_dicom_errors
+from consilium.data.dicom.frames import apply_rescale, frame_count, stack
+from consilium.data.dicom.palette import palette_lookup
+from consilium.data.safe_open import TAKE_OFF, raise_first_fault
 
 _SPARE = 2**20
 _LARGEST = 4
@@ -25,14 +25,14 @@ _LONGEST_RUN = 64
 """The most bytes that one byte of RLE becomes."""
 
 
-def check_codes(file: Path, elements: Dataset, count: int) -> None:
+def check_compressed_frames(file: Path, elements: Dataset, count: int) -> None:
     """Raise DataError for a compressed frame whose size differs from the header, or that is far longer than its pixels."""
     shape = int(elements.Rows), int(elements.Columns)
     pixels = shape[0] * shape[1] * int(elements.SamplesPerPixel) * int(elements.BitsAllocated) // 8
     most, runs = _LARGEST * pixels + _SPARE, elements.file_meta.TransferSyntaxUID == RLELossless
     for number, code in enumerate(generate_frames(elements.PixelData, number_of_frames=count)):
         found = codestream_shape(code) or shape
-        refuse(
+        raise_first_fault(
             file,
             (len(code) > most, f"frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it"),
             (
@@ -68,7 +68,7 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 
     Padding pixels (PixelPaddingValue) get the least value of all others; `padding`: they keep their value.
     """
-    with reading(path):
+    with wrap_dicom_errors(path):
         found = stack(path)
         if found.kind in SEGMENTATIONS:
             raise DataError(f"{path}: is a segmentation, not an image; name it as a label")
@@ -85,7 +85,7 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
             for number, picture in enumerate(pictures(file)):
                 k = places[file, number]
                 scale = found.frames[k].scale
-                values[:, :, k] = (picture if found.colours else to_unit(picture, scale)).swapaxes(0, 1)
+                values[:, :, k] = (picture if found.colours else apply_rescale(picture, scale)).swapaxes(0, 1)
                 if scale.padding and padded:
                     filled[:, :, k] = ((picture >= scale.padding[0]) & (picture <= scale.padding[1])).T
         if filled.any() and not filled.all():
@@ -96,15 +96,15 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 def pictures(file: Path) -> Iterator[np.ndarray]:
     """Yield the frames of one file as stored: (H, W), or 8-bit colours (H, W, 3). Use within `reading`."""
     elements = open_file(file, pixels=True)
-    syntax = _check_syntax(file, elements)
+    syntax = _transfer_syntax(file, elements)
     if elements.BitsAllocated == 1 and not syntax.is_encapsulated:
         pixels = int(elements.Rows) * int(elements.Columns)
-        for first in range(0, count_of(elements) * pixels, pixels):  # pydicom fails if a frame ends within a byte
+        for first in range(0, frame_count(elements) * pixels, pixels):  # pydicom fails if a frame ends within a byte
             packed = np.frombuffer(elements.PixelData, np.uint8, -(-(first + pixels) // 8) - first // 8, first // 8)
             bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
             yield bits.reshape(elements.Rows, elements.Columns)
         return
-    colours = palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
+    colours = palette_lookup(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
     stored = (
         _decode_frames(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
     )
@@ -123,7 +123,7 @@ def _decode_frames(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.nd
     Each frame is decoded as a file of its own, because iter_pixels() ends at the first fault. A JPEG 2000 codestream says
     whether its values are signed, and pydicom's decoders need that; afterwards, the stored bits are read as the header says.
     """
-    decoder, one, count = get_decoder(syntax), elements.group_dataset(0x0028), count_of(elements)
+    decoder, one, count = get_decoder(syntax), elements.group_dataset(0x0028), frame_count(elements)
     signed = int(elements.get("PixelRepresentation") or 0)
     one.file_meta, one.NumberOfFrames = elements.file_meta, 1
     names = [name for name in _DECODERS if name in decoder.available_plugins]
@@ -147,7 +147,7 @@ def _decode_frames(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.nd
         yield picture
 
 
-def _check_syntax(file: Path, elements: Dataset) -> UID:
+def _transfer_syntax(file: Path, elements: Dataset) -> UID:
     """Return the transfer syntax. A file without one in its meta header is read as uncompressed.
 
     Raises DataError for missing pixels, a transfer syntax without a decoder, and bits or codes that are not read.
@@ -169,12 +169,12 @@ def _check_syntax(file: Path, elements: Dataset) -> UID:
         raise DataError(f"{file}: is compressed {what}, which is not read; {_SAVE_AS}")
     bits = int(elements.BitsStored)
     plain = "PixelData" in elements and not syntax.is_encapsulated
-    refuse(
+    raise_first_fault(
         file,
         (int(elements.get("HighBit", bits - 1)) != bits - 1, f"its stored bits are not the lowest ones; {TAKE_OFF}"),
         (syntax == JPEGExtended12Bit and bits != 8, f"is a JPEG of {bits} bits, which is not read; {_SAVE_AS}"),
         (plain and len(elements.PixelData) < get_expected_length(elements), f"its pixels end early; {TAKE_OFF}"),
     )
     if syntax.is_encapsulated:
-        check_codes(file, elements, count_of(elements))
+        check_compressed_frames(file, elements, frame_count(elements))
     return syntax

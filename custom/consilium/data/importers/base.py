@@ -17,7 +17,7 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.core.sanitize import few
 from consilium.data.pairs import Pattern, compose_unicode
-from consilium.data.safe_open import open_picture, reading, text_lines
+from consilium.data.safe_open import open_picture, text_lines, wrap_decoding_errors
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 GIVE = "give the publisher's file"
@@ -137,21 +137,21 @@ def wrong_layout(source: Path, expected: str) -> DataError:
     return DataError(f"{source}: expected {expected}; found {found}")
 
 
-def folders(root: Path) -> Iterator[Path]:
+def walk_folders(root: Path) -> Iterator[Path]:
     """Yield a folder and all folders below it, parents first, sorted, without hidden folders and __MACOSX."""
     for folder, below, _ in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith(".") and name != "__MACOSX")
         yield Path(folder)
 
 
-def files(root: Path, endings: Sequence[str]) -> list[Path]:
+def find_files(root: Path, endings: Sequence[str]) -> list[Path]:
     """Return the files below a folder whose names have one of the `endings`, in any case, sorted by path."""
     wanted = tuple(endings)
-    found = (p for folder in folders(root) for p in folder.iterdir() if p.name.lower().endswith(wanted))
+    found = (p for folder in walk_folders(root) for p in folder.iterdir() if p.name.lower().endswith(wanted))
     return sorted(p for p in found if not p.name.startswith(".") and p.is_file())
 
 
-def child(folder: Path, name: str) -> Path | None:
+def find_subfolder(folder: Path, name: str) -> Path | None:
     """Return the subfolder with this name, in any case, or None."""
     return next((p for p in sorted(folder.iterdir()) if p.name.lower() == name.lower() and p.is_dir()), None)
 
@@ -179,7 +179,7 @@ def find_partner(stem: str, among: dict[str, Path], image: Path, what: str) -> P
     return alike[0]
 
 
-def csv_lines(path: Path) -> list[tuple[int, list[str]]]:
+def numbered_csv_rows(path: Path) -> list[tuple[int, list[str]]]:
     """Return the rows of a publisher's table, each with its line number. Raises DataError."""
     reader = csv.reader(text_lines(path, GIVE, newline=""))
     try:
@@ -190,7 +190,7 @@ def csv_lines(path: Path) -> list[tuple[int, list[str]]]:
 
 def csv_rows(path: Path, *columns: str) -> list[dict[str, str]]:
     """Return the rows of a publisher's table by heading; [] if one of `columns` is missing. Raises DataError."""
-    (_, head), *rows = csv_lines(path) or [(0, [])]
+    (_, head), *rows = numbered_csv_rows(path) or [(0, [])]
     found = [dict(zip_longest(head, row[: len(head)], fillvalue="")) for _, row in rows]
     return found if set(columns) <= set(head) else []
 
@@ -203,7 +203,7 @@ def frame_order(path: Path) -> tuple[int, str]:
 
 def grey_values(path: Path) -> np.ndarray:
     """Return a picture's grey values (H, W), 0..255. A palette is read by its colours. Raises DataError."""
-    with reading(path, *UNREADABLE), open_picture(path) as picture:
+    with wrap_decoding_errors(path, *UNREADABLE), open_picture(path) as picture:
         return np.asarray(picture.convert("L"))
 
 
@@ -211,7 +211,7 @@ def is_usable_mask(path: Path, allowed: Sequence[int]) -> bool:
     """Tell whether a mask can be used as it is: lossless, one channel, only `allowed` label values. Raises DataError."""
     if path.suffix.lower() in (".jpg", ".jpeg"):
         return False
-    with reading(path, *UNREADABLE), open_picture(path) as picture:
+    with wrap_decoding_errors(path, *UNREADABLE), open_picture(path) as picture:
         return picture.mode in ("L", "P") and not any(n for v, n in enumerate(picture.histogram()) if v not in allowed)
 
 

@@ -13,8 +13,8 @@ from consilium.data.file_kinds import PICTURES, is_dicom
 from consilium.data.folders import (
     UNREAD,
     are_patients,
+    list_class_pictures,
     may_have_classes,
-    read_folders,
     split_of,
     subfolders,
     why_one_role_unread,
@@ -25,10 +25,10 @@ from consilium.data.importers.base import (
     ImportResult,
     Options,
     SourceSample,
-    files,
+    find_files,
     wrong_layout,
 )
-from consilium.data.importers.labels import named_values, result_of_labels
+from consilium.data.importers.labels import dataset_json_labels, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
 from consilium.data.pairs import Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
@@ -97,8 +97,8 @@ def read_site_folders(source: Path, options: Options) -> ImportResult:
             raise DataError(f"{source}: {unread}; {UNREAD}") if unread else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
     else:
-        _check_sites(source, {name: len(found) for name, (found, _) in sites.items()}, options)
-        _check_classes(source, sites, options)
+        _refuse_patient_folders(source, {name: len(found) for name, (found, _) in sites.items()}, options)
+        _refuse_other_folders(source, sites, options)
         left = [one.name for one in asked if one.name not in sites]
         notes += [
             f"{name}: left out, it has neither masks nor classes nor a table that `consilium data import csv` reads"
@@ -114,7 +114,7 @@ def read_site_folders(source: Path, options: Options) -> ImportResult:
     taken = {path for one in samples for path in (one.image, one.label)}
     told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _describe_unread(place, taken))]
     told += [f"{place.name}: {lost}" for place in places if (lost := _describe_left_pictures(place, samples))]
-    named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
+    named = [own for folder in (source, *(source / name for name in sites)) if (own := dataset_json_labels(folder))]
     if all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
     else:
@@ -141,7 +141,7 @@ def _asked_folders(source: Path, below: Sequence[Path], options: Options) -> Seq
     return [one for one in below if one.name in asked]
 
 
-def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> None:
+def _refuse_patient_folders(source: Path, counts: Mapping[str, int], options: Options) -> None:
     """Raise DataError for folders that may be patients instead of sites: very many, or several numbered or nearly empty."""
     half = sorted(counts.values())[len(counts) // 2]
     numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
@@ -177,7 +177,7 @@ def _why_not_sites(sites: Mapping[str, Site]) -> str:
     return f"its folders are called after classes ({told})" if any(map(_DIAGNOSIS.search, classes)) else ""
 
 
-def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
+def _refuse_other_folders(source: Path, sites: Mapping[str, Site], options: Options) -> None:
     """Raise DataError for folders that may be something other than sites.
 
     They are splits beside other folders, folds, classes whose pictures have masks, or classes with folders of patients.
@@ -218,7 +218,7 @@ def _describe_left_pictures(folder: Path, samples: Sequence[SourceSample]) -> st
     if not own or not all(isinstance(one.label, str) for one in own):
         return ""
     taken = {one.image for one in own}
-    left = [path for path in files(folder, PICTURES) if path not in taken and not path.parent.name.startswith(".")]
+    left = [path for path in find_files(folder, PICTURES) if path not in taken and not path.parent.name.startswith(".")]
     if not left or find_table(folder):
         return ""
     what = f"{len(left)} pictures lie in no folder of a class and are not read, the first is {left[0].relative_to(folder)}"
@@ -230,7 +230,7 @@ def _describe_left_pictures(folder: Path, samples: Sequence[SourceSample]) -> st
 def _has_pictures_below(folder: Path) -> bool:
     """Tell whether a folder, or a split's folder in it, has subfolders with pictures that are not named images or masks."""
     own = [one for one in subfolders(folder) if not kind_of(one.name)]
-    return any(_has_pictures_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
+    return any(_has_pictures_below(one) if _named_split(one.name) else bool(find_files(one, PICTURES)) for one in own)
 
 
 def _read_site(folder: Path, options: Options) -> Site | None:
@@ -239,7 +239,7 @@ def _read_site(folder: Path, options: Options) -> Site | None:
     The layouts are tried in this order: a table with masks, masks beside pictures, a table with classes, a folder per class,
     folders of patients and classes, folders of splits.
     """
-    table, pictures = find_table(folder), files(folder, PICTURES)
+    table, pictures = find_table(folder), find_files(folder, PICTURES)
     if table is not None and table.has_masks:
         return _read_table(table, folder, options)
     pairs, classes = find_pairs(folder, pictures, options.mask_patterns), may_have_classes(folder)
@@ -256,7 +256,7 @@ def _read_site(folder: Path, options: Options) -> Site | None:
     if what := why_one_role_unread(folder):
         raise DataError(f"{folder}: holds {what}")
     if classes:
-        read = list(read_folders(folder))
+        read = list(list_class_pictures(folder))
         split = {split for split, _, _ in read} != {"training"}
         return [
             SourceSample(folder.resolve().name, str(path.relative_to(folder)), path, label, split=part if split else None)
@@ -315,7 +315,7 @@ def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
     if any(map(_DIAGNOSIS.search, below)):
         return None  # the innermost folders are classes
     return _samples_by_patient(
-        folder, [(two, one, path) for one, own in classes.items() for two in own for path in files(two, PICTURES)]
+        folder, [(two, one, path) for one, own in classes.items() for two in own for path in find_files(two, PICTURES)]
     )
 
 
@@ -330,7 +330,7 @@ def _read_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
     numbered = all(re.search(r"\d", one) for one in outer) and not all(re.search(r"\d", one) for one in below)
     if not (numbered and (asked or are_patients(outer))) or any(kind_of(one) or _named_split(one) for one in (*outer, *below)):
         return None
-    found = [(one, two, path) for one, inner in patients.items() for two in inner for path in files(two, PICTURES)]
+    found = [(one, two, path) for one, inner in patients.items() for two in inner for path in find_files(two, PICTURES)]
     if not found or any(path.parent != two for _, two, path in found) or len({one for one, _, _ in found}) < len(patients):
         return None
     return _samples_by_patient(folder, found)
@@ -358,7 +358,7 @@ def _holds_patients(source: Path) -> bool:
 
 def _describe_unread(folder: Path, taken: Collection[object] = ()) -> str:
     """Return a note of the files below a folder that are pictures of unread kinds; "" for none. Files in `taken` are read."""
-    left = [path for path in files(folder, ("",)) if not (_is_picture(path) or path in taken or path.parent in taken)]
+    left = [path for path in find_files(folder, ("",)) if not (_is_picture(path) or path in taken or path.parent in taken)]
     kinds_of = ("DICOM" if is_dicom(path) else path.suffix.lower() for path in left)
     found = Counter(kind for kind in kinds_of if kind == "DICOM" or kind in _UNREAD)
     kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(found.items()))

@@ -11,9 +11,9 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import grouped
 from consilium.data import pictures, slides, volumes
 from consilium.data.check_samples import image_shape
-from consilium.data.class_names import doubtful_names
+from consilium.data.class_names import doubtful_name_findings
 from consilium.data.datalist import Item, read_json
-from consilium.data.images import check_pair, read_labels
+from consilium.data.images import check_mask_shape, read_labels
 from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png
 from consilium.data.label_masks import Labels
 from consilium.data.pairs import MOST_VALUES
@@ -71,7 +71,7 @@ def result_of_labels(
     return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
 
 
-def named_values(folder: Path) -> dict[str, list[int]]:
+def dataset_json_labels(folder: Path) -> dict[str, list[int]]:
     """Return the values of each class in `labels` of a folder's dataset.json (nnU-Net, Decathlon); {} without the file.
 
     `labels` is either {"liver": 1}, with a list of values for a region, or {"1": "liver"}. Raises DataError for invalid JSON.
@@ -111,7 +111,9 @@ def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Map
 def _result_by_class_name(samples: list[SourceSample], notes: list[str]) -> ImportResult:
     """Return the result for samples that have classes: the classes are the sorted names."""
     counts = Counter(str(one.label) for one in samples)
-    return ImportResult(samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_names(counts))])
+    return ImportResult(
+        samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_name_findings(counts))]
+    )
 
 
 def _mask_values(sample: SourceSample, exact: bool) -> set[int]:
@@ -151,7 +153,7 @@ def _label_arrays(item: Item) -> Sequence[Labels]:
             raise
         return list(slides.mask_blocks(item.label, slides.shape(item.image)))
     labels = read_labels(item)
-    check_pair(item, shape, labels)
+    check_mask_shape(item, shape, labels)
     return [labels]
 
 

@@ -22,16 +22,16 @@ from consilium.data.importers.base import (
     Options,
     SourceSample,
     by_stem,
-    child,
     encode_png,
-    files,
+    find_files,
     find_partner,
-    folders,
+    find_subfolder,
     mask_png,
+    walk_folders,
     wrong_layout,
 )
 from consilium.data.importers.xml_files import read_xml
-from consilium.data.safe_open import MOST_SLIDE, reading
+from consilium.data.safe_open import MOST_SLIDE, wrap_decoding_errors
 from consilium.data.site_names import slug
 
 NUCLEUS = {"nucleus": [1]}
@@ -51,7 +51,7 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     Folds 1, 2 and 3 become training, validation and test, the publisher's first rotation. With fewer folds, the split is by
     picture, because patients are not named. Raises DataError for another layout.
     """
-    arrays = [path for path in files(source, ["images.npy"]) if path.name == "images.npy"]
+    arrays = [path for path in find_files(source, ["images.npy"]) if path.name == "images.npy"]
     numbers = {_fold_number(source, path) for path in arrays}
     published = numbers == set(FOLDS) and len(arrays) == len(FOLDS) and not options.resplit
     numbered = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
@@ -91,7 +91,7 @@ def _fold_number(source: Path, path: Path) -> str:
 
 
 def _load_array(path: Path) -> np.ndarray:
-    with reading(path, "cannot be read as a NumPy array", GIVE, MOST_SLIDE):
+    with wrap_decoding_errors(path, "cannot be read as a NumPy array", GIVE, MOST_SLIDE):
         return np.load(path, mmap_mode="r")
 
 
@@ -101,14 +101,14 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
     All samples are one site, because names show the patient (TCGA barcode) but not the organ; --sites deals patients out to
     several. Raises DataError for another layout.
     """
-    kept = next((one for one in folders(source) if one.name.lower().replace(" ", "").startswith("monusegtestdata")), None)
-    both = ((child(one, "Tissue Images"), child(one, "Annotations")) for one in folders(source))
+    kept = next((one for one in walk_folders(source) if one.name.lower().replace(" ", "").startswith("monusegtestdata")), None)
+    both = ((find_subfolder(one, "Tissue Images"), find_subfolder(one, "Annotations")) for one in walk_folders(source))
     parts: list[tuple[Path, Path, str | None]] = [(one, two, None) for one, two in both if one and two]
     parts += [(kept, kept, "test")] if parts and kept else []
     found = []
     for images, annotations, split in parts:
-        xmls = by_stem(files(annotations, [".xml"]))
-        for image in files(images, [".tif"]):
+        xmls = by_stem(find_files(annotations, [".xml"]))
+        for image in find_files(images, [".tif"]):
             xml = find_partner(image.stem, xmls, image, "annotation (*.xml)")
             found.append(_sample_from_polygons("monuseg", image, xml, None, split))
     return ImportResult(found, NUCLEUS)
@@ -121,7 +121,7 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
     publisher's test split. Regions named Ambiguous become background. Raises DataError for another layout.
     """
     found = []
-    for xml in files(source, [".xml"]):
+    for xml in find_files(source, [".xml"]):
         image = next((p for e in (".tif", ".svs") if (p := xml.with_suffix(e)).is_file()), None)
         if image is None:
             raise DataError(f"{xml}: expected {xml.stem}.tif or .svs beside it; found none; complete the set")
@@ -144,7 +144,7 @@ def _sample_from_polygons(site: str, image: Path, xml: Path, apart: bool | None,
 
 def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
     """Return label values (H, W) of the filled regions: 1, or a value per class. Later regions cover earlier ones."""
-    canvas = Image.new("L", pictures.size(image)[::-1], 0)
+    canvas = Image.new("L", pictures.picture_shape(image)[::-1], 0)
     draw, expected = ImageDraw.Draw(canvas), "Aperio regions of vertices with X and Y"
     root = read_xml(xml, expected, keeps_text=False)
     try:

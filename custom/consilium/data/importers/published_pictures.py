@@ -13,7 +13,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import pictures
-from consilium.data.folders import read_folders
+from consilium.data.folders import list_class_pictures
 from consilium.data.importers.base import (
     NO_PATIENTS,
     PICTURE_ENDINGS,
@@ -23,15 +23,15 @@ from consilium.data.importers.base import (
     Options,
     SourceSample,
     by_stem,
-    child,
     csv_rows,
-    files,
+    find_files,
     find_partner,
-    folders,
+    find_subfolder,
     frame_order,
     grey_values,
     is_usable_mask,
     mask_png,
+    walk_folders,
     wrong_layout,
 )
 from consilium.data.site_names import select_sites
@@ -45,7 +45,7 @@ Pairs = Sequence[tuple[str, str]]
 """(folder of pictures, folder of masks) names of folders that are beside each other."""
 
 
-def with_drawings(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
+def sample_with_drawings(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
     """Return a sample with the drawings that its mask is made from. Its site is set later; its default group is the picture."""
     return SourceSample("", group or image.stem, image, drawings[0], split=split, more=tuple(drawings[1:]))
 
@@ -68,7 +68,7 @@ class PictureSet:
     has_frames: bool = False
     is_scattered: bool = False
 
-    def fits(self, folder: Path) -> bool:
+    def has_set_name(self, folder: Path) -> bool:
         """Tell whether a folder has the set's name."""
         plain = re.sub(r"[^a-z0-9]", "", folder.name.lower())
         return not folder.name.startswith(".") and plain.startswith(self.folder)
@@ -84,7 +84,7 @@ def with_masks(
     for one in found:
         assert isinstance(one.image, Path)
         for mask in one.masks:
-            if (own := pictures.size(one.image)) != (other := pictures.size(mask)):
+            if (own := pictures.picture_shape(one.image)) != (other := pictures.picture_shape(mask)):
                 expected, there = map(pictures.size_text, (own, other))
                 raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {one.image}; found {there}")
         yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *one.masks), more=())
@@ -95,8 +95,8 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
     found: list[SourceSample] = []
     asked = select_sites(sets, options.only, {})
     for site, one in ((site, one) for site, one in sets.items() if site in asked):
-        below = [p for p in sorted(source.iterdir()) if p.is_dir() and one.fits(p)]
-        whole = one.fits(source.resolve()) or (len(below) > 1 and one.is_scattered)
+        below = [p for p in sorted(source.iterdir()) if p.is_dir() and one.has_set_name(p)]
+        whole = one.has_set_name(source.resolve()) or (len(below) > 1 and one.is_scattered)
         if len(below) > 1 and not whole:
             names = ", ".join(p.name for p in below)
             raise DataError(f"{source}: expected one folder for {one.folder}; found {names}; put them into one folder")
@@ -119,23 +119,23 @@ def sets_layout(sets: dict[str, PictureSet]) -> str:
 
 def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
     """Return a folder of pictures and the folder of masks beside it, at any depth; a pair with PNG first. Raises DataError."""
-    found = [(child(one, a), child(one, b)) for one in folders(folder) for a, b in pairs]
+    found = [(find_subfolder(one, a), find_subfolder(one, b)) for one in walk_folders(folder) for a, b in pairs]
     both = [(images, masks) for images, masks in found if images and masks]
     if not both:
         raise wrong_layout(folder, " or ".join(f"{a}/ beside {b}/" for a, b in pairs))
-    return min(both, key=lambda pair: not files(pair[0], [".png"]))
+    return min(both, key=lambda pair: not find_files(pair[0], [".png"]))
 
 
 def match_by_name(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
     """Return a folder's pictures with the masks whose names are `prefix` and the picture's name. Raises DataError."""
-    known = by_stem(files(masks, PICTURE_ENDINGS))
-    drawn = ((image, find_partner(prefix + image.stem, known, image, "mask")) for image in files(images, PICTURE_ENDINGS))
-    return [with_drawings(image, [mask], split) for image, mask in drawn]
+    known = by_stem(find_files(masks, PICTURE_ENDINGS))
+    drawn = ((image, find_partner(prefix + image.stem, known, image, "mask")) for image in find_files(images, PICTURE_ENDINGS))
+    return [sample_with_drawings(image, [mask], split) for image, mask in drawn]
 
 
 def find_folder(name: str, source: Path) -> Path | None:
     """Return the folder with this name in any case: the source, or a folder at any depth below it. None if there is none."""
-    return next((one for one in folders(source) if one.resolve().name.lower() == name.lower()), None)
+    return next((one for one in walk_folders(source) if one.resolve().name.lower() == name.lower()), None)
 
 
 def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> list[SourceSample]:
@@ -144,7 +144,7 @@ def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> lis
     Videos are read from the columns frame_id and sequence_id of a metadata.csv below `folder`, if there is one.
     """
     videos: dict[str, str] = {}
-    for path in files(folder, ["metadata.csv"]) if folder else []:
+    for path in find_files(folder, ["metadata.csv"]) if folder else []:
         if rows := csv_rows(path, "frame_id", "sequence_id"):
             videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
             break
@@ -166,10 +166,10 @@ def _etis(folder: Path) -> list[SourceSample]:
 
     N.tif has its mask in 'Ground Truth'/pN.tif, beside the pictures' folder or within it. Some copies have images/ and masks/.
     """
-    masks = child(folder.resolve().parent, "Ground Truth")
+    masks = find_subfolder(folder.resolve().parent, "Ground Truth")
     if not masks or not any(p.suffix.lower() in PICTURE_ENDINGS for p in folder.iterdir()):
         folder, masks = folder_pair(folder, [("ETIS-LaribPolypDB", "Ground Truth"), *PLAIN])
-    prefix = "p" if all(p.stem.lower().startswith("p") for p in files(masks, PICTURE_ENDINGS)) else ""
+    prefix = "p" if all(p.stem.lower().startswith("p") for p in find_files(masks, PICTURE_ENDINGS)) else ""
     return grouped_by_video(match_by_name(folder, masks, prefix=prefix), folder)
 
 
@@ -202,14 +202,14 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
 
 def _refuge(folder: Path) -> Iterator[SourceSample]:
     """Yield the samples of REFUGE: *.jpg and *.bmp of equal names. V* is validation, T* is test, g* and n* are training."""
-    shown = (p for p in files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
+    shown = (p for p in find_files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
     images = by_stem(shown)
-    for mask in by_stem(files(folder, [".bmp"])).values():
+    for mask in by_stem(find_files(folder, [".bmp"])).values():
         image = find_partner(mask.stem, images, mask, "picture (*.jpg)")
-        yield with_drawings(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
+        yield sample_with_drawings(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
 
 
-def cup_from_dark(exact: bool, mask: Path) -> np.ndarray:
+def disc_cup_labels(exact: bool, mask: Path) -> np.ndarray:
     """Return labels (H, W) of a mask that is dark in the cup and bright in the background, by thresholds at 50 and 200.
 
     `exact`: whether every value must be 0, 128 or 255. If not, edges may be smoothed, and only a corner that is not background
@@ -225,14 +225,16 @@ def cup_from_dark(exact: bool, mask: Path) -> np.ndarray:
 
 def _drishti(folder: Path) -> Iterator[SourceSample]:
     """Yield the samples of Drishti-GS1: pictures in folders Images, soft maps of disc and cup. Folders Test* are for test."""
-    images = by_stem(p for p in files(folder, [".png"]) if "images" in [part.lower() for part in p.relative_to(folder).parts])
-    for disc in files(folder, ["_odsegsoftmap.png"]):
+    images = by_stem(
+        p for p in find_files(folder, [".png"]) if "images" in [part.lower() for part in p.relative_to(folder).parts]
+    )
+    for disc in find_files(folder, ["_odsegsoftmap.png"]):
         stem = disc.name[: -len("_ODsegSoftmap.png")]
         image, cup = find_partner(stem, images, disc, "picture"), disc.with_name(f"{stem}_cupsegSoftmap.png")
         if not cup.is_file():
             raise DataError(f"{disc}: expected {cup.name} beside it; found none; complete the set")
         test = any(part.lower().startswith("test") for part in disc.relative_to(folder).parts)
-        yield with_drawings(image, [disc, cup], "test" if test else None, stem)
+        yield sample_with_drawings(image, [disc, cup], "test" if test else None, stem)
 
 
 def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
@@ -246,18 +248,24 @@ def _rim_one(folder: Path) -> Iterator[SourceSample]:
     Both partitions hold the same pictures. If both are there, the random one is read. If a picture has several drawings (-1-,
     -2-), the first is used.
     """
-    parts = {one.name.lower(): one for one in folders(folder) if child(one, "training_set") and child(one, "test_set")}
+    parts = {
+        one.name.lower(): one
+        for one in walk_folders(folder)
+        if find_subfolder(one, "training_set") and find_subfolder(one, "test_set")
+    }
     part = next((parts[name] for name in ("partitioned_randomly", "partitioned_by_hospital") if name in parts), None)
     if part is None:
         raise wrong_layout(folder, "partitioned_randomly/ or partitioned_by_hospital/ with training_set/ and test_set/")
-    discs, cups = files(folder, ["-disc-t.png"]), by_stem(files(folder, ["-cup-t.png"]))
-    if not discs and files(folder, ["-disc-t.txt"]):
+    discs, cups = find_files(folder, ["-disc-t.png"]), by_stem(find_files(folder, ["-cup-t.png"]))
+    if not discs and find_files(folder, ["-disc-t.txt"]):
         raise DataError(f"{folder}: expected *-Disc-T.png; found contours (*.txt) only; draw them with the publisher's script")
     first = {re.sub(r"-\d+-disc-t$", "", disc.stem, flags=re.IGNORECASE): disc for disc in reversed(discs)}
-    for image in by_stem(files(part, [".png"])).values():
+    for image in by_stem(find_files(part, [".png"])).values():
         disc = find_partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
         cup = find_partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
-        yield with_drawings(image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
+        yield sample_with_drawings(
+            image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None
+        )
 
 
 def _origa_or_g1020(folder: Path) -> list[SourceSample]:
@@ -265,12 +273,14 @@ def _origa_or_g1020(folder: Path) -> list[SourceSample]:
 
     Raises DataError for MATLAB's .mat files.
     """
-    if files(folder, [".mat"]) and not any(child(one, m) for one in folders(folder) for m in ("Masks", "Masks_Square")):
+    if find_files(folder, [".mat"]) and not any(
+        find_subfolder(one, m) for one in walk_folders(folder) for m in ("Masks", "Masks_Square")
+    ):
         raise DataError(f"{folder}: expected Masks/*.png with pixels 1 and 2; found .mat annotations only, which are not read")
     return match_by_name(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
 
 
-def _refuse_mask(mask: Path) -> np.ndarray:
+def _reject_mask(mask: Path) -> np.ndarray:
     raise DataError(f"{mask}: expected one channel of 0, 1 (rim) and 2 (cup); found other values or colours")
 
 
@@ -285,13 +295,13 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
     for site in DOMAINS:
         domain = find_folder(site, source)
         for split in ("train", "test") if domain else ():
-            part = child(domain, split) if domain else None
-            rois = child(part, "ROIs") if part else None
+            part = find_subfolder(domain, split) if domain else None
+            rois = find_subfolder(part, "ROIs") if part else None
             if rois is None:
                 raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
             own = match_by_name(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
             eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
-            found += with_masks(site, eyes, partial(mask_from, partial(cup_from_dark, False), ()), f"{split}-")
+            found += with_masks(site, eyes, partial(mask_from, partial(disc_cup_labels, False), ()), f"{split}-")
     there = sorted({one.site for one in found})
     notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
     return ImportResult(found, DISC_AND_CUP, notes)
@@ -303,8 +313,8 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
     Raises DataError for another layout.
     """
     found: list[SourceSample] = []
-    for slide in [folder for folder in folders(source) if re.fullmatch(r"slide_\d+", folder.name.lower())]:
-        annotated = child(slide.parent, truth := "GT_" + slide.name.split("_")[1])
+    for slide in [folder for folder in walk_folders(source) if re.fullmatch(r"slide_\d+", folder.name.lower())]:
+        annotated = find_subfolder(slide.parent, truth := "GT_" + slide.name.split("_")[1])
         if annotated is None:
             raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
         own = (replace(one, group=slide.name, is_patient=True) for one in match_by_name(slide, annotated))
@@ -344,13 +354,13 @@ POLYPS = {
 FUNDUS = {
     # Orlando et al., REFUGE (2020)
     "refuge": PictureSet(
-        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, partial(cup_from_dark, True), ()),
+        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, partial(disc_cup_labels, True), ()),
         has_split=True,
     ),
     # Zhang et al., ORIGA-light (2010)
-    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _refuse_mask, (0, 1, 2))),
+    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _reject_mask, (0, 1, 2))),
     # Bajwa et al., G1020 (2020)
-    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _refuse_mask, (0, 1, 2))),
+    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _reject_mask, (0, 1, 2))),
     # Sivaswamy et al., Drishti-GS (2014)
     "drishti-gs1": PictureSet(
         "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti,
@@ -394,10 +404,10 @@ class ClassSet:
     def read(self, source: Path, options: Options) -> ImportResult:
         """Read the pictures of the first folder that has a folder for each class."""
         wanted = [f"{split}/{name}" for split in self.splits or (".",) for name in self.classes]
-        root = next((one for one in folders(source) if all((one / name).is_dir() for name in wanted)), None)
+        root = next((one for one in walk_folders(source) if all((one / name).is_dir() for name in wanted)), None)
         found = [
             SourceSample(self.site, f"{name}/{picture.name}", picture, name, split=split if self.splits else None)
-            for split, picture, name in (read_folders(root) if root else ())
+            for split, picture, name in (list_class_pictures(root) if root else ())
             if name in self.classes
         ]
         notes = ["one list for all, no sites: share it out with `consilium data partition` of its datalist.json"]

@@ -23,9 +23,9 @@ from consilium.data.importers.base import (
     ImportResult,
     Options,
     TextRecord,
-    csv_lines,
     csv_rows,
-    files,
+    find_files,
+    numbered_csv_rows,
     wrong_layout,
 )
 from consilium.data.importers.xml_files import read_xml
@@ -68,7 +68,7 @@ class TextSet:
         for names, split in self.parts:
             size = options.size or next(iter(self.sizes), "")
             named = [name.format(size=size) for name in names if name]
-            if not names[-1] and not any(path.name.lower() in map(str.lower, named) for path in files(source, [""])):
+            if not names[-1] and not any(path.name.lower() in map(str.lower, named) for path in find_files(source, [""])):
                 continue
             path = find_file(source, named, self.layout)
             raws = _read_records(path, self.fields)
@@ -96,7 +96,7 @@ class TextSet:
 def find_file(source: Path, names: Sequence[str], layout: str) -> Path:
     """Return the file with the first of `names` that exists, in any case, at any depth. Raises DataError for none or two."""
     for name in names:
-        found = [path for path in files(source, [name.lower()]) if path.name.lower() == name.lower()]
+        found = [path for path in find_files(source, [name.lower()]) if path.name.lower() == name.lower()]
         least = min((len(path.parts) for path in found), default=0)
         highest = [path for path in found if len(path.parts) == least]
         if len(highest) > 1:
@@ -175,7 +175,7 @@ def _choice_record(where: str, task: str, text: str, options: Sequence[Any], lab
     return _make_record(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
 
 
-def choice(
+def choice_converter(
     task: str,
     text: str,
     options: Sequence[str],
@@ -244,7 +244,7 @@ MMLU_SUBJECTS = (
 """MMLU's medical subjects in MultiMedQA (Singhal et al., "Large language models encode clinical knowledge", 2023)."""
 MMLU_SPLITS = {"dev": "training", "val": "validation", "test": "test"}
 FEW = "the publisher's five development questions of each subject are the training split"
-_ASKED = partial(choice, MEDICAL, "{question}")
+_ASKED = partial(choice_converter, MEDICAL, "{question}")
 PUBMEDQA = ("yes", "no", "maybe")
 TRUTH = "test_ground_truth.json"
 """PubMedQA's file with the answers of its test split, by PubMed number."""
@@ -257,7 +257,7 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
     """
     path, tests = find_file(source, ["ori_pqal.json"], PUBMEDQA_LAYOUT), dict[str, Any]()
     raws = _read_map(path)
-    if files(source, [TRUTH]):
+    if find_files(source, [TRUTH]):
         tests = _read_map(truth := find_file(source, [TRUTH], PUBMEDQA_LAYOUT))
         for number, answer in tests.items():
             own = raws.get(number)
@@ -299,7 +299,7 @@ def read_mmlu(source: Path, options: Options) -> ImportResult:
     for subject in MMLU_SUBJECTS:
         for part, split in MMLU_SPLITS.items():
             path = find_file(source, [name := f"{subject}_{part}.csv"], f"{name}, of {MMLU_LAYOUT}")
-            for number, row in csv_lines(path):
+            for number, row in numbered_csv_rows(path):
                 where = f"{path}:{number}"
                 if len(row) != 6:
                     raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {GIVE}")
@@ -316,7 +316,7 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
     """
     lines: list[TextRecord] = []
     empty: Counter[str] = Counter()
-    for path in files(source, [".xml"]):
+    for path in find_files(source, [".xml"]):
         if not (found := re.fullmatch(r"\d+_(.+?)_QA(_XML)?", path.parent.name, re.IGNORECASE)):
             continue
         root = read_xml(path, "XML of QAPairs", keeps_text=True)
@@ -347,7 +347,7 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
     lines: list[TextRecord] = []
     for name, split in (("trainset.csv", None), ("devset.csv", "validation"), ("testset_w_refs.csv", "test")):
         path = find_file(source, [name], E2E_LAYOUT)
-        if not {"mr", "ref"} <= set(heads := next((row for _, row in csv_lines(path)), [])):
+        if not {"mr", "ref"} <= set(heads := next((row for _, row in numbered_csv_rows(path)), [])):
             raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
         rows = [(row["mr"], row["ref"]) for row in csv_rows(path) if row["mr"] and row["ref"]]
         merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in grouped(rows).items()]
@@ -393,14 +393,14 @@ TEXT_SETS = (
         "train.jsonl and valid.jsonl (or dev.jsonl) with goal, sol1 and sol2, and train-labels.lst and valid-labels.lst",
         ((("train.jsonl",), None), (("valid.jsonl", "dev.jsonl"), "test")),
         {"goal": str, "sol1": str, "sol2": str},
-        choice("Which solution reaches the goal?", "{goal}", ("sol1", "sol2"), 0, group=itemgetter("goal")),
+        choice_converter("Which solution reaches the goal?", "{goal}", ("sol1", "sol2"), 0, group=itemgetter("goal")),
         labels=True,
     ),
     _DEVELOPMENT_TESTS(  # Zellers et al. (2019)
         "hellaswag", "hellaswag_train.jsonl and hellaswag_val.jsonl with ctx, endings and label",
         ((("hellaswag_train.jsonl",), None), (("hellaswag_val.jsonl",), "test")),
         {"ctx": str, "endings": list, "label": int, "activity_label": str},
-        choice(
+        choice_converter(
             "How does the text go on?", "{activity_label}: {ctx}", ("endings",), 0, "label",
             lambda raw: str(raw.get("source_id") or ""), "activity_label",  # a video or an article
         ),
@@ -409,7 +409,7 @@ TEXT_SETS = (
         "winogrande", "train_xl.jsonl (or another --size) with train_xl-labels.lst, and dev.jsonl with dev-labels.lst",
         ((("train_{size}.jsonl",), None), (("dev.jsonl",), "test")),
         {"qID": str, "sentence": str, "option1": str, "option2": str},
-        choice(
+        choice_converter(
             "Which option belongs in the gap, marked _?", "{sentence}", ("option1", "option2"), 1,
             group=lambda raw: re.sub(r"-[12]$", "", raw["qID"]),  # the two sentences of a pair
         ),

@@ -17,13 +17,13 @@ from consilium.data.importers.base import (
     ImportResult,
     Options,
     SourceSample,
-    child,
     csv_rows,
-    files,
-    folders,
+    find_files,
+    find_subfolder,
+    walk_folders,
     wrong_layout,
 )
-from consilium.data.safe_open import reading
+from consilium.data.safe_open import wrap_decoding_errors
 from consilium.data.site_names import select_sites, slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
@@ -46,7 +46,7 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
     for name, other in ((name, other) for name, other in HOSPITALS.items() if slug(name) in asked):
         there = []
         for called in filter(None, (name, other)):  # the first folder with this name, in any case, at any depth
-            there += [inside for place in folders(source) if (inside := child(place, called))][:1]
+            there += [inside for place in walk_folders(source) if (inside := find_subfolder(place, called))][:1]
         if len(there) > 1:
             raise DataError(f"{there[1]}: is {name} by another name; found {there[0]} too; keep one of the two")
         if not there:
@@ -69,7 +69,7 @@ def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:
 
     Raises DataError for another layout, or an image without a segmentation.
     """
-    images, labels = child(folder, "images"), child(folder, "labels")
+    images, labels = find_subfolder(folder, "images"), find_subfolder(folder, "labels")
     apart = images is not None and labels is not None
     volumes = _files_by_case(images if images and apart else folder)
     masks = {f"{stem}_segmentation": path for stem, path in _files_by_case(labels).items()} if labels and apart else volumes
@@ -83,7 +83,7 @@ def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:
 
 
 def _files_by_case(folder: Path) -> dict[str, Path]:
-    return {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in files(folder, ENDINGS)}
+    return {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in find_files(folder, ENDINGS)}
 
 
 def read_mnms(source: Path, options: Options) -> ImportResult:
@@ -94,10 +94,10 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     because two vendors have no training cases in them. Cases without labels (Training/Unlabeled) are left out.
     Raises DataError for another layout.
     """
-    tables = ((path, csv_rows(path, "External code", "ED", "ES")) for path in files(source, [".csv"]))
+    tables = ((path, csv_rows(path, "External code", "ED", "ES")) for path in find_files(source, [".csv"]))
     table, read = next(((path, own) for path, own in tables if own and {"VendorName", "Vendor"} & own[0].keys()), (source, []))
     rows = {row["External code"].strip(): row for row in read}
-    cases = {p.name[: -len("_sa.nii.gz")]: p for p in files(source, ["_sa.nii.gz"])}
+    cases = {p.name[: -len("_sa.nii.gz")]: p for p in find_files(source, ["_sa.nii.gz"])}
     if not cases or not rows:
         raise wrong_layout(source, MNMS_LAYOUT)
     if unknown := sorted(cases.keys() - rows.keys()):
@@ -132,7 +132,7 @@ def _frame_number(path: Path, cell: str, phase: str) -> int:
 
 
 def _open_nifti(path: Path) -> Any:
-    with reading(path, "cannot be read as NIfTI", "replace it"):
+    with wrap_decoding_errors(path, "cannot be read as NIfTI", "replace it"):
         return nifti.load(path)
 
 

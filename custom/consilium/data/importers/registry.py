@@ -7,7 +7,7 @@ from typing import Any
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import Registry
-from consilium.core.schema import nearest
+from consilium.core.schema import did_you_mean
 from consilium.core.storage import nothing_left_on_failure
 from consilium.data.importers.base import Importer, Options, wrong_layout
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
@@ -37,18 +37,23 @@ def import_set(
     options: Options = Options(),  # noqa: B008 - frozen
     add: bool = False,
 ) -> dict[str, Any]:
-    """Import the data set `name` like `import_sets`. Return the first record: of the sites with masks if both kinds exist."""
-    return next(iter(import_sets(name, source, dest, options, add).values()))
+    """Import the data set `name` like `import_set_by_folder`.
+
+    Return the first record: of the sites with masks if both kinds exist.
+    """
+    return next(iter(import_set_by_folder(name, source, dest, options, add).values()))
 
 
-def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool = False) -> dict[Path, dict[str, Any]]:
+def import_set_by_folder(
+    name: str, source: Path, dest: Path, options: Options, add: bool = False
+) -> dict[Path, dict[str, Any]]:
     """Read the data set `name` and write a data list per site. Return the records in import.json, by folder.
 
     If some sites have masks and others classes, each kind gets a folder of its own in `dest`. `add`: keep the sites of earlier
     imports. Raises ConfigError for an unknown name or impossible options, DataError for folders of another layout.
     """
     if name not in IMPORTERS:
-        raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{nearest(name, IMPORTERS)}")
+        raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{did_you_mean(name, IMPORTERS)}")
     _check_options(name, options)
     own = IMPORTERS[name]
     if not (source.is_file() if own.is_file else source.is_dir()):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.grouping import grouped
-from consilium.core.schema import nearest
-from consilium.data.class_names import EACH_ITS_OWN, doubtful_names
-from consilium.data.file_kinds import PICTURES, is_there, is_volume, path_below
+from consilium.core.schema import did_you_mean
+from consilium.data.class_names import EACH_ITS_OWN, doubtful_name_findings
+from consilium.data.file_kinds import PICTURES, is_there, is_volume, path_in_any_spelling
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
-from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, files
+from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, find_files
 from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, kind_of, without_ending
 from consilium.data.safe_open import text_lines
@@ -114,7 +114,7 @@ def read_texts(source: Path, options: Options) -> ImportResult:
     if lost := len(rows) - len(kept):
         notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
     notes += [*describe_renames(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
-    return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_names(counts))])
+    return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_name_findings(counts))])
 
 
 def find_table(folder: Path) -> Table | None:
@@ -211,12 +211,14 @@ def _match_columns(
 
     Raises ConfigError for an unknown field or heading, and for a needed field without a heading.
     """
-    wrong = [f"{name!r}: expected one of {', '.join(fields)}{nearest(name, fields)}" for name in columns if name not in fields]
+    wrong = [
+        f"{name!r}: expected one of {', '.join(fields)}{did_you_mean(name, fields)}" for name in columns if name not in fields
+    ]
     exact = {name.casefold(): name for name in reversed(there)}
     named = {one: columns.get(one) or exact[one] for one in fields if one in columns or one in exact}
     absent = {one: [part for part in _column_names(name, there) if part not in there] for one, name in named.items()}
     if absent := {one: parts for one, parts in absent.items() if parts}:
-        what = ", ".join(f"{part!r}{nearest(part, there)}" for parts in absent.values() for part in parts)
+        what = ", ".join(f"{part!r}{did_you_mean(part, there)}" for parts in absent.values() for part in parts)
         remedy = " ".join(f"--column {one}=NAME" for one in absent)
         wrong.append(f"{source}: no column {what}; there are {', '.join(there)}; write {remedy}")
     if wrong:
@@ -279,7 +281,7 @@ def _is_path(source: Path, cell: str) -> bool:
 
 def _check_labels(source: Path, column: str, counts: Mapping[str, int]) -> None:
     """Raise DataError if no class has two samples. `counts`: samples per class."""
-    for kind, line in doubtful_names(counts):
+    for kind, line in doubtful_name_findings(counts):
         if kind == EACH_ITS_OWN:
             raise DataError(
                 f"{source}: column {column!r} has {kind}, {line}; name the column of classes by --column label=NAME"
@@ -296,7 +298,7 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
     found = {key: path for key in lines if (path := _find_picture(table.path.parent, key[1]))}
     if len(found) == len(lines):
         return found
-    there = files(table.path.parent, PICTURES)[:_SEARCHED]
+    there = find_files(table.path.parent, PICTURES)[:_SEARCHED]
     names = ((name, path) for path in there for name in {path.name, without_ending(path.name)})
     below = grouped((compose_unicode(name).casefold(), path) for name, path in names)
     lost = list[str]()
@@ -327,7 +329,7 @@ def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
 
 def _find_picture(folder: Path, cell: str) -> Path | None:
     """Return the path of the file, or of the folder with a DICOM series, that a cell names; None if it does not exist."""
-    path = path_below(folder, cell)
+    path = path_in_any_spelling(folder, cell)
     return path if cell and is_there(path) and (path.is_file() or (path.is_dir() and is_volume(path))) else None
 
 

@@ -105,7 +105,7 @@ def _write_sample(folder: Path, spec: dict, who: Habits, split: str, index: int)
     rng = np.random.default_rng(seed_for(spec["seed"], spec["kind"], spec["site"], split, index))
     name = f"{split}-{index:03d}.png"
     if spec["kind"] == "cells":
-        mix = few_classes(spec["site"], spec["classes"]) if "classes" in spec else class_shares(who)
+        mix = equal_class_shares(spec["site"], spec["classes"]) if "classes" in spec else class_shares(who)
         label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=mix))
         image = _record_by_camera(rng, draw_cell(rng, label, spec["size"]), who.look)
     else:
@@ -116,7 +116,7 @@ def _write_sample(folder: Path, spec: dict, who: Habits, split: str, index: int)
     return {"image": f"images/{name}", "label": label}
 
 
-def few_classes(site: str, count: int) -> np.ndarray:
+def equal_class_shares(site: str, count: int) -> np.ndarray:
     """Return the shares of each of CELLS at a site that has `count` classes, all equally often.
 
     McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, give each client

@@ -91,7 +91,7 @@ def collect_metrics(kit: Path) -> list[Sample]:
         return [*found, *_server_samples(kit, state)]
     found += budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     for run in all_runs(state):
-        records = [_check_record(path) for path in run.rglob(audit_log.FILE)]
+        records = [_record_integrity(path) for path in run.rglob(audit_log.FILE)]
         found.append(Sample("record_intact", float(all(whole for _, whole in records)), {"run": run.name}))
         found.append(Sample("messages_total", sum(count for count, _ in records), {"run": run.name}))
     return found
@@ -129,25 +129,25 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("site_last_refusal_timestamp_seconds", health.get("refused_at", 0.0), of | {"code": health["refusal"]})
 
 
-def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
+def _run_samples(folder: Path, events: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
     """Yield the metrics of one run. Store the time of each site's last message in `seen`."""
     of = {"run": folder.name}
-    done = [x for x in lines if x["event"] == "concluded"]
-    began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
+    done = [x for x in events if x["event"] == "concluded"]
+    began = {(x["round"], x["phase"]): x["time"] for x in events if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
-    state, end, cause = run_state(folder, lines)
+    state, end, cause = run_state(folder, events)
     yield Sample("run_state", 1, of | {"state": state})
     if end is not None:
         yield Sample("run_end_timestamp_seconds", end, of)
     if cause:
         yield Sample("run_stopped", 1, of | {"cause": cause})
-    if lines:
-        yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
+    if events:
+        yield Sample("run_last_event_timestamp_seconds", events[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
         yield Sample("run_round_seconds", done[-1]["time"] - start, of)
     refused: dict[str, int] = {}
-    for line in lines:
+    for line in events:
         if line["event"] == "refused":
             refused[line["site"]] = refused.get(line["site"], 0) + 1
         elif line["event"] in ("joined", "result", "final"):
@@ -156,13 +156,13 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
         yield Sample("run_refusals_total", count, of | {"site": site})
 
 
-def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | None, str]:
-    """Return a run's state (running, completed, stopped or lost), when it ended, and why it was stopped. `lines`: its events.
+def run_state(folder: Path, events: list[dict[str, Any]]) -> tuple[str, float | None, str]:
+    """Return a run's state (running, completed, stopped or lost), when it ended, and why it was stopped. `events`: its events.
 
     Lost: its process ended without a result.
     """
     results = folder / "results.json"
-    last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
+    last = next((line for line in reversed(events) if line["event"] in ("stopped", "resumed")), None)
     if last and last["event"] == "stopped":
         return "stopped", last["time"], shown(last["reason"], 300)
     if results.is_file():
@@ -170,7 +170,7 @@ def run_state(folder: Path, lines: list[dict[str, Any]]) -> tuple[str, float | N
     return "running" if has_process(folder) else "lost", None, ""
 
 
-def _check_record(path: Path) -> tuple[int, bool]:
+def _record_integrity(path: Path) -> tuple[int, bool]:
     """Return the number of messages in a record, and whether it is unaltered."""
     try:
         found = audit_log.load_record(path)

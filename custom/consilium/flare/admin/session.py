@@ -103,7 +103,7 @@ class Admin:
         Jobs that FLARE's own tools submitted have no experiment in their metadata, so their job.yaml is downloaded and read.
         """
 
-        def experiment_in_job_yaml(job_id: str) -> str | None:
+        def download_experiment_name(job_id: str) -> str | None:
             with tempfile.TemporaryDirectory() as folder, suppress(*NO_JOB):
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
@@ -112,7 +112,7 @@ class Admin:
 
         by_metadata = (job for job in reversed(jobs) if experiment_of(job) == experiment)
         by_files = (
-            job for job in reversed(jobs) if not job.get("experiment") and experiment_in_job_yaml(job["job_id"]) == experiment
+            job for job in reversed(jobs) if not job.get("experiment") and download_experiment_name(job["job_id"]) == experiment
         )
         return next(by_metadata, None) or next(by_files, None)
 
@@ -162,7 +162,7 @@ class Admin:
         if meta["status"] == LOST:
             return found | {"progress": None, "reason": self._failure_line(meta)}
         if not meta["status"].startswith(ENDED):
-            waits = self._scheduler_lines(meta["job_id"]) if meta["status"] == WAITING else ""
+            waits = self._scheduler_text(meta["job_id"]) if meta["status"] == WAITING else ""
             try:
                 stats = self.session.show_stats(meta["job_id"], api_spec.TargetType.SERVER)
                 running = stats.get("server", {}).get("consilium")
@@ -179,7 +179,7 @@ class Admin:
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._ended_outcome(meta["job_id"])
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
-            found["reason"] = self._scheduler_lines(meta["job_id"]) or NO_REASON
+            found["reason"] = self._scheduler_text(meta["job_id"]) or NO_REASON
         return found
 
     def reasons(self, jobs: list[Job]) -> list[str]:
@@ -198,9 +198,9 @@ class Admin:
             )
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
         reason = self._ended_outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
-        return " ".join((reason or self._scheduler_lines(job["job_id"]) or NO_REASON).split())
+        return " ".join((reason or self._scheduler_text(job["job_id"]) or NO_REASON).split())
 
-    def _scheduler_lines(self, job_id: str) -> str:
+    def _scheduler_text(self, job_id: str) -> str:
         """Return the last lines of FLARE's scheduler about a job that has not started, joined by "; ". "" if there are none."""
         history = self.session.get_job_meta(job_id).get("schedule_history") or []
         return "; ".join(text for text in dict.fromkeys(str(line)[TIMESTAMP:] for line in history[-2:]) if text != "scheduled")

@@ -44,7 +44,7 @@ def delete_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
+def prepare_resume(experiment: str, uploads: Path, job: Path | None) -> Path:
     """Set `resume` in an experiment's job folder, so that the server continues from its checkpoint; return the folder.
 
     `job`: the submitted job, if another kit submitted it. Raises ConfigError for an unknown experiment.

@@ -28,7 +28,7 @@ from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, scored_run_state
 from consilium.server.masked_round import MaskedRounds
-from consilium.server.run_start import check_start_inside
+from consilium.server.run_start import check_start_folder
 
 
 class Arguments(Section):
@@ -65,14 +65,14 @@ class RoundController(Controller):
             folder, observe = job_context.server_folder(fl_ctx, job, self.resume), job_context.observer(self, fl_ctx, "server")
             own = job_context.server_config(fl_ctx)
             if not job_context.simulated():
-                check_start_inside(job.config, own)
+                check_start_folder(job.config, own)
             saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
-            seals = job_context.seals(fl_ctx)
+            seals = job_context.ledger_seal_store(fl_ctx)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.set_job(job), own, seals)
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:
-                self.masked = MaskedRounds(self.coordinator, *job_context.federation_root(fl_ctx))
+                self.masked = MaskedRounds(self.coordinator, *job_context.root_certificate_and_server(fl_ctx))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
@@ -97,7 +97,7 @@ class RoundController(Controller):
         """
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.CLIENT_RECONNECTED and self.registration:
-            self.registration.send_again()  # FLARE's thread holds locks here, and sending a task needs none of them
+            self.registration.send_hellos_in_thread()  # FLARE's thread holds locks here, and sending a task needs none of them
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
         if asked and self.coordinator:

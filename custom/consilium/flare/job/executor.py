@@ -31,7 +31,7 @@ class SiteExecutor(Executor):
         """
         if event_type == EventType.START_RUN:
             wire.register()
-            job_context.leave_to_quorum(fl_ctx)
+            job_context.preset_exit_success(fl_ctx)
             route_to_private_log(fl_ctx)
             share_timers()
         if event_type == EventType.AFTER_TASK_EXECUTION:
@@ -60,6 +60,6 @@ class SiteExecutor(Executor):
             if abort_signal.triggered:
                 raise Stopped("the job was aborted")
 
-        site = site_registry.ready(self, fl_ctx)
+        site = site_registry.built_client(self, fl_ctx)
         site.context.should_stop = stop_if_aborted
         return site

@@ -53,9 +53,9 @@ class GuardTaskFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a shareable that only refers to the authorized task. The server's message itself is not passed on."""
-        if isinstance(wire.peek(shareable), AuthorizedTask) or site_registry.site_job(fl_ctx).refused is shareable:
+        if isinstance(wire.peek(shareable), AuthorizedTask) or site_registry.site_job_state(fl_ctx).refused is shareable:
             return shareable  # the first pair of filters made it
-        site_registry.reload_data(fl_ctx)
+        site_registry.reload_unusable_data(fl_ctx)
         guard, name = site_registry.guard(self, fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_NAME)
         guard.end_task()
         if wire.reason_of(shareable) is not None:
@@ -67,7 +67,7 @@ class GuardTaskFilter(ClosedFilter):
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal, and remember it so that the second pair lets it pass. Refusals sent by a server do not pass."""
-        site_registry.site_job(fl_ctx).refused = refusal = super().refused(reason, shareable, fl_ctx)
+        site_registry.site_job_state(fl_ctx).refused = refusal = super().refused(reason, shareable, fl_ctx)
         return refusal
 
 
@@ -76,7 +76,7 @@ class GuardResultFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the message that the guard releases for a result. Of a refusal only the reason is used."""
-        if site_registry.site_job(fl_ctx).sent is shareable:
+        if site_registry.site_job_state(fl_ctx).sent is shareable:
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
             return self.refused(reason, shareable, fl_ctx)
@@ -118,7 +118,7 @@ class GuardResultFilter(ClosedFilter):
             return Reason.BUDGET if over else Reason.LEDGER
 
     def _remember_sent(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
-        site_registry.site_job(fl_ctx).sent = message
+        site_registry.site_job_state(fl_ctx).sent = message
         return message
 
 

@@ -24,7 +24,7 @@ from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site,
 from consilium.core.errors import ConfigError, Reason
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
-from consilium.core.storage import private_folder, read_json, sweep, write_atomic
+from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, claim_run_folder, default_name, known_run
 from consilium.flare.job.late_join import Arrivals
@@ -34,7 +34,7 @@ from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
-from consilium.report.private_logging import public_fields
+from consilium.report.private_logging import log_event_privately
 from consilium.server.coordinator import FILE as SEALS, Seals
 from consilium.server.cross_site import former_run
 
@@ -99,7 +99,7 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
     return find_site(name, _simulation_settings(), local, is_kit=(local.parent / "startup" / "client.crt").is_file())
 
 
-def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
+def secagg_identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
     """Return the site's key and certificates for secure aggregation, from its kit or a simulation. Raises ConfigError."""
     if simulated():
         return read_simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
@@ -111,7 +111,7 @@ def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
     return read_identity(startup, name, server, site.secure_aggregation)
 
 
-def federation_root(fl_ctx: FLContext) -> tuple[Certificate, str]:
+def root_certificate_and_server(fl_ctx: FLContext) -> tuple[Certificate, str]:
     """Return (the root certificate, the server's name), from the server's kit or a simulation."""
     if simulated():
         return read_root(Path(os.environ[OUTPUT]) / IDENTITIES / "rootCA.pem"), SERVER
@@ -139,7 +139,7 @@ def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
     state, name = state_folder(fl_ctx), experiment_name(fl_ctx, job)
     if resume and not (state / RUNS / name / "metrics.jsonl").is_file() and not simulated():
         raise ConfigError(f"experiment: there is no run {name!r} at this server to go on with; submit it")
-    return _run_folder(fl_ctx, job, state)
+    return _open_run_folder(fl_ctx, job, state)
 
 
 def experiment_name(fl_ctx: FLContext, job: Job) -> str:
@@ -155,12 +155,12 @@ def watch_revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
     return partial(revoked_since, local, revoked_until(local))
 
 
-def seals(fl_ctx: FLContext) -> Seals:
+def ledger_seal_store(fl_ctx: FLContext) -> Seals:
     """Return the store of the last seals of the sites' privacy ledgers at this server. In a simulation it is not saved."""
     return Seals(None if simulated() else state_folder(fl_ctx) / SEALS)
 
 
-def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
+def watch_arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
     """Start a watcher that calls `arrived` with the sites that connect while this job runs, and return it.
 
     Return None in a simulation, where all sites connect at the start.
@@ -179,7 +179,7 @@ def submitter(fl_ctx: FLContext) -> str:
         return ""
 
 
-def leave_to_quorum(fl_ctx: FLContext) -> None:
+def preset_exit_success(fl_ctx: FLContext) -> None:
     """Make FLARE treat this site's process as ended, not as failed, if it is killed. Then the quorum decides about the job.
 
     FLARE 2.9 fails the whole job if one site's process dies, whatever `min_clients` says. It reads a process's exit code from a
@@ -224,20 +224,20 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
 
     Raises ConfigError for an invalid name, and if the folder belongs to another submitter or another site.
     """
-    if (own := _own_state(site)) is not None:
-        return _run_folder(fl_ctx, job, own, name)
-    return _run_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
+    if (own := _configured_state_folder(site)) is not None:
+        return _open_run_folder(fl_ctx, job, own, name)
+    return _open_run_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
 
 
 def former_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
     """Return the site's folder of the run that a cross-site job scores; None if the site took no part. Raises ConfigError."""
-    own = _own_state(site)
+    own = _configured_state_folder(site)
     former = former_run_folder(fl_ctx, job, own, name if own else "")
     found = former if former is None or own else former / "sites" / name
     return found if found and found.is_dir() else None
 
 
-def _own_state(site: SiteConfig) -> Path | None:
+def _configured_state_folder(site: SiteConfig) -> Path | None:
     """Return `state` of the site's site.yaml; None in a simulation, which writes into its workspace only."""
     return None if simulated() else site.state
 
@@ -271,7 +271,7 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool
 
     def observe(event: Mapping[str, Any]) -> None:
         if event["event"] != "step":
-            component.log_info(fl_ctx, json.dumps(public_fields(event) if private and not output else dict(event)))
+            component.log_info(fl_ctx, json.dumps(log_event_privately(event) if private and not output else dict(event)))
         if output:
             folder = Path(output) / "events"
             folder.mkdir(parents=True, exist_ok=True)
@@ -286,7 +286,7 @@ def state_folder(fl_ctx: FLContext) -> Path:
     return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
 
 
-def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
+def _open_run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
     """Return this run's folder under `state`, after deleting unfinished files in it.
 
     From now on, new files of this process are readable by its user only. `site`: the folder's owner, if two sites could name
@@ -295,7 +295,9 @@ def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Pat
     os.umask(0o077)
     if simulated():
         return state
-    private_folder(state_folder(fl_ctx)).chmod(0o700)  # also if `state` is another folder; former versions left it readable
+    make_private_folder(state_folder(fl_ctx)).chmod(
+        0o700
+    )  # also if `state` is another folder; former versions left it readable
     found = claim_run_folder(state, experiment_name(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found

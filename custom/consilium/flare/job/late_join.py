@@ -52,9 +52,9 @@ class LateSites(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """At every heartbeat, start a thread that looks for sites without a job meant for them, unless one is running."""
         if event_type == EventType.CLIENT_HEARTBEAT_PROCESSED and self._busy.acquire(blocking=False):
-            threading.Thread(target=self._look, args=(fl_ctx.get_engine(),), daemon=True).start()
+            threading.Thread(target=self._send_missing_jobs, args=(fl_ctx.get_engine(),), daemon=True).start()
 
-    def _look(self, engine: ServerEngine) -> None:
+    def _send_missing_jobs(self, engine: ServerEngine) -> None:
         try:
             here = {client.token: client for client in engine.get_clients()}
             now = time.monotonic()
@@ -140,11 +140,11 @@ class Arrivals:
     def _watch(self) -> None:
         while not self._over.wait(EVERY):
             try:
-                self._look()
+                self._poll_clients()
             except Exception as error:  # such as a connection that ends with the job; the next check is soon
                 self._logger.info(f"the connected sites could not be read now ({type(error).__name__})")
 
-    def _look(self) -> None:
+    def _poll_clients(self) -> None:
         found: Mapping[str, Any] | None = self._engine._retrieve_clients_data(self._job_id)
         known = self._engine.client_manager.clients
         if found and found.keys() != known.keys():

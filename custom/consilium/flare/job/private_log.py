@@ -14,7 +14,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 
 from consilium.core.errors import ConsiliumError
-from consilium.core.storage import private_folder
+from consilium.core.storage import make_private_folder
 from consilium.federation.run_folders import ERRORS
 from consilium.flare.job import job_context
 from consilium.report.private_logging import route_data_logs
@@ -29,7 +29,7 @@ class PrivateFile(RotatingFileHandler):
     lost = False
 
     def __init__(self, fl_ctx: FLContext) -> None:
-        folder = private_folder(job_context.state_folder(fl_ctx) / ERRORS)
+        folder = make_private_folder(job_context.state_folder(fl_ctx) / ERRORS)
         name = Path(str(fl_ctx.get_job_id())).name  # the server chose the id
         how = {"delay": True, "encoding": "utf-8", "errors": "backslashreplace"}  # a file's name may be no valid text
         super().__init__(folder / f"{name}.log", maxBytes=MAX_BYTES, backupCount=1, **how)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from consilium.config.site import Given
 from consilium.core.child_process import exit_reason, ignore_sigint, receive, send_by_value
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading_event
-from consilium.data.disk_cache import discard_cache
+from consilium.data.disk_cache import clear_cache_if_present
 from consilium.flare.job.simulation import IDENTITIES, LOG, MARK, OUTPUT, write_settings
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 
@@ -83,7 +83,7 @@ class Simulator:
             send_by_value(self._pipe, (work, given))
             found = receive(self._pipe)
         if type(found) is ConsiliumError:
-            sys.stderr.write(self._output())
+            sys.stderr.write(self._printed_text())
         if isinstance(found, Exception):
             raise found
         return found
@@ -121,7 +121,7 @@ class Simulator:
             why = f"{errors[0].strip()} (see {log})" if errors else f"see {log}"
             raise ConsiliumError(f"the FLARE job did not complete: {why}")
         for name in self._sites:
-            discard_cache(workspace / "sites" / name)
+            clear_cache_if_present(workspace / "sites" / name)
 
     @contextmanager
     def _raise_if_child_ends(self) -> Iterator[None]:
@@ -129,11 +129,11 @@ class Simulator:
         try:
             yield
         except (EOFError, OSError):
-            lines = self._output().splitlines()
+            lines = self._printed_text().splitlines()
             why = lines[-1] if lines else exit_reason(self._process.wait(PATIENCE))
             raise ConsiliumError(f"FLARE's simulator did not start: {why}") from None
 
-    def _output(self) -> str:
+    def _printed_text(self) -> str:
         self._printed.seek(0)
         return self._printed.read().decode(errors="replace")
 

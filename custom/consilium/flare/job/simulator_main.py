@@ -92,7 +92,7 @@ def _run_site_in_fork(command: list[str], env: dict[str, str]) -> None:
     MainProcessMonitor.run(main_func=simulator_worker.main, run_dir=given.workspace, args=given)
 
 
-def sites_by_fork(pipe: connection.Connection) -> None:
+def fork_site_processes(pipe: connection.Connection) -> None:
     """Let FLARE start sites as forks of this process. With a GPU, or on a system other than Linux, sites are new processes.
 
     This process must have no other threads yet. `pipe`: a connection that the fork server closes.
@@ -135,7 +135,7 @@ def main() -> int:
         patches.check("simulation")
         for name in SERVER:
             import_module(name)
-        sites_by_fork(pipe)
+        fork_site_processes(pipe)
     except ConfigError as error:
         print(error)  # `Simulator` reads this line
         return 2

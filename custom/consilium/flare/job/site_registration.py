@@ -24,14 +24,14 @@ class Registration:
     def __init__(self, tasks: TaskSender) -> None:
         self.sent: dict[str, Task] = {}
         self.tasks, self._lock = tasks, threading.Lock()
-        self._arrivals = job_context.arrivals(tasks.fl_ctx, self._arrived)
+        self._arrivals = job_context.watch_arrivals(tasks.fl_ctx, self._arrived)
 
     def close(self) -> None:
         """Send no more hellos to sites that connect."""
         if self._arrivals:
             self._arrivals.stop()
 
-    def send(self, tasks: TaskSender | None = None) -> dict[str, Task]:
+    def send_hellos(self, tasks: TaskSender | None = None) -> dict[str, Task]:
         """Send a hello to each unregistered client without a pending hello. Return the tasks of all pending hellos.
 
         A site's reply registers the site with the coordinator.
@@ -59,12 +59,12 @@ class Registration:
         """Send a hello to sites that connected or reconnected. A reconnected site may have another version or other data."""
         coordinator = self.tasks.coordinator
         coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # other threads read it
-        self.send_again()
+        self.send_hellos_in_thread()
 
-    def send_again(self) -> None:
+    def send_hellos_in_thread(self) -> None:
         """Do the same as `send`, in another thread than the controller's."""
         with self.tasks.fl_ctx.get_engine().new_context() as fl_ctx:
-            self.send(replace(self.tasks, fl_ctx=fl_ctx))
+            self.send_hellos(replace(self.tasks, fl_ctx=fl_ctx))
 
 
 def read_hello(name: str, result: Shareable) -> Hello:

@@ -40,18 +40,18 @@ jobs: dict[tuple[str, str], SiteJob] = {}
 """The states by (FLARE's job id, site name)."""
 
 
-def site_job(fl_ctx: FLContext) -> SiteJob:
+def site_job_state(fl_ctx: FLContext) -> SiteJob:
     """Return the state of the job and site that FLARE's context names."""
     return jobs.setdefault((fl_ctx.get_job_id(), fl_ctx.get_identity_name()), SiteJob())
 
 
-def reload_data(fl_ctx: FLContext) -> None:
+def reload_unusable_data(fl_ctx: FLContext) -> None:
     """Read the data list again if no site could be built from it, and discard the guard, so that it is built again.
 
     This is called when a task arrives. If the list cannot be read now, the former list and guard stay, so that the guard can
     still repeat a reply.
     """
-    state = site_job(fl_ctx)
+    state = site_job_state(fl_ctx)
     if state.unusable:
         former, state.data = state.data, None
         try:
@@ -64,7 +64,7 @@ def reload_data(fl_ctx: FLContext) -> None:
 
 def data(fl_ctx: FLContext) -> DataList:
     """Return the site's samples, which are read at the first call. Raises ConsiliumError."""
-    state = site_job(fl_ctx)
+    state = site_job_state(fl_ctx)
     if state.data is None:
         job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
         state.data = site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
@@ -76,12 +76,12 @@ def _folder(fl_ctx: FLContext) -> Path:
     return job_context.former_site_folder(fl_ctx, job, name, site) or job_context.site_folder(fl_ctx, job, name, site)
 
 
-def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
+def built_client(component: FLComponent, fl_ctx: FLContext) -> Client:
     """Return the site with its data and weights, built at the first call. `component` logs its events.
 
     Raises ConsiliumError if it cannot be built.
     """
-    state = site_job(fl_ctx)
+    state = site_job_state(fl_ctx)
     if state.site is None:
         job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
         observer = job_context.observer(component, fl_ctx, name, job.config.privacy is not None)
@@ -99,7 +99,7 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
 
     Raises ConsiliumError if it cannot be built.
     """
-    state = site_job(fl_ctx)
+    state = site_job_state(fl_ctx)
     if state.guard is None:
         name = fl_ctx.get_identity_name()
         job, site = job_context.load_approved_job(fl_ctx, name)
@@ -107,16 +107,16 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
         folder, root = job_context.site_folder(fl_ctx, job, name, site), job_context.site_root(fl_ctx, job, name, site)
         observe = job_context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
         job_id, samples = fl_ctx.get_job_id() or "", data(fl_ctx)
-        identity = job_context.identity(fl_ctx, name, site) if job.config.secure_aggregation else None
+        identity = job_context.secagg_identity(fl_ctx, name, site) if job.config.secure_aggregation else None
         made = build_guard(job, name, site, folder, root, observe, job_context.simulated(), job_id, samples, identity)
-        made.ready = lambda: ready(component, fl_ctx).prepare_round()
+        made.ready = lambda: built_client(component, fl_ctx).prepare_round()
         state.guard = made
     return state.guard
 
 
 def close(fl_ctx: FLContext) -> None:
     """End the site's worker processes, and drop the site and its data."""
-    state = site_job(fl_ctx)
+    state = site_job_state(fl_ctx)
     site, state.site, state.data, state.unusable = state.site, None, None, False
     if site is not None:
         site.close()

@@ -31,7 +31,7 @@ class FlareTransport:
     def register(self, first: bool) -> None:
         """See Transport."""
         self._stop_if_aborted()
-        sent, c = self._registration.send(), self._tasks.coordinator
+        sent, c = self._registration.send_hellos(), self._tasks.coordinator
         if first:
             self._tasks.wait_for(sent, lambda: len(c.trainers) >= c.quorum)
             self._stop_if_aborted()

@@ -23,7 +23,7 @@ from nvflare.fuel.utils import fobs
 from torch import Tensor
 
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.messages import Kind, Payload, Tensors, is_hash
+from consilium.core.messages import Kind, Payload, Tensors, is_hash_or_empty
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 
 # tensor packing --------------------------------------------------------------------------------------------------------
@@ -62,11 +62,11 @@ def pack(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Tensor
     return sent, zlib.compress(json.dumps([names, dict(rest)], separators=(",", ":")).encode(), 9)
 
 
-def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, Any]]:
+def unpack(sent: Mapping[str, Tensor], compressed: bytes) -> tuple[Tensors, dict[str, Any]]:
     """Return the arguments of `pack`, the inverse. Raises ValueError, TypeError or KeyError for values `pack` cannot return."""
     opened = zlib.decompressobj()
     try:
-        text = opened.decompress(said, MAX_TEXT)
+        text = opened.decompress(compressed, MAX_TEXT)
     except zlib.error as error:
         raise ValueError(str(error)) from None
     if not opened.eof or opened.unused_data:
@@ -230,7 +230,7 @@ def decode_task(kind: Kind, shareable: Shareable) -> tuple[str, Payload | None, 
     if not isinstance(asked, dict) or asked.keys() != ({"run", "question"} if kind is Kind.MASKS else {"run"}):
         raise problem
     seal = shareable.get_header(SEAL, "") if kind is Kind.HELLO else ""
-    if not is_hash(seal) or not isinstance(asked.get("question", {}), dict):
+    if not is_hash_or_empty(seal) or not isinstance(asked.get("question", {}), dict):
         raise problem
     question = Payload(-1, -1, {}, masking=asked["question"]) if kind is Kind.MASKS else None
     return _checked_text(asked["run"]), question, str(seal)

@@ -21,7 +21,7 @@ _LOOK = re.compile(rf"\[E:[^]]*\](\[R:[^]]*\])?\[T:[^]]*\]\[U:[^]]*\]\[A:({'|'.j
 """Matches the start of a reading command's line. Only the start counts: any command's arguments may contain these words."""
 
 
-def rotate(kit: Path) -> None:
+def rotate_if_large(kit: Path) -> None:
     """Rotate the audit.log of this process's kit if the file has MAX_BYTES or more. Raises OSError."""
     path, auditor = kit / "audit.log", AuditService.get_auditor()
     if auditor is None or not path.is_file() or path.stat().st_size < MAX_BYTES:

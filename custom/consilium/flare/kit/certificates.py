@@ -60,26 +60,26 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
     return Finding(check, span, advice=f"{count_with_noun(days, 'day')} left: {remedy}" if days < WARN_DAYS else "")
 
 
-def examine_own(kit: Path) -> Iterator[Finding]:
+def examine_own_certificates(kit: Path) -> Iterator[Finding]:
     """Yield one finding for the participant's certificate and one for the root's. Raises ConfigError."""
     own = load_certificate(certificate_path(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
     yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
 
 
-def show_root_fingerprint(kit: Path) -> Finding:
+def root_fingerprint_finding(kit: Path) -> Finding:
     """Return the SHA-256 of the root's certificate, which `consilium provision` printed at the hub. Raises ConfigError."""
     root = load_certificate(kit / "startup" / "rootCA.pem")
     return Finding("root fingerprint", f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)")
 
 
-def examine_servers(kit: Path) -> Finding:
+def examine_server_connection(kit: Path) -> Finding:
     """Return whether the server replies, belongs to this project, and has a valid certificate.
 
     This connects with the kit's certificates, as FLARE does. So it also detects a firewall that decrypts TLS, and a wrong
     server.
     """
-    found = _check_server_certificate(kit)
+    found = _certificate_or_finding(kit)
     if isinstance(found, Finding):
         return found
     until = examine_expiry("server", server_address(kit), found, RENEW_SERVER)
@@ -88,7 +88,7 @@ def examine_servers(kit: Path) -> Finding:
     return until
 
 
-def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
+def _certificate_or_finding(kit: Path) -> x509.Certificate | Finding:
     """Return the server's certificate, or what is wrong with it or with the connection. Raises ConfigError."""
     target = server_address(kit)
     try:
@@ -176,20 +176,20 @@ def check_certificate_time(kit: Path) -> None:
     """Raise ConfigError if a kit's certificate is not valid now, or its key is locked. FLARE's own error names no remedy."""
     own = load_certificate(certificate_path(kit))
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
-        found = next(examine_own(kit))
+        found = next(examine_own_certificates(kit))
         raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
     private_key_path(kit)
 
 
 def why_no_connection(kit: Path) -> str:
     """Return why a kit cannot connect to its server, with a remedy; "" if it can. Raises ConfigError."""
-    found = _check_server_certificate(kit)
+    found = _certificate_or_finding(kit)
     return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
 
 
 def expiry_warnings(kit: Path) -> list[str]:
     """Return one line per certificate that expires within WARN_DAYS: the kit's own, the root's and the server's."""
-    found = [*examine_own(kit)]
+    found = [*examine_own_certificates(kit)]
     with suppress(OSError):  # if the server is unreachable, the session reports it better
         found.append(examine_expiry("server", server_address(kit), server_certificate(kit), RENEW_SERVER))
     return [f"{one.check}: {one.found}; {one.remedy or one.advice}" for one in found if one.remedy or one.advice]

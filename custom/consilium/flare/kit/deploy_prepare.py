@@ -21,7 +21,7 @@ from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit.kit_contents import LOCKED, kit_name, kit_role
-from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
+from consilium.flare.kit.kit_hardening import COMM, RESOURCES, shadows_job_settings
 from consilium.flare.kit.processes import check_stopped
 
 DEFAULT = f"{RESOURCES}.default"
@@ -36,7 +36,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     ConsiliumError with FLARE's reason if FLARE cannot prepare the kit.
     """
     kit_name(kit)
-    if kit_role(kit) is None or not is_pinned(kit):
+    if kit_role(kit) is None or not shadows_job_settings(kit):
         raise ConfigError(f"{kit}: is not a closed kit of a site or server; run `consilium allow KIT` first")
     check_stopped(kit)
     if (kit / LOCKED).is_file():
@@ -44,7 +44,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     if output.resolve().is_relative_to(kit.resolve()):
         raise ConfigError(f"--output: {output}: lies in the kit that is copied; give a folder outside of it")
     if kit_role(kit) == "site":
-        _check_state(kit)
+        _check_shared_ledger(kit)
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
             (copy / COMM).unlink()
         _run_flare_prepare(copy, settings, output)
     os.replace(output / "local" / DEFAULT, output / "local" / RESOURCES)
-    for name in (RESOURCES, COMM):  # as kit_hardening.pin_settings does
+    for name in (RESOURCES, COMM):  # as kit_hardening.shadow_job_settings does
         (output / name).symlink_to(Path("local") / name)
         (output / "local" / name).chmod(0o600)
     return output
@@ -76,7 +76,7 @@ def copy_fresh(kit: Path, target: Path) -> Path:
     return target
 
 
-def _check_state(kit: Path) -> None:
+def _check_shared_ledger(kit: Path) -> None:
     """Raise ConfigError unless the kit and its copy share one ledger. With two ledgers a budget could be spent twice."""
     path = kit / "local" / "site.yaml"
     load_site(path)

@@ -28,15 +28,20 @@ from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import connection_refusals
-from consilium.flare.kit.certificates import examine_own, examine_servers, server_address, show_root_fingerprint
+from consilium.flare.kit.certificates import (
+    examine_own_certificates,
+    examine_server_connection,
+    root_fingerprint_finding,
+    server_address,
+)
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.key_lock import unlocked_keys
+from consilium.flare.kit.key_lock import unlocked_key_files
 from consilium.flare.kit.kit_contents import (
     LOCKED,
     certificate_path,
+    has_private_key,
     is_key_of,
-    is_open,
     kit_name,
     kit_role,
     load_certificate,
@@ -45,14 +50,14 @@ from consilium.flare.kit.kit_contents import (
     relay_of,
     server_folders,
 )
-from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, unsafe_scripts
+from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_signed, shadows_job_settings, unsafe_scripts
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import has_revocation_check, revoked_until
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
-from consilium.privacy.secagg.sum_ledger import check_whole
+from consilium.privacy.secagg.sum_ledger import count_checked_lines
 
 TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 """Folders whose files a restart of the machine may delete."""
@@ -113,15 +118,15 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield from _examine_site(kit)
         server = _examine_server(kit)
         yield server
-        if server.ok and is_open(kit):
+        if server.ok and has_private_key(kit):
             yield _examine_admission(kit)
 
 
 def _examine_server(kit: Path) -> Finding:
     """Return the finding of `examine_servers`. A locked kit cannot connect, which the finding about its key reports."""
-    if (kit / LOCKED).is_file() and not is_open(kit):
+    if (kit / LOCKED).is_file() and not has_private_key(kit):
         return Finding("server", "not asked", advice="unlock the kit, then run this check again")
-    return run_check("server", lambda: examine_servers(kit))
+    return run_check("server", lambda: examine_server_connection(kit))
 
 
 def _examine_state(folder: Path) -> Finding | str:
@@ -217,7 +222,7 @@ def _examine_key(kit: Path) -> Finding | str:
         return Finding(
             "key", f"{path}: not the key of {certificate_path(kit).name}", "restore it, or ask the hub for a new kit"
         )
-    if (kit / LOCKED).is_file() and path in unlocked_keys(kit):
+    if (kit / LOCKED).is_file() and path in unlocked_key_files(kit):
         return Finding("key", f"{path}: in clear beside {LOCKED}", f"stop it, then run `consilium lock {kit}`")
     return (
         "locked, and open now"
@@ -229,8 +234,8 @@ def _examine_key(kit: Path) -> Finding | str:
 def _examine_certificates(kit: Path) -> Iterator[Finding]:
     """Yield the findings on the kit's certificates, or a problem if a file is not a certificate."""
     try:
-        yield from examine_own(kit)
-        yield show_root_fingerprint(kit)
+        yield from examine_own_certificates(kit)
+        yield root_fingerprint_finding(kit)
     except ConfigError as error:
         wrong, _, remedy = str(error).partition("; ")
         yield Finding("certificate", wrong, remedy)
@@ -247,7 +252,7 @@ def _examine_start_script(kit: Path) -> Finding:
 
 
 def _examine_settings(kit: Path) -> Finding:
-    if is_pinned(kit):
+    if shadows_job_settings(kit):
         narrow = "grpc" not in read_settings(kit / COMM)
         advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
         return Finding("settings", "a job cannot bring its own for connections or resources", advice=advice if narrow else "")
@@ -351,7 +356,7 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         yield run_check("privacy ledger", lambda: _examine_ledger(site, kit))
         # if lines are lost, the site refuses jobs with secure aggregation and without noise
         sums = "lines, all that the records of what left know of"
-        yield run_check("ledger of sums", lambda: f"{check_whole(site.state or kit / STATE)} {sums}")
+        yield run_check("ledger of sums", lambda: f"{count_checked_lines(site.state or kit / STATE)} {sums}")
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     components = []

@@ -17,7 +17,7 @@ import psutil
 
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
-from consilium.data.text import read_named_list
+from consilium.data.text import read_site_list
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.privacy.ledger.audit_log import FILE, lines
 
@@ -114,7 +114,7 @@ class HealthReport:
             readable = True
             for path in paths:
                 try:
-                    read_named_list(path)
+                    read_site_list(path)
                 except ConsiliumError:
                     readable = False
             self._data = {"data_readable": readable, "data_checked": time.time()}

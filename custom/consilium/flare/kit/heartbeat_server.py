@@ -22,12 +22,12 @@ from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.core.errors import ConfigError
-from consilium.core.storage import private_folder, read_json, write_json
+from consilium.core.storage import make_private_folder, read_json, write_json
 from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare import patches
 from consilium.flare.kit import revocation
-from consilium.flare.kit.audit_rotation import rotate
+from consilium.flare.kit.audit_rotation import rotate_if_large
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.health import checked_health, is_time
 from consilium.flare.kit.heartbeat_client import JOB_STATES, KEY, Facts, own_facts
@@ -73,7 +73,7 @@ class Attendance(FLComponent):
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
             self._latest = latest_heartbeat(self._kit / STATE / ATTENDANCE)
             with suppress(ConfigError):  # the doctor reports it
-                private_folder(server_folders(self._kit)[0])  # FLARE would create it readable by all users
+                make_private_folder(server_folders(self._kit)[0])  # FLARE would create it readable by all users
             with suppress(ConfigError):  # there is no file yet, or it is damaged and is replaced
                 former = read_attendance(self._kit)["sites"]
                 self._sites = {
@@ -88,7 +88,7 @@ class Attendance(FLComponent):
                 self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
                 try:
                     write_json(path, self._status_facts() | {"latest": self._latest})
-                    rotate(self._kit)
+                    rotate_if_large(self._kit)
                 except OSError as error:  # FLARE would log a traceback every ten seconds
                     self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
 

@@ -35,7 +35,7 @@ def _cipher(passphrase: str, salt: bytes) -> Fernet:
     return Fernet(base64.urlsafe_b64encode(Scrypt(salt=salt, **COST).derive(passphrase.encode())))
 
 
-def unlocked_keys(kit: Path) -> list[Path]:
+def unlocked_key_files(kit: Path) -> list[Path]:
     """Return the key files in startup/ that are not links.
 
     In a kit that is not locked, these are all keys. In a locked kit, these are keys that an interrupted `lock` left behind.
@@ -52,7 +52,7 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
     """
     certificate_path(kit)
     check_stopped(kit)
-    path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), unlocked_keys(kit)
+    path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), unlocked_key_files(kit)
     # private keys in clear outside startup/, such as the former key that `update-kit` leaves in startup.old
     found = (one for one in kit.rglob("*.key") if one.is_file() and not one.is_symlink())
     ours = (kit / "startup", *kit.glob(f"{PREFIX}*"))
@@ -123,7 +123,7 @@ def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
     if for_good:
         check_stopped(kit)
     keys = _decrypt_keys(path, passphrase)
-    _check_same_keys(unlocked_keys(kit), keys, path)
+    _check_same_keys(unlocked_key_files(kit), keys, path)
     memory = next((place for place in IN_MEMORY if place and os.access(place, os.W_OK)), None)
     folder = startup if for_good else Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory or kit))
     for name, text in keys.items():

@@ -72,7 +72,7 @@ def certificate_path(kit: Path) -> Path:
     raise ConfigError(f"{kit}: no startup kit: startup/client.crt is missing; give the folder that has startup/ and local/")
 
 
-def is_open(kit: Path) -> bool:
+def has_private_key(kit: Path) -> bool:
     """Return whether a kit's private key file is there: the kit was never locked, or is unlocked now."""
     return certificate_path(kit).with_suffix(".key").is_file()
 
@@ -80,7 +80,7 @@ def is_open(kit: Path) -> bool:
 def private_key_path(kit: Path) -> Path:
     """Return the path of a kit's private key. Raises ConfigError if the kit is locked or the key is missing."""
     path = certificate_path(kit).with_suffix(".key")
-    if not is_open(kit):
+    if not has_private_key(kit):
         remedy = f"is locked; run `consilium unlock {kit}`" if (kit / LOCKED).is_file() else "is not there; restore the kit"
         raise ConfigError(f"{path}: the private key {remedy}")
     return path

@@ -44,7 +44,7 @@ STARTS = """  KIT="$(dirname "$DIR")"
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 
 
-def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
+def shadow_job_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
     """Put comm_config.json and a link to local/resources.json into the kit's top folder, where FLARE looks first.
 
     If one of them is missing there, FLARE uses the file in a job's folder. A job's comm_config.json could then make the site
@@ -63,12 +63,12 @@ def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
         (kit / RESOURCES).symlink_to(Path("local") / RESOURCES)
 
 
-def is_pinned(kit: Path) -> bool:
-    """Return whether `pin_settings` was applied, so that no job can replace the kit's settings."""
+def shadows_job_settings(kit: Path) -> bool:
+    """Return whether `shadow_job_settings` was applied, so that no job can replace the kit's settings."""
     return (kit / COMM).is_file() and (kit / RESOURCES).resolve() == (kit / "local" / RESOURCES).resolve()
 
 
-def leave_callers_folder(startup: Path) -> None:
+def harden_start_scripts(startup: Path) -> None:
     """Change the scripts in startup/ so that Python does not import modules from the folder in which a script is called.
 
     Call this before startup/ is signed. Raises ConsiliumError if the script is not the one of FLARE 2.9.
@@ -82,7 +82,7 @@ def leave_callers_folder(startup: Path) -> None:
         path.write_text(safe, encoding="utf-8")  # written in place, so the file keeps its mode
 
 
-def complete_start_script(startup: Path) -> None:
+def add_unlock_prompt(startup: Path) -> None:
     """Change start.sh so that it asks for the passphrase of a locked kit, and says where the log is.
 
     Call this before startup/ is signed.
@@ -131,6 +131,6 @@ def altered_files(startup: Path) -> list[str]:
 
 
 def unsafe_scripts(startup: Path) -> list[Path]:
-    """Return the scripts in startup/ that are not safe to call from any folder, see `leave_callers_folder`."""
+    """Return the scripts in startup/ that are not safe to call from any folder, see `harden_start_scripts`."""
     marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
     return [path for name, mark in marks.items() if (path := startup / name).is_file() and mark not in path.read_text("utf-8")]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from consilium.core.errors import ConsiliumError
-from consilium.core.storage import private_folder, write_atomic
+from consilium.core.storage import make_private_folder, write_atomic
 from consilium.flare.kit import processes
 from consilium.flare.kit.provision import provision
 
@@ -33,8 +33,8 @@ class LocalFederation:
         bundles: Collection[str] = (),
         make: Callable[[Path, Path], Path] = provision,
     ) -> None:
-        self.folder, self.sites, self.port = private_folder(folder.resolve()), list(sites), processes.free_port()
-        self.file, state = self.folder / "sites.yml", private_folder(self.folder / "server-state")
+        self.folder, self.sites, self.port = make_private_folder(folder.resolve()), list(sites), processes.free_port()
+        self.file, state = self.folder / "sites.yml", make_private_folder(self.folder / "server-state")
         server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "bundles": "server" in bundles}
         entries = [
             {"name": name, "org": re.sub(r"\W", "_", name, flags=re.ASCII), "bundles": name in bundles, "site": dict(settings)}

@@ -16,7 +16,7 @@ from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
 from consilium.flare.kit.kit_contents import ROLES, component_paths, kit_name, kit_role, read_settings
-from consilium.flare.kit.kit_hardening import complete_start_script, is_signed, leave_callers_folder, pin_settings
+from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, is_signed, shadow_job_settings
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.readme import write_readme
 
@@ -67,7 +67,7 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
 
 
 def apply_local(sites: Path, kit: Path) -> Path:
-    """Write a startup kit's local/ from the kit's entry in a sites.yml, apply `close_to_jobs`, and return local/.
+    """Write a startup kit's local/ from the kit's entry in a sites.yml, apply `harden_kit`, and return local/.
 
     This is for kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing, or if the kit
     runs.
@@ -76,7 +76,7 @@ def apply_local(sites: Path, kit: Path) -> Path:
     folder = kit / "local"
     deployment = load_deployment(sites)
     write_local(folder, find_entry(deployment, kit_name(kit), sites))
-    close_to_jobs(kit)
+    harden_kit(kit)
     write_readme(kit, deployment.name)
     make_private(kit)
     return folder
@@ -85,14 +85,14 @@ def apply_local(sites: Path, kit: Path) -> Path:
 def update_local(folder: Path) -> Path:
     """Bring the allow-list and settings of a startup kit or simulator workspace to this version. Return the allow-list's file.
 
-    A kit gets the classes and components of its role, and `close_to_jobs` is applied. A kit made by FLARE, without policies of
+    A kit gets the classes and components of its role, and `harden_kit` is applied. A kit made by FLARE, without policies of
     ours, gets them too. A workspace has no role and gets the classes of all roles. Raises ConfigError if the list cannot be
     read, or if the kit runs.
     """
     check_stopped(folder)
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
-    close_to_jobs(folder)
+    harden_kit(folder)
     if not any((folder / "local" / name).exists() for name in POLICIES) and not (folder / STATE / RUNS).exists():
         server = ServerEntry(name="server", org="server", state=folder.resolve() / STATE)
         write_local(folder / "local", server if role == "server" else SiteEntry(name="site", org="site"))
@@ -120,15 +120,15 @@ def make_private(kit: Path) -> None:
     kit.chmod(0o700)
 
 
-def close_to_jobs(kit: Path) -> None:
+def harden_kit(kit: Path) -> None:
     """Protect a kit's processes from settings that a job brings and from Python modules in the caller's folder.
 
     A signed start script is not changed.
     """
-    pin_settings(kit)
+    shadow_job_settings(kit)
     if not is_signed(kit / "startup"):
-        leave_callers_folder(kit / "startup")
-        complete_start_script(kit / "startup")
+        harden_start_scripts(kit / "startup")
+        add_unlock_prompt(kit / "startup")
 
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:

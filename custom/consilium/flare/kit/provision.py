@@ -20,11 +20,11 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.storage import private_folder, write_atomic
-from consilium.flare.kit.kit_hardening import complete_start_script, leave_callers_folder, pin_settings
+from consilium.core.storage import make_private_folder, write_atomic
+from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, shadow_job_settings
 from consilium.flare.kit.local_folder import find_entry, make_private, write_local
 from consilium.flare.kit.readme import write_readme
-from consilium.flare.kit.root_ca import add_bridge, former_root
+from consilium.flare.kit.root_ca import former_root, install_root_bridge
 
 
 class KitBuilder(Builder):
@@ -46,16 +46,16 @@ class KitBuilder(Builder):
             write_local(local, find_entry(deployment, participant.name, self.sites))
             generation = participant.get_prop(PropKey.COMM_CONFIG_ARGS, {}).get(CommConfigArg.CONN_GEN)
             # a site behind a relay must not connect past it
-            pin_settings(local.parent, {VarName.BACKBONE_CONN_GEN: generation} if generation else {})
+            shadow_job_settings(local.parent, {VarName.BACKBONE_CONN_GEN: generation} if generation else {})
         former = former_root(Path(ctx.get_state_dir()))
         for participant in project.get_all_participants():
             startup, key = Path(ctx.get_kit_dir(participant)), ctx[CtxKey.ROOT_PRI_KEY]
-            leave_callers_folder(startup)
-            complete_start_script(startup)
+            harden_start_scripts(startup)
+            add_unlock_prompt(startup)
             write_readme(startup.parent, deployment.name)
             make_private(startup.parent)
             if former:
-                key = add_bridge(startup, former, participant == project.get_server()) or key
+                key = install_root_bridge(startup, former, participant == project.get_server()) or key
             sign_folders(str(startup), key, signature_file=ProvFileName.SIGNATURE_JSON)
 
 
@@ -94,7 +94,7 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     raw = project_of(deployment, sites.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
-    private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, in a file that all users may read
+    make_private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, in a file that all users may read
     errors: list[str] = []
     log = SimpleNamespace(error=errors.append, warning=_drop, info=_drop, debug=_drop)
     wanted = {deployment.server.name, *names}  # FLARE needs the server, whose address is in every kit

@@ -90,7 +90,7 @@ def root_certificate_sha256(state: Path) -> str:
     return fingerprints(x509.load_pem_x509_certificate(root.encode()))[0]
 
 
-def add_bridge(startup: Path, former: dict[str, str], server: bool) -> Any | None:
+def install_root_bridge(startup: Path, former: dict[str, str], server: bool) -> Any | None:
     """Append the bridge to a kit's certificates, so that the kit sends it.
 
     The `server`'s kit also gets the former root as its rootCA.pem. For it, return the former root's key, which must sign its

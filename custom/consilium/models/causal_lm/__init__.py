@@ -38,7 +38,7 @@ class CausalLmConfig(FolderConfig):
         return known and (window is None or window >= self.max_length)
 
 
-def _cut(model: Any) -> Cut:
+def _feature_point(model: Any) -> Cut:
     """Return the cut after the last norm, before the output embedding (N, T, D)."""
     return Cut(model.model.norm, model.get_output_embeddings().in_features, -1)
 
@@ -50,6 +50,6 @@ CAUSAL_LM = ModelKind(
     lazy(f"{_NETWORK}:build"),
     named_sets(),
     lazy(f"{_NETWORK}:tokenizer_of"),
-    _cut,
+    _feature_point,
     lazy(f"{_NETWORK}:save"),
 )

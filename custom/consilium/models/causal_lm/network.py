@@ -116,7 +116,7 @@ def use_linear_layers(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, layer)
 
 
-def use_own_layers(model: nn.Module) -> None:
+def restore_conv1d(model: nn.Module) -> None:
     """Undo `use_linear_layers`: put `Conv1D` back, with the current weights of the linear layers."""
     for name, module in [(n, m) for n, m in model.named_modules() if TURNED in vars(m)]:
         parent, _, own = name.rpartition(".")
@@ -151,7 +151,7 @@ def tokenizer_of(config: CausalLmConfig, checkpoint: Path | None) -> PreTrainedT
 def save(target: Path, model: PreTrainedModel, config: CausalLmConfig, task: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     """See registry.Saved."""
     cache = model.generation_config.use_cache if model.generation_config else None
-    use_own_layers(model)
+    restore_conv1d(model)
     save_text_model(target, model, tokenizer, cache)
     about = (
         "A `transformers` folder with its tokenizer, in 32 bits, as it was evaluated. "

@@ -53,7 +53,7 @@ def read(variant: str, checkpoint: Path | None) -> Weights:
         trunk = {name.removeprefix(TRUNK): tensor for name, tensor in state.items() if name.startswith(TRUNK)}
         if "cls_token" not in trunk:
             raise CheckpointError(f"model.checkpoint: {checkpoint}: holds no {TRUNK}cls_token; {_WANTED['biomedclip']}")
-        found = {f"vision_model.{n}": t for name, tensor in trunk.items() for n, t in _vit_names(name, tensor).items()}
+        found = {f"vision_model.{n}": t for name, tensor in trunk.items() for n, t in _to_vit_tensors(name, tensor).items()}
         if (projection := state.get("visual.head.proj.weight")) is not None:
             found["projection.weight"] = projection
         return Weights(checkpoint, found)
@@ -83,7 +83,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _vit_names(name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _to_vit_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return one timm tensor by its name in a ViTModel, or its three parts."""
     if match := re.fullmatch(r"blocks\.(\d+)\.attn\.qkv\.(weight|bias)", name):
         layer, kind = match.groups()

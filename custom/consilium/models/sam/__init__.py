@@ -42,9 +42,9 @@ def _cut(model: Any) -> Cut:
 _KIND, _ATTENTION = "consilium.models.sam.kind", "consilium.models.sam.attention"
 
 
-def _set(name: str, pattern: str) -> TargetSet:
+def _target_set(name: str, pattern: str) -> TargetSet:
     """Return a set of layers to adapt: for Meta's layout by a pattern, for a folder by the layers' function."""
-    select = lazy(f"{_KIND}:select_layers", name, pattern)
+    select = lazy(f"{_KIND}:layer_pattern", name, pattern)
     if name != "qv":
         return TargetSet(select=select)
     return TargetSet(select=select, prepare=lazy(f"{_ATTENTION}:split_qkv"), fuse=lazy(f"{_ATTENTION}:fuse_qkv"))
@@ -52,10 +52,10 @@ def _set(name: str, pattern: str) -> TargetSet:
 
 _ENCODER, _DECODER = r"image_encoder\.blocks\.\d+", r"mask_decoder\.transformer\..*"
 TARGETS = {
-    "paper": _set("paper", rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)"),
-    "encoder-qkv": _set("encoder-qkv", rf"{_ENCODER}\.attn\.qkv"),
-    "qv": _set("qv", rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)"),
-    "all-linear": _set(
+    "paper": _target_set("paper", rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)"),
+    "encoder-qkv": _target_set("encoder-qkv", rf"{_ENCODER}\.attn\.qkv"),
+    "qv": _target_set("qv", rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)"),
+    "all-linear": _target_set(
         "all-linear",
         rf"{_ENCODER}\.(attn\.qkv|attn\.proj|mlp\.lin1|mlp\.lin2)"
         rf"|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj|lin1|lin2)",

@@ -115,7 +115,7 @@ class Encoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map RGB pictures (N, 3, S, S) in 0..255 to embeddings (N, C, h, w)."""
-        return self.sam.encode((images - self.sam.pixel_mean) / self.sam.pixel_std)
+        return self.sam.encode_normalized((images - self.sam.pixel_mean) / self.sam.pixel_std)
 
 
 class Decoder(nn.Module):
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
 
     def forward(self, embedding: Tensor, prompts: Tensor | None = None) -> Tensor:
         """Map embeddings (N, C, h, w) and boxes (N, classes, 4) or points (N, classes, 2) to mask logits (N, classes, S, S)."""
-        low = self.sam.decode_any(embedding, prompts)
+        low = self.sam.decode_prompts(embedding, prompts)
         return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
 
 

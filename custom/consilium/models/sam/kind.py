@@ -42,7 +42,7 @@ def graphs(model: Any) -> dict[str, Graph]:
     return {"model": Graph(model, ("images",) if model.prompt == "none" else ("images", "prompts"), "logits")}
 
 
-def select_layers(name: str, pattern: str, model: nn.Module) -> str:
+def layer_pattern(name: str, pattern: str, model: nn.Module) -> str:
     """Return the pattern of a set of layers: `pattern` for Meta's layout, else of a folder's layers by what they do."""
     found: str = pattern if hasattr(model, "image_encoder") else lazy(f"{_PROMPTABLE}:pattern")(name, model)
     return found

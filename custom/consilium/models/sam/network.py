@@ -70,14 +70,14 @@ class PromptedSam(Sam):
         """
         if embedding is None:
             embedding = self.embed(images)
-        low = self.decode_any(embedding, prompts)
+        low = self.decode_prompts(embedding, prompts)
         return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
 
     def embed(self, images: Tensor) -> Tensor:
         """Map RGB images (N, 3, S, S) in 0..255 to embeddings (N, prompt width, S / patch, S / patch)."""
-        return self.encode((images - self.pixel_mean) / self.pixel_std)
+        return self.encode_normalized((images - self.pixel_mean) / self.pixel_std)
 
-    def encode(self, images: Tensor) -> Tensor:
+    def encode_normalized(self, images: Tensor) -> Tensor:
         """Map normalized images (N, 3, S, S) to embeddings (N, prompt width, S / patch, S / patch)."""
         encoder = self.image_encoder
         hidden = encoder.patch_embed(images) + encoder.pos_embed
@@ -86,7 +86,7 @@ class PromptedSam(Sam):
             hidden = checkpointed(block, hidden, use_reentrant=False) if saving else block(hidden)
         return encoder.neck(hidden.permute(0, 3, 1, 2))
 
-    def decode_any(self, embedding: Tensor, prompts: Tensor | None) -> Tensor:
+    def decode_prompts(self, embedding: Tensor, prompts: Tensor | None) -> Tensor:
         """Map embeddings (N, C, h, w), and the model's kind of prompts, to low-resolution logits (N, K, 4h, 4w)."""
         if self.prompt == "none":
             return self.decode(embedding, None, self.mask_tokens)

@@ -101,7 +101,7 @@ def build_promptable(
         AutoModelForMaskGeneration, checkpoint, config.config, weights, KNOWN, attn_implementation=attention
     )
     transformers_folder.require_no_running_means(model, model.config.model_type)
-    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
+    transformers_folder.require_normalization(checkpoint if weights else None, *config.pixel_normalization)
     most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
     if classes > most and prompt != "box":
         raise ConfigError(
@@ -113,7 +113,7 @@ def build_promptable(
     if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
         model.config.mask_decoder_config.dynamic_multimask_via_stability = False
         model.mask_decoder.dynamic_multimask_via_stability = False
-    transformers_folder.register_pixels(model, config.pixels)
+    transformers_folder.register_normalization(model, config.pixel_normalization)
     model.count, model.prompt = classes, prompt
     transformers_folder.extend_class(model, Promptable)
     return transformers_folder.set_evaluation_mode(model, use_checkpointing)
@@ -172,8 +172,9 @@ def save(target: Path, model: Any, config: SamConfig) -> str:
     prompt, several = model.prompt, model.prompt != "box" and model.count > 1
     about, more = _GIVEN[prompt]
     part = f"masks[:, 0, :{model.count}]" if prompt == "none" else _OWN if several else "masks[:, :, 0]"
+    mean, deviation = config.pixel_normalization
     code = _LOAD.format(
-        mean=list(config.pixels[0]), std=list(config.pixels[1]), size=config.image_size, classes=model.count, several=several,
+        mean=list(mean), std=list(deviation), size=config.image_size, classes=model.count, several=several,
         argument=", prompts" if about else "", about=about, more=more, part=part,
     )  # fmt: skip
     transformers_folder.restore_class(model)

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from consilium.core.lazy import lazy
 from consilium.models.architecture import FolderConfig, named_sets
-from consilium.models.registry import ModelKind, before_head
+from consilium.models.registry import ModelKind, head_feature_point
 
 PAD = -1
 """The token id of padding after the end of a text."""
@@ -43,7 +43,7 @@ TEXT_ENCODER = ModelKind(
     lazy(f"{_NETWORK}:build"),
     named_sets(),
     lazy(f"{_NETWORK}:tokenizer_of"),
-    before_head,
+    head_feature_point,
     lazy(f"{_NETWORK}:save"),
     head_apart=True,
 )

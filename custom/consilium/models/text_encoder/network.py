@@ -86,11 +86,11 @@ def build(
         nn.init.zeros_(tensor)
     transformers_folder.extend_class(model, TextClassifier)
     if not weights:
-        _rehearse(copy.deepcopy(model).to("meta"), config)
+        _check_features(copy.deepcopy(model).to("meta"), config)
     return transformers_folder.set_evaluation_mode(model, use_checkpointing)
 
 
-def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
+def _check_features(model: TextClassifier, config: TextEncoderConfig) -> None:
     """Raise ConfigError if the encoder lacks the features that the job asks for. One forward pass shows it."""
     kind = f"model_type {model.config.model_type!r}"
     try:

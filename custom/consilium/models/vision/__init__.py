@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from consilium.core.lazy import lazy
 from consilium.models.architecture import PictureFolderConfig, named_sets
-from consilium.models.registry import ModelKind, before_head
+from consilium.models.registry import ModelKind, head_feature_point
 
 
 class VisionConfig(PictureFolderConfig):
@@ -44,7 +44,7 @@ VISION = ModelKind(
     "classification",
     lazy(f"{_NETWORK}:build"),
     named_sets(),
-    cut=before_head,
+    cut=head_feature_point,
     save=lazy(f"{_NETWORK}:save"),
     head_apart=True,
 )

@@ -68,7 +68,7 @@ class Classifier(PreTrainedModel):
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Map RGB images (N, 3, S, S) in 0..255 to class logits (N, C)."""
         output = self.encoded((images - self.pixel_mean) / self.pixel_std)
-        pooled, patches = output.get("pooler_output"), self.patches(images.shape[-1])
+        pooled, patches = output.get("pooler_output"), self.patch_count(images.shape[-1])
         features = output.last_hidden_state[:, -patches:].mean(1) if self.dense else pooled
         logits = self.head(self.pooled(features))
         if not len(self.texts):
@@ -96,7 +96,7 @@ class Classifier(PreTrainedModel):
         """Whether the encoder needs an argument for pictures of another size than its own."""
         return self.config.model_type in ("clip", "clip_vision_model", "siglip", "vit")
 
-    def patches(self, side: int) -> int:
+    def patch_count(self, side: int) -> int:
         """Return how many patches a picture of `side` pixels has."""
         return (side // get_vision_config(self.config).patch_size) ** 2
 
@@ -115,9 +115,9 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
             f"model.config: model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand; known "
             f"are {KNOWN.examples}"
         )
-    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
-    own = _check_picture_size(model, config.image_size)
-    texts = _texts(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
+    transformers_folder.require_normalization(checkpoint if weights else None, *config.pixel_normalization)
+    own = _checked_vision_config(model, config.image_size)
+    texts = _class_text_embeddings(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
     for name in TEXT_PARTS:
         if hasattr(model, name):
             delattr(model, name)
@@ -125,7 +125,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     model.head, model.pooled, model.dense = nn.Linear(width, task.outputs), nn.Identity(), config.features == "dense"
     for tensor in model.head.parameters():
         nn.init.zeros_(tensor)
-    transformers_folder.register_pixels(model, config.pixels)
+    transformers_folder.register_normalization(model, config.pixel_normalization)
     for name, tensor in zip(TEXTS, texts, strict=True):
         model.register_buffer(name, tensor, persistent=False)
     transformers_folder.extend_class(model, Classifier)
@@ -134,7 +134,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     return transformers_folder.set_evaluation_mode(model, use_checkpointing)
 
 
-def _check_picture_size(model: Any, side: int) -> Any:
+def _checked_vision_config(model: Any, side: int) -> Any:
     """Return the vision tower's config. Raises ConfigError for a model without one, or a picture size it cannot take."""
     own = get_vision_config(model.config)
     patch = getattr(own, "patch_size", None)
@@ -163,7 +163,7 @@ def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
             f"known are {KNOWN.examples}"
         ) from None
     tokens, pooled = output.last_hidden_state, output.get("pooler_output")
-    first = tokens.shape[1] - model.patches(side)
+    first = tokens.shape[1] - model.patch_count(side)
     found = {
         "pooled": pooled is not None and pooled.shape == (2, width),
         "dense": tokens.ndim == 3
@@ -176,7 +176,7 @@ def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
 
 
 @torch.no_grad()
-def _texts(
+def _class_text_embeddings(
     model: Any, config: VisionConfig, classes: list[str], checkpoint: Path | None, weights: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the classes' text embeddings (C, F), of length 1, and the factor of their cosines with a picture.
@@ -224,8 +224,8 @@ def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: A
     more = ", interpolate_pos_encoding=True" if interpolates and own.image_size != config.image_size else ""
     code = _LOAD.format(
         file=HEAD_FILE,
-        mean=list(config.pixels[0]),
-        std=list(config.pixels[1]),
+        mean=list(config.pixel_normalization[0]),
+        std=list(config.pixel_normalization[1]),
         patches=_PATCHES.format(side=side, patch=own.patch_size) if kind == "siglip2" else "",
         size=config.image_size,
         outputs=head.out_features,

@@ -32,7 +32,7 @@ class PictureTokens:
     leads: bool = False
 
 
-def _qwen(config: Any, side: int) -> PictureTokens:
+def _qwen_tokens(config: Any, side: int) -> PictureTokens:
     sees = config.vision_config
     patch = sees.patch_size * sees.spatial_merge_size
     require_multiple(side, patch, f"{patch}, a patch of this model's tokens")
@@ -41,20 +41,20 @@ def _qwen(config: Any, side: int) -> PictureTokens:
     return PictureTokens(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
 
 
-def _paligemma(config: Any, side: int) -> PictureTokens:
+def _paligemma_tokens(config: Any, side: int) -> PictureTokens:
     _require_native(side, config.vision_config)
     token = _token(config)
     return PictureTokens(token, (token,) * (side // config.vision_config.patch_size) ** 2, after="", leads=True)
 
 
-def _gemma3(config: Any, side: int) -> PictureTokens:
+def _gemma3_tokens(config: Any, side: int) -> PictureTokens:
     _require_native(side, config.vision_config)
     token = _token(config)
     inner = (token,) * config.mm_tokens_per_image
     return PictureTokens(token, (config.boi_token_index, *inner, config.eoi_token_index), "\n\n", "\n\n")
 
 
-def _llava(config: Any, side: int) -> PictureTokens:
+def _llava_tokens(config: Any, side: int) -> PictureTokens:
     _require_native(side, config.vision_config)
     token, whole = _token(config), config.vision_feature_select_strategy == "full"
     return PictureTokens(token, (token,) * ((side // config.vision_config.patch_size) ** 2 + whole), after="\n")
@@ -98,12 +98,12 @@ def _plain_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> 
 
 
 LAYOUTS: dict[str, tuple[Callable[[Any, int], PictureTokens], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
-    "qwen2_vl": (_qwen, _qwen_inputs),
-    "qwen2_5_vl": (_qwen, _qwen_inputs),
-    "qwen3_vl": (_qwen, _qwen_inputs),
-    "paligemma": (_paligemma, _plain_inputs),
-    "gemma3": (_gemma3, _plain_inputs),
-    "llava": (_llava, _plain_inputs),
+    "qwen2_vl": (_qwen_tokens, _qwen_inputs),
+    "qwen2_5_vl": (_qwen_tokens, _qwen_inputs),
+    "qwen3_vl": (_qwen_tokens, _qwen_inputs),
+    "paligemma": (_paligemma_tokens, _plain_inputs),
+    "gemma3": (_gemma3_tokens, _plain_inputs),
+    "llava": (_llava_tokens, _plain_inputs),
 }
 
 

@@ -34,7 +34,7 @@ class Seeing(PreTrainedModel):
     pixel_mean: Tensor
     pixel_std: Tensor
 
-    def see(self, input_ids: Tensor, attention_mask: Tensor, images: Tensor, answers: Tensor) -> dict[str, Tensor]:
+    def picture_inputs(self, input_ids: Tensor, attention_mask: Tensor, images: Tensor, answers: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs from token ids and mask (N, T), RGB images (N, 3, S, S) in 0..255, one per text, and the
         mask of answer tokens (N, T) bool.
         """
@@ -42,7 +42,7 @@ class Seeing(PreTrainedModel):
         inputs = LAYOUTS[self.config.model_type][1](self.config, input_ids, pixels, answers)
         return {"input_ids": input_ids, "attention_mask": attention_mask} | inputs
 
-    def read(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+    def text_inputs(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs for texts without pictures, with token types if the model's forward takes them."""
         kinds = (
             {"token_type_ids": torch.zeros_like(input_ids)} if "token_type_ids" in signature(self.forward).parameters else {}
@@ -50,10 +50,10 @@ class Seeing(PreTrainedModel):
         return {"input_ids": input_ids, "attention_mask": attention_mask} | kinds
 
 
-def picture(config: VisionLanguageConfig) -> PictureTokens:
+def picture_tokens_of(config: VisionLanguageConfig) -> PictureTokens:
     """Return the tokens of a picture for the job's model. Raises ConfigError for an unknown architecture."""
     return picture_tokens(
-        transformers_folder.shape_of(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size
+        transformers_folder.transformers_config(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size
     )
 
 
@@ -63,8 +63,8 @@ def build(
     """See registry.Build."""
     model: Any = transformers_folder.build(AutoModelForImageTextToText, checkpoint, config.config, weights, KNOWN)
     picture_tokens(model.config, config.image_size)
-    transformers_folder.require_pixels(checkpoint if weights else None, *config.pixels)
-    transformers_folder.register_pixels(model, config.pixels)
+    transformers_folder.require_normalization(checkpoint if weights else None, *config.pixel_normalization)
+    transformers_folder.register_normalization(model, config.pixel_normalization)
     transformers_folder.remove_generation_config(model)
     transformers_folder.extend_class(model, Seeing)
     transformers_folder.require_positions(

@@ -98,13 +98,13 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
         return math.inf
     slack = math.fsum(spend.count * spend.slack for spend in spends)
     delta *= math.exp(-slack / 2)
-    found = _gaussian_cost(spends, delta, accountant, planned) + slack
-    return max(found, _gaussian_cost(spends, delta, "exact", planned) + slack) if planned else found  # ledgers use exact
+    found = _continuous_epsilon(spends, delta, accountant, planned) + slack
+    return max(found, _continuous_epsilon(spends, delta, "exact", planned) + slack) if planned else found  # ledgers use exact
 
 
-def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant, planned: bool) -> float:
+def _continuous_epsilon(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant, planned: bool) -> float:
     """Return the epsilon of `spends` as if their noise were continuous Gaussians, without slack."""
-    everybody = _raise_if_planned(gaussian_epsilon(_joint_mu(spends), delta), planned)
+    everybody = _add_numerical_error(gaussian_epsilon(_joint_mu(spends), delta), planned)
     # Few rows for the same releases, because accountants are slow: one for all releases without sampling, one per kind of
     # sampled release. One with noise under SMALLEST_NOISE counts as not sampled: sampling hides nothing there.
     counts: dict[tuple[float, float], int] = {}
@@ -121,14 +121,14 @@ def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Ac
         return everybody
     rdp = accountant == "rdp"
     found = (
-        _raise_if_planned(_rdp_epsilon(rows, delta, fractions=True), planned)
+        _add_numerical_error(_rdp_epsilon(rows, delta, fractions=True), planned)
         if rdp
         else _prv_epsilon(tuple(rows), delta, planned)
     )
     return min(found, everybody) if any(spend.sample_rate < 1 for spend in spends) else found
 
 
-def _raise_if_planned(epsilon: float, planned: bool) -> float:
+def _add_numerical_error(epsilon: float, planned: bool) -> float:
     """Return `epsilon`, raised by twice the numerical error of the closed form and of rdp if `planned`."""
     return epsilon + 2 * ROOT_ERROR + 2 * RELATIVE_ERROR * epsilon if planned else epsilon
 
@@ -174,8 +174,8 @@ def _prv_epsilon(rows: tuple[GaussianEvent, ...], delta: float, planned: bool) -
     points = 2 * (reach + 4) * math.sqrt(count * math.log(12 / failure) / 2)  # for an error of 1
     error = max(0.01, points / GRID)
     if error >= 0.5 or len(rows) > MOST_ROWS:
-        return _raise_if_planned(_rdp_epsilon(rows, delta, fractions=True), planned)
-    found = _raise_if_planned(_rdp_epsilon(rows, delta), planned)
+        return _add_numerical_error(_rdp_epsilon(rows, delta, fractions=True), planned)
+    found = _add_numerical_error(_rdp_epsilon(rows, delta), planned)
     while error < 0.5:
         found = min(found, _prv_epsilon_on_grid(rows, delta, failure, reach, error, planned))
         if found > 5 * error or points / (error / 10) > GRID:

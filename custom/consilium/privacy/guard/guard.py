@@ -125,7 +125,7 @@ class Guard:
         own = task_schedule.site_run_id(self.name, run, self.trail.digest, self.job_id)
         task = AuthorizedTask(kind, own, payload or Payload(-1, -1, {}))
         self.trail.run = task.run
-        task_schedule.check_place(self.name, self.config, self.strategy, task, self.test_only)
+        task_schedule.check_round_phase(self.name, self.config, self.strategy, task, self.test_only)
         if task.run != self._admitted:
             self._admit(task.run)
         ledger.check_seal(self.records, self.ledger, seal)
@@ -137,7 +137,7 @@ class Guard:
         if kind is Kind.EVALUATE and self.config.cross_site:
             record_scored_model(self.folder, task.place, task.payload)  # the server alone names the run
         if kind is Kind.TRAIN and self.masking:
-            self.masking.open(task)  # before reading the stored answer, on which an error here must not depend
+            self.masking.check_task_shares(task)  # before reading the stored answer, on which an error here must not depend
         if kind is Kind.TRAIN and self.replay:
             task = self.replay.admit(task, self.ready)
         if self.masking:
@@ -158,7 +158,7 @@ class Guard:
             self.masking.check_admission()
         ledger.check(self.records, self.ledger)
         if self.replay and self.config.trains:
-            ledger.check_name(self.name, self.dataset, self.listed, self.ledger)
+            ledger.check_dataset_name(self.name, self.dataset, self.listed, self.ledger)
             self.replay.charges.check(self.planned_rows(run))
         self._admitted = run
 
@@ -190,7 +190,7 @@ class Guard:
                 raise RefusedError(f"{self.name}: an answer about masks in a job without them; nothing was sent", Reason.TASK)
             return self.masking.answer(task)
         leave: dict[Kind, Callable[[AuthorizedTask, Any], Any]] = {
-            Kind.HELLO: self.greet,
+            Kind.HELLO: self.release_hello,
             Kind.STATISTICS: self.release_statistics,
             Kind.MODEL: self.release_model,
             Kind.EVALUATE: self.release_scores,
@@ -198,7 +198,7 @@ class Guard:
         }
         return leave[task.kind](task, result)
 
-    def greet(self, task: AuthorizedTask, hello: Mapping[str, Any]) -> dict[str, Any]:
+    def release_hello(self, task: AuthorizedTask, hello: Mapping[str, Any]) -> dict[str, Any]:
         """Return a site's hello as it leaves: declared fields, the number of samples that may be shown, the ledger's seal."""
         self._mark_answered(task, Kind.HELLO)
         shown = {

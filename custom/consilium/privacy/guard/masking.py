@@ -20,7 +20,7 @@ from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.client import Party
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.site_record import FILE, SiteRecord
-from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_whole
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, count_checked_lines
 from consilium.privacy.secagg.terms import Message, Terms, read_attempt
 from consilium.strategies.strategy import Strategy
 
@@ -54,7 +54,7 @@ class Masking:
         section = self.config.secure_aggregation
         assert section is not None  # otherwise the guard has no Masking
         if self.config.sums_without_noise:
-            check_whole(self.records)
+            count_checked_lines(self.records)
         if self.identity is None:
             raise RefusedError(f"{self.site}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
         if section.colluders < self.identity.asks.min_colluders:
@@ -92,11 +92,11 @@ class Masking:
         self.trail.note("masks", step=step, **at, **({"survivors": question["survivors"]} if step == "confirm" else {}))
         return reply
 
-    def open(self, task: AuthorizedTask) -> None:
+    def check_task_shares(self, task: AuthorizedTask) -> None:
         """Check the keys and shares that came with a training task, before training. Raises RefusedError and records it."""
         try:
             party = self._open_party(task.run)
-            self._terms = party.open(task.payload, layout(upload_shapes(self.strategy, task.payload)))
+            self._terms = party.check_train_question(task.payload, layout(upload_shapes(self.strategy, task.payload)))
             if self.plan is not None:
                 self.plan.check_shares(self._terms.honest)
                 self.check_room(party.largest_number())
@@ -107,7 +107,7 @@ class Masking:
     @property
     def _need(self) -> float:
         """The largest number that clip and noise may produce; 0 without privacy, because larger numbers are then cut off."""
-        return self.plan.reach if self.plan else 0.0
+        return self.plan.largest_noised if self.plan else 0.0
 
     def check_room(self, room: float) -> None:
         """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data."""
@@ -149,7 +149,7 @@ class Masking:
     def end(self, task: AuthorizedTask) -> None:
         """Delete the run's keys at its final evaluation. Afterwards no sum of the run can be opened."""
         round, phase = task.place
-        if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.is_final_round(self.config, round):
+        if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.may_be_final_round(self.config, round):
             SiteRecord(self.folder / task.run / FOLDER).end()
 
     def _open_party(self, run: str) -> Party:

@@ -77,7 +77,7 @@ def bind_run_folder(name: str, records: Path, folder: Path, run: str) -> None:
         )
 
 
-def check_place(name: str, config: JobConfig, strategy: Strategy, task: AuthorizedTask, test_only: bool) -> None:
+def check_round_phase(name: str, config: JobConfig, strategy: Strategy, task: AuthorizedTask, test_only: bool) -> None:
     """Raise RefusedError unless the job has this kind of task at its round and phase. `test_only`: the site never trains."""
     (round, phase), rounds, place = task.place, config.training.rounds, task.place
     in_round = config.trains and 0 <= round < rounds
@@ -89,7 +89,8 @@ def check_place(name: str, config: JobConfig, strategy: Strategy, task: Authoriz
         Kind.MASKS: place == NO_ROUND and config.trains and config.secure_aggregation is not None and not test_only,
         Kind.MODEL: place == NO_ROUND and config.cross_site is not None,
         Kind.TRAIN: in_round and not test_only and 0 <= phase < strategy.traits.phases_of(round),
-        Kind.EVALUATE: (has_end and is_final_round(config, round) and 0 <= phase <= scored) or (in_round and phase == HELD_OUT),
+        Kind.EVALUATE: (has_end and may_be_final_round(config, round) and 0 <= phase <= scored)
+        or (in_round and phase == HELD_OUT),
     }
     if not asked[task.kind]:
         raise RefusedError(
@@ -97,7 +98,7 @@ def check_place(name: str, config: JobConfig, strategy: Strategy, task: Authoriz
         )
 
 
-def is_final_round(config: JobConfig, round: int) -> bool:
+def may_be_final_round(config: JobConfig, round: int) -> bool:
     """Tell whether the final evaluation may come in `round`: after all rounds, or earlier with early stopping."""
     rounds = config.training.rounds
     return round == rounds or (config.training.validation.patience > 0 and 0 < round <= rounds)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.storage import file_lock, open_private, private_folder
+from consilium.core.storage import file_lock, make_private_folder, open_private
 from consilium.privacy.accounting.accountant import GaussianEvent, check_delta, epsilon_of
 
 FILE = "audit.jsonl"
@@ -39,7 +39,7 @@ class AuditLog:
         Raises RefusedError if it cannot be written; the message must then not leave.
         """
         try:
-            private_folder(self.path.parent)
+            make_private_folder(self.path.parent)
             with file_lock(self.path.with_suffix(".lock")), open_private(self.path.resolve(), "a+") as file:
                 self._read_new_lines(file)
                 if again or _content_hash(entry) not in self._known:
@@ -114,7 +114,7 @@ def lines(path: Path) -> list[Line]:
     return found
 
 
-def read(path: Path) -> Line:
+def read_with_epsilon(path: Path) -> Line:
     """Return the result of `load_record`, with the epsilon spent so far added to each message that costs privacy."""
     found, spent = load_record(path), dict[tuple[int, int, int], GaussianEvent]()
     total, words = Counter[GaussianEvent](), Counter[tuple[int, int]]()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.storage import open_private, private_folder
+from consilium.core.storage import make_private_folder, open_private
 from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
 from consilium.privacy.ledger.audit_log import FILE, AuditLog, Line, lines
 from consilium.privacy.secagg import sum_ledger
@@ -82,7 +82,7 @@ class Ledger:
         Planned rows that the ledger already has are not counted again. Writes nothing.
         """
         if planned:
-            _check_planned(self.entries(planned[0].dataset), planned, budgets)
+            _has_new_rows(self.entries(planned[0].dataset), planned, budgets)
 
     def spend(self, entry: Entry, budgets: Budgets) -> bool:
         """Write the row of one release before it leaves the site; do nothing if it is known. Return whether it is new.
@@ -92,7 +92,7 @@ class Ledger:
         with self._writing() as db:
             sealed = self._check_last_row(_read_rows(db, self.path))
             rows = [row for _, row, _ in sealed if row.dataset == entry.dataset]
-            if new := _check_planned(rows, [entry], budgets):
+            if new := _has_new_rows(rows, [entry], budgets):
                 self._last = _insert(db, entry, self._last, time.time())
         return new
 
@@ -128,7 +128,7 @@ class Ledger:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """Open the file, created if needed, for one transaction: no other process writes until the block ends."""
-        private_folder(self.path.parent)
+        make_private_folder(self.path.parent)
         open_private(self.path.resolve(), "a").close()
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
@@ -224,7 +224,7 @@ def _row_seal(before: str, when: float, entry: Entry) -> str:
     return hashlib.sha256(json.dumps([before, when, values]).encode()).hexdigest()
 
 
-def _check_planned(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
+def _has_new_rows(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
     """Return whether any `planned` row is new. Raises RefusedError for a known row on other terms, and over a budget."""
     known = {row.key: row for row in rows}
     for entry in planned:
@@ -317,7 +317,7 @@ def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
         )
 
 
-def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
+def check_dataset_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
     """Raise RefusedError if the ledger has rows under the path of the data list, `listed`, and not under its name `dataset`.
 
     Under the name the account would start again from zero. `who`: the site, for the message.
@@ -331,11 +331,11 @@ def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
         )
 
 
-def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = ()) -> dict[str, Any]:
+def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collection[str] = ()) -> dict[str, Any]:
     """Accept both ledgers with their present rows, put that on record in `records`/audit.jsonl, and return the record's values.
 
-    `told`: seals that the server has received and that no record here names; their loss is accepted too. The former files are
-    kept under other names. A file that is not a ledger is replaced by an empty ledger.
+    `received_seals`: seals that the server has received and that no record here names; their loss is accepted too. The former
+    files are kept under other names. A file that is not a ledger is replaced by an empty ledger.
     """
     stamp = _unused_stamp(records, ledger)
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), []
@@ -353,7 +353,7 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
             raise  # a job is writing to it, so it is a valid ledger
         ledger.path.unlink(missing_ok=True)
         changed = ledger.reseal()
-    lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(told) - {*ledger.seals()}))
+    lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(received_seals) - {*ledger.seals()}))
     said = {
         "kind": ACCEPTANCE,
         "by": getpass.getuser(),

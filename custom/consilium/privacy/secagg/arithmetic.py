@@ -34,7 +34,7 @@ def quantize(update: Mapping[str, Tensor], unit: float = UNIT) -> Tensors:
     }
 
 
-def limit(bound: float | None, parties: int, most_weight: int) -> int:
+def largest_value(bound: float | None, parties: int, most_weight: int) -> int:
     """Return the largest absolute value, in units, that a number may have before it is multiplied by the weight.
 
     It is `bound` in units or, for None, the largest value for which the sum over `parties` sites with weights up to
@@ -82,6 +82,6 @@ def unflat(words: Words, order: Layout) -> tuple[Tensors, int]:
     return tensors, int(integers[-1])
 
 
-def size_of(order: Layout) -> int:
+def vector_length(order: Layout) -> int:
     """Return the length of a vector of this layout: all numbers and the weight."""
     return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in order) + 1

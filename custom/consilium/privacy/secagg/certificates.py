@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.privacy.secagg.sealing import check_public, is_signed_by, sign
-from consilium.privacy.secagg.terms import Message, is_field, refused
+from consilium.privacy.secagg.terms import Message, is_text_field, refusal_error
 
 LEAST_BITS = 2048
 ROLE = "client"
@@ -40,12 +40,12 @@ class Identity:
     asks: SitePartnersConfig = SitePartnersConfig()  # noqa: RUF009 - frozen
     simulated: bool = False
 
-    def check(self, name: str, pem: str) -> rsa.RSAPublicKey:
+    def certified_key(self, name: str, pem: str) -> rsa.RSAPublicKey:
         """Return the public key of the site `name` from its certificate `pem`.
 
         Raises RefusedError unless the certificate is valid and its key matches the `partners` of site.yaml, if there are any.
         """
-        key = check_certificate(self.root, self.server, name, pem)
+        key = certificate_key(self.root, self.server, name, pem)
         partners = {} if self.simulated else self.asks.partners
         if partners and name != self.name and partners.get(name) != fingerprint(key):
             what = "is not among" if name not in partners else "has another key than in"
@@ -53,7 +53,7 @@ class Identity:
         return key
 
 
-def check_certificate(root: x509.Certificate, server: str, name: str, pem: str) -> rsa.RSAPublicKey:
+def certificate_key(root: x509.Certificate, server: str, name: str, pem: str) -> rsa.RSAPublicKey:
     """Return the public key in a certificate. Raises RefusedError unless `root` signed it for the site `name`.
 
     It must also be in date and no CA's or server's, have an RSA key of LEAST_BITS bits, and have either no role or ROLE.
@@ -91,7 +91,7 @@ def _is_authority(found: x509.Certificate) -> bool:
 
 
 def _certificate_refusal(name: str, what: str) -> RefusedError:
-    return refused(f"the certificate of {name[:80]!r} {what}", Reason.POLICY)
+    return refusal_error(f"the certificate of {name[:80]!r} {what}", Reason.POLICY)
 
 
 def fingerprint(key: CertificatePublicKeyTypes) -> str:
@@ -128,7 +128,7 @@ _KEY = 64
 """Hex digits of an X25519 public key."""
 
 
-def entry(identity: Identity, job: str, run: str, key: str) -> Message:
+def roster_entry(identity: Identity, job: str, run: str, key: str) -> Message:
     """Return a site's roster entry: its X25519 public `key` for this run of this job, signed, with the site's certificate."""
     signature = sign(identity.key, "hello", *_signed_fields(job, run, identity.name, key))
     return {"key": key, "certificate": identity.certificate, "signature": signature}
@@ -143,13 +143,13 @@ def check_entry(found: Any, key: rsa.RSAPublicKey, job: str, run: str, name: str
     if len(found["key"]) != _KEY or not is_signed_by(
         key, found["signature"], "hello", *_signed_fields(job, run, name, found["key"])
     ):
-        raise refused(f"the key of {name[:80]!r} is not signed by it")
+        raise refusal_error(f"the key of {name[:80]!r} is not signed by it")
 
 
 def check_form(found: Any, name: str) -> None:
     """Raise RefusedError unless an entry has exactly the FIELDS, all of them text."""
-    if not isinstance(found, dict) or found.keys() != FIELDS or not all(map(is_field, found.values())):
-        raise refused(f"the entry of {str(name)[:80]!r} is invalid")
+    if not isinstance(found, dict) or found.keys() != FIELDS or not all(map(is_text_field, found.values())):
+        raise refusal_error(f"the entry of {str(name)[:80]!r} is invalid")
 
 
 def public_key(pem: str) -> rsa.RSAPublicKey:
@@ -162,11 +162,11 @@ def public_key(pem: str) -> rsa.RSAPublicKey:
 def check_admissible(root: x509.Certificate, server: str, found: Any, job: str, run: str, name: str) -> None:
     """Raise RefusedError unless the server may add an entry to the roster. Every site checks the entry again."""
     check_form(found, name)
-    check_entry(found, check_certificate(root, server, name, found["certificate"]), job, run, name)
+    check_entry(found, certificate_key(root, server, name, found["certificate"]), job, run, name)
     check_public(found["key"])
 
 
-def check_roster(
+def roster_keys(
     roster: Any, identity: Identity, own: Message, before: Mapping[str, Message], job: str, run: str, fewest: int
 ) -> dict[str, rsa.RSAPublicKey]:
     """Return the public key of every site in the roster. Raises RefusedError for a roster that breaks a rule.
@@ -174,22 +174,22 @@ def check_roster(
     `own`: this site's entry; `before`: the last roster that this site accepted, {} at first; `fewest`: min_sites of site.yaml.
     """
     if not isinstance(roster, dict) or not all(isinstance(name, str) for name in roster):
-        raise refused("no roster")
+        raise refusal_error("no roster")
     for name, found in roster.items():
         check_form(found, name)
     if roster.get(identity.name) != own:
-        raise refused(
+        raise refusal_error(
             f"the roster's entry of {identity.name!r} is not this site's own; "
             "if its state of this run is lost, it cannot take part in it again"
         )
     if changed := sorted(name for name in before if roster.get(name) != before[name]):
-        raise refused(f"{changed[0]!r} is gone from the roster, or has another key than before")
+        raise refusal_error(f"{changed[0]!r} is gone from the roster, or has another key than before")
     if len(roster) < fewest:
-        raise refused(f"{len(roster)} sites, under secure_aggregation.min_sites {fewest} of site.yaml", Reason.POLICY)
-    keys = {name: identity.check(name, found["certificate"]) for name, found in roster.items()}
+        raise refusal_error(f"{len(roster)} sites, under secure_aggregation.min_sites {fewest} of site.yaml", Reason.POLICY)
+    keys = {name: identity.certified_key(name, found["certificate"]) for name, found in roster.items()}
     for name, found in roster.items():
         check_entry(found, keys[name], job, run, name)
     prints, exchanged = {fingerprint(key) for key in keys.values()}, {found["key"] for found in roster.values()}
     if len(prints) < len(roster) or len(exchanged) < len(roster):
-        raise refused("two sites of the roster have one key")
+        raise refusal_error("two sites of the roster have one key")
     return keys

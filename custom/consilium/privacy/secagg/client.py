@@ -16,7 +16,7 @@ from consilium.core.storage import digest
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
-from consilium.privacy.secagg.certificates import Identity, check_roster, entry, public_key
+from consilium.privacy.secagg.certificates import Identity, public_key, roster_entry, roster_keys
 from consilium.privacy.secagg.messages import (
     TRAINED,
     check_cancelled,
@@ -24,9 +24,9 @@ from consilium.privacy.secagg.messages import (
     check_model_was_shared,
     check_prepared,
     check_survivors,
-    is_open,
-    note_trained,
+    has_unproved_model,
     read_cohort,
+    record_sent_model,
 )
 from consilium.privacy.secagg.sealing import canonical, sign
 from consilium.privacy.secagg.site_record import SiteRecord
@@ -40,7 +40,7 @@ from consilium.privacy.secagg.terms import (
     mask_context,
     prepare_context,
     read_attempt,
-    refused,
+    refusal_error,
     terms_of,
 )
 
@@ -67,12 +67,12 @@ class Party:
             if step == "hello":
                 if "entry" not in values:
                     private = sealing.new_key()
-                    found = entry(self.identity, self.config.digest, self.run, sealing.public_of(private))
+                    found = roster_entry(self.identity, self.config.digest, self.run, sealing.public_of(private))
                     values |= {"key": private.hex(), "entry": found, "roster": {}, "names": {}, "place": None, "attempt": {}}
                     self.record.save()
                 return dict(values["entry"])
             if not isinstance(step, str) or step not in steps:
-                raise refused(f"there is no step {str(step)[:40]!r}")
+                raise refusal_error(f"there is no step {str(step)[:40]!r}")
             return steps[step](values, question)
 
     def _prepare(self, values: dict[str, Any], question: Message) -> Message:
@@ -82,18 +82,18 @@ class Party:
         if last == place:
             return self.record.once(values["attempt"], "prepare", question, dict)
         if last is not None and place < last:
-            raise refused(f"attempt {place} is stale, this site is at {last}")
+            raise refusal_error(f"attempt {place} is stale, this site is at {last}")
         self._check_model_was_shared(values, place, past)
         if "entry" not in values:
-            raise refused(
+            raise refusal_error(
                 "this site has no key of this run; if its state is lost, it cannot take part in it again", Reason.LEDGER
             )
         about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
-        keys = check_roster(question.get("roster"), *about)
+        keys = roster_keys(question.get("roster"), *about)
         cohort = read_cohort(question, self.name, keys, whole=self.config.sums_without_noise)
         terms = terms_of(self.config, len(cohort))
         if terms.least < self.asks.min_sites:
-            raise refused(
+            raise refusal_error(
                 f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml",
                 Reason.POLICY,
             )
@@ -107,7 +107,7 @@ class Party:
 
     def _check_model_was_shared(self, values: dict[str, Any], place: Place, past: Any) -> None:
         """Raise RefusedError if there is no proof that the model sent to this site in the last phase went to others too."""
-        if not is_open(values, place):
+        if not has_unproved_model(values, place):
             return
         cohort, before = values["attempt"]["cohort"], {"roster": values["roster"]}
         terms = terms_of(self.config, len(cohort))
@@ -141,7 +141,7 @@ class Party:
             and same
             and self._prepare_context(last, question, cohort, terms).hex() != values["attempt"]["context"]
         ):
-            raise refused("a new attempt asks other sites, or on other terms, than the last")
+            raise refusal_error("a new attempt asks other sites, or on other terms, than the last")
         if place.attempt:
             before = self._prepare_context(Place(place.round, place.phase, place.attempt - 1), question, cohort, terms)
             check_cancelled(question.get("cancelled"), before, cohort, terms, keys)
@@ -171,7 +171,7 @@ class Party:
 
     # training ----------------------------------------------------------------------------------------------------------
 
-    def open(self, payload: Payload, order: Layout) -> Terms:
+    def check_train_question(self, payload: Payload, order: Layout) -> Terms:
         """Check the question in a training task before any training. Return the terms of its sum.
 
         `order`: the layout of the update. Raises RefusedError, and then nothing may be trained or sent.
@@ -180,7 +180,7 @@ class Party:
         with self.record.opened() as values:
             attempt = self._current_attempt(values, question)
             if (place := read_attempt(question)) and (place.round, place.phase) != (payload.round, payload.phase):
-                raise refused("masks of another phase")
+                raise refusal_error("masks of another phase")
             terms, names = terms_of(self.config, len(attempt["cohort"])), hash_sent_tensors(payload, values["names"])
             if self.sums is not None:  # checked again: another run may have added a sum since prepare
                 self.sums.check(attempt["cohort"], self._least_shown(terms))
@@ -191,7 +191,7 @@ class Party:
                 if name != self.name:
                     self._unseal_shares(values, attempt, question["shares"], name)
             values["names"] = names
-            note_trained(values, place, order, describe_sent_model(payload, names), self.config.training.rounds)
+            record_sent_model(values, place, order, describe_sent_model(payload, names), self.config.training.rounds)
             told = {"masks": context.hex(), "parties": keys, "shares": question["shares"]}
             asked = {**question, "sent": describe_sent_model(payload, names), "order": [[n, list(s)] for n, s in order]}
             self.record.once(attempt, "train", asked, lambda: told)
@@ -200,10 +200,10 @@ class Party:
     def _current_attempt(self, values: Mapping[str, Any], question: Message) -> dict[str, Any]:
         """Return this site's record of the attempt in a question. Raises RefusedError unless it is the last, not cancelled."""
         if (place := read_attempt(question)) != _last_place(values):
-            raise refused(f"attempt {place} is none that this site is in")
+            raise refusal_error(f"attempt {place} is none that this site is in")
         attempt: dict[str, Any] = values["attempt"]
         if "cancel" in attempt and question.get("step") != "cancel":
-            raise refused(f"attempt {place} is cancelled here")
+            raise refusal_error(f"attempt {place} is cancelled here")
         return attempt
 
     @staticmethod
@@ -217,7 +217,7 @@ class Party:
         context = bytes.fromhex(attempt["context"])
         plain = sealing.unseal(self._pair_key(values, context, name), sealed[name], context, name, self.name)
         if len(plain) != 2 * sealing.WIDTH:
-            raise refused(f"the shares of {name!r} are invalid")
+            raise refusal_error(f"the shares of {name!r} are invalid")
         return plain
 
     def mask(self, place: Place, integers: Tensors, weight: int) -> Words:
@@ -252,11 +252,13 @@ class Party:
 
     def _largest_units(self, values: Mapping[str, Any], weight: int) -> int:
         """Return the largest number, in units, that this site may send. Raises RefusedError for a weight out of range."""
-        section, most = self.config.secure_aggregation, self.config.most_weight
+        section, most = self.config.secure_aggregation, self.config.max_masked_weight
         assert section is not None  # terms_of has checked it
         if not 0 < weight <= most:
-            raise refused(f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB)
-        return arithmetic.limit(section.bound, len(values["roster"]), most)
+            raise refusal_error(
+                f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB
+            )
+        return arithmetic.largest_value(section.bound, len(values["roster"]), most)
 
     # after training ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +296,7 @@ class Party:
     def _cancel(self, values: dict[str, Any], question: Message) -> Message:
         attempt = self._current_attempt(values, question)
         if "reveal" in attempt:
-            raise refused("revealed already, so it cannot be cancelled")
+            raise refusal_error("revealed already, so it cannot be cancelled")
         context = bytes.fromhex(attempt["context"])
         return self.record.once(attempt, "cancel", question, lambda: {"signature": sign(self.identity.key, "cancel", context)})
 
@@ -306,5 +308,5 @@ def _last_place(values: Mapping[str, Any]) -> Place | None:
 def _stored_answer(attempt: Mapping[str, Any], step: str) -> Message:
     """Return the answer that this site gave to a step. Raises RefusedError if it has not answered that step."""
     if step not in attempt:
-        raise refused(f"this comes after {step}, which this site was not asked")
+        raise refusal_error(f"this comes after {step}, which this site was not asked")
     return dict(attempt[step]["answer"])

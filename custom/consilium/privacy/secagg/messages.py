@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.privacy.secagg.arithmetic import Layout
 from consilium.privacy.secagg.sealing import canonical, is_signed_by
-from consilium.privacy.secagg.terms import Message, Place, Terms, is_field, mask_context, refused
+from consilium.privacy.secagg.terms import Message, Place, Terms, is_text_field, mask_context, refusal_error
 
 Keys = Mapping[str, rsa.RSAPublicKey]
 
@@ -18,9 +18,9 @@ Keys = Mapping[str, rsa.RSAPublicKey]
 def _read_sorted_names(value: Any, among: Iterable[str], what: str) -> list[str]:
     """Return `value`. Raises RefusedError unless it is a sorted list of different names, all `among` the known ones."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise refused(f"{what} is not a list of sites")
+        raise refusal_error(f"{what} is not a list of sites")
     if value != sorted(set(value)) or not set(value) <= set(among):
-        raise refused(f"{what} names a site twice, out of order, or one that is not there")
+        raise refusal_error(f"{what} names a site twice, out of order, or one that is not there")
     return value
 
 
@@ -32,7 +32,7 @@ def read_cohort(question: Message, name: str, roster: Iterable[str], whole: bool
     known = set(roster)
     cohort = _read_sorted_names(question.get("cohort"), known, "the cohort")
     if name not in cohort or (whole and set(cohort) != known):
-        raise refused("this site is not in the cohort, or without privacy the cohort is not the whole roster")
+        raise refusal_error("this site is not in the cohort, or without privacy the cohort is not the whole roster")
     return cohort
 
 
@@ -43,25 +43,27 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
     """
     prepared, shares = question.get("prepared"), question.get("shares")
     if not isinstance(prepared, dict) or not isinstance(shares, dict) or name not in prepared:
-        raise refused("a training task without this site's prepared keys")
+        raise refusal_error("a training task without this site's prepared keys")
     parties = _read_sorted_names(sorted(prepared), attempt["cohort"], "the list of parties")
     if len(parties) < terms.least:
-        raise refused(f"{len(parties)} sites have prepared, under the {terms.least} that a sum needs")
+        raise refusal_error(f"{len(parties)} sites have prepared, under the {terms.least} that a sum needs")
     fields, context = ("key", "seed", "signature"), bytes.fromhex(attempt["context"])
     for party in parties:
         found = prepared[party]
-        if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
-            raise refused(f"the prepared keys of {party!r} are invalid")
+        if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_text_field(found[f]) for f in fields):
+            raise refusal_error(f"the prepared keys of {party!r} are invalid")
         signed_fields = context, party.encode(), found["key"].encode(), found["seed"].encode()
         if not is_signed_by(keys[party], found["signature"], "prepare", *signed_fields):
-            raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
+            raise refusal_error(
+                f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms"
+            )
     answer = attempt["prepare"]["answer"]
     if any(prepared[name][field] != answer[field] for field in ("key", "seed")):
-        raise refused("this site's mask key is not the one that it prepared")
+        raise refusal_error("this site's mask key is not the one that it prepared")
     if len({one["key"] for one in prepared.values()}) < len(prepared):
-        raise refused("two sites have one mask key")
-    if shares.keys() != prepared.keys() - {name} or not all(map(is_field, shares.values())):
-        raise refused("the shares for this site are not one of every other party")
+        raise refusal_error("two sites have one mask key")
+    if shares.keys() != prepared.keys() - {name} or not all(map(is_text_field, shares.values())):
+        raise refusal_error("the shares for this site are not one of every other party")
     return prepared
 
 
@@ -72,9 +74,9 @@ def check_survivors(question: Message, name: str | None, parties: Iterable[str],
     """
     survivors = _read_sorted_names(question.get("survivors"), parties, "the list of survivors")
     if name is not None and name not in survivors:
-        raise refused("this site's update is not in the sum that it is to confirm")
+        raise refusal_error("this site's update is not in the sum that it is to confirm")
     if len(survivors) < terms.least:
-        raise refused(f"{len(survivors)} sites are in the sum, under the {terms.least} that it needs")
+        raise refusal_error(f"{len(survivors)} sites are in the sum, under the {terms.least} that it needs")
     return survivors
 
 
@@ -82,14 +84,16 @@ def check_confirmed(question: Message, context: bytes, survivors: list[str], ter
     """Raise RefusedError unless enough survivors have signed the same sum: this mask `context` and these `survivors`."""
     valid = _count_valid(question.get("confirmed"), survivors, keys, "confirm", context, canonical(survivors))
     if valid < terms.threshold:
-        raise refused(f"{valid} sites have confirmed this sum, under the threshold of {terms.threshold}")
+        raise refusal_error(f"{valid} sites have confirmed this sum, under the threshold of {terms.threshold}")
 
 
 def check_cancelled(found: Any, context: bytes, cohort: list[str], terms: Terms, keys: Keys) -> None:
     """Raise RefusedError unless enough sites have cancelled the last attempt, so that its sum can no longer be opened."""
     valid, wanted = _count_valid(found, cohort, keys, "cancel", context), cancellations(terms)
     if valid < wanted:
-        raise refused(f"{valid} sites have cancelled the last attempt, under the {wanted} without whom it could be opened")
+        raise refusal_error(
+            f"{valid} sites have cancelled the last attempt, under the {wanted} without whom it could be opened"
+        )
 
 
 def cancellations(terms: Terms) -> int:
@@ -98,7 +102,7 @@ def cancellations(terms: Terms) -> int:
 
 
 def _count_valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: bytes) -> int:
-    if not isinstance(found, dict) or not all(map(is_field, found.values())):
+    if not isinstance(found, dict) or not all(map(is_text_field, found.values())):
         return 0
     return sum(name in found and is_signed_by(keys[name], found[name], kind, *fields) for name in names)
 
@@ -113,7 +117,7 @@ TRAINED = "trained"
 """Key in a site's record for the last phase in which it was sent a model: the model's hashes, and whether there is proof."""
 
 
-def note_trained(values: dict[str, Any], place: Place, order: Layout, sent: Message, rounds: int) -> None:
+def record_sent_model(values: dict[str, Any], place: Place, order: Layout, sent: Message, rounds: int) -> None:
     """Record the model that a site is sent to train. `rounds`: the job's number of rounds at this time.
 
     Raises RefusedError if a new attempt at a phase sends a different model: the site sends the update of the first attempt.
@@ -123,10 +127,10 @@ def note_trained(values: dict[str, Any], place: Place, order: Layout, sent: Mess
     if not before or before["phase"] != phase:
         values[TRAINED] = {"phase": phase, "attempt": place.attempt, "told": told, "proved": False, "rounds": rounds}
     elif place.attempt != before["attempt"] and before["told"] != told:
-        raise refused("a new attempt sends another model than the last, from which this site's update is")
+        raise refusal_error("a new attempt sends another model than the last, from which this site's update is")
 
 
-def is_open(values: Mapping[str, Any], place: Place) -> bool:
+def has_unproved_model(values: Mapping[str, Any], place: Place) -> bool:
     """Tell whether this site was sent a model in another phase before, without proof that others were sent the same."""
     last = values.get(TRAINED)
     return last is not None and not last["proved"] and last["phase"] != [place.round, place.phase]
@@ -144,9 +148,9 @@ def check_model_was_shared(
     said = past if isinstance(past, dict) else {}
     attempt, prepared = said.get("attempt"), said.get("keys")
     if type(attempt) is not int or not isinstance(prepared, dict):
-        raise refused("the last phase has no proof that other sites were sent the same model; it is to be opened first")
-    if not all(map(is_field, prepared.values())) or not prepared.keys() <= set(keys):
-        raise refused("the proof of the last phase has mask keys of other sites")
+        raise refusal_error("the last phase has no proof that other sites were sent the same model; it is to be opened first")
+    if not all(map(is_text_field, prepared.values())) or not prepared.keys() <= set(keys):
+        raise refusal_error("the proof of the last phase has mask keys of other sites")
     order: Layout = [(one, tuple(shape)) for one, shape in last["told"]["order"]]
     round, phase = map(int, last["phase"])
     place = Place(round, phase, attempt)

@@ -18,7 +18,7 @@ from consilium.core.messages import Payload
 from consilium.core.sanitize import few
 from consilium.core.storage import load_state, read_json, save_state, write_json
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
+from consilium.privacy.secagg.arithmetic import Layout, Words, vector_length
 from consilium.privacy.secagg.certificates import check_admissible, public_key
 from consilium.privacy.secagg.messages import Keys, cancellations
 from consilium.privacy.secagg.sealing import canonical, is_signed_by
@@ -27,7 +27,7 @@ from consilium.privacy.secagg.terms import (
     Place,
     describe_sent_model,
     hash_sent_tensors,
-    is_field,
+    is_text_field,
     mask_context,
     prepare_context,
     terms_of,
@@ -92,10 +92,13 @@ class Attempt:
 
     # prepare -----------------------------------------------------------------------------------------------------------
 
-    def prepare_question(self, past: Message | None = None) -> Message:
-        """Return the question of the prepare step. `past`: the proof of an earlier phase, see `check_model_was_shared`."""
+    def prepare_question(self, earlier_proof: Message | None = None) -> Message:
+        """Return the question of the prepare step.
+
+        `earlier_proof`: the proof of an earlier phase, see `check_model_was_shared`.
+        """
         asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
-        return self._question("prepare", past=past or {}, **asks)
+        return self._question("prepare", past=earlier_proof or {}, **asks)
 
     def take_prepared(self, name: str, answer: Message) -> None:
         """Store a site's prepared keys and sealed shares."""
@@ -107,7 +110,7 @@ class Attempt:
         if (
             not isinstance(shares, dict)
             or shares.keys() != set(self.cohort) - {name}
-            or not all(map(is_field, shares.values()))
+            or not all(map(is_text_field, shares.values()))
         ):
             raise RefusedError("its shares are not one for every other site")
         sealing.check_public(fields["key"])
@@ -199,7 +202,7 @@ class Attempt:
             raise RefusedError("its shares are not signed by it for this sum")
         self.answers.put("reveal", name, {"shares": shares})
 
-    def has(self, step: str) -> bool:
+    def has_threshold(self, step: str) -> bool:
         """Tell whether enough sites have answered a step to open the sum."""
         return len(self.answers.of(step)) >= self.terms.threshold
 
@@ -239,7 +242,7 @@ class Attempt:
 
         Raises ConsiliumError if the shares do not reconstruct the secrets that the sites signed: the sum could be wrong.
         """
-        prepared, count = self.answers.of("prepare"), size_of(order)
+        prepared, count = self.answers.of("prepare"), vector_length(order)
         total = torch.zeros(count, dtype=torch.int64)
         for name in survivors:
             found = self.load_masked(name)
@@ -300,7 +303,7 @@ class Collector:
         """Whether a phase has begun. Then sites have seen the roster."""
         return (self.folder / "past.json").is_file() or any(self.folder.glob("*-*-*/about.json"))
 
-    def load_attempt(self, round: int, phase: int) -> Attempt | None:
+    def load_attempt_and_prune(self, round: int, phase: int) -> Attempt | None:
         """Return the last stored attempt at a phase, None if there is none. Delete the attempts of other phases."""
         wanted = f"{round}-{phase}-"
         for path in self.folder.glob("*-*-*/") if self.folder.is_dir() else ():
@@ -331,18 +334,18 @@ class Collector:
         cancelled = {name: one["signature"] for name, one in sorted(last.answers.of("cancel").items())}
         return self._create_attempt(place, last.cohort, last.roster, cancelled)
 
-    def past(self, name: str) -> Message:
+    def proof_for(self, name: str) -> Message:
         """Return the proof of the last phase in which a site was sent a model, {} if there is none."""
-        kept = self._read_past()
+        kept = self._read_proofs()
         return dict(kept["proofs"].get(kept["of"].get(name), {}))
 
-    def _read_past(self) -> Message:
+    def _read_proofs(self) -> Message:
         path = self.folder / "past.json"
         return read_json(path) if path.is_file() else {"proofs": {}, "of": {}}
 
-    def prove(self, last: Attempt, proof: Message) -> None:
+    def save_proof(self, last: Attempt, proof: Message) -> None:
         """Store the proof of a phase for all sites that were sent a model in one of its attempts."""
-        kept, phase = self._read_past(), f"{last.place.round}-{last.place.phase}"
+        kept, phase = self._read_proofs(), f"{last.place.round}-{last.place.phase}"
         for path in self.folder.glob(f"{phase}-*/parties.json"):
             kept["of"] |= dict.fromkeys(read_json(path), phase)
         proofs = kept["proofs"] | {phase: proof}
@@ -357,6 +360,6 @@ class Collector:
 
 def _read_text(answer: Any, field: str) -> str:
     found = answer.get(field) if isinstance(answer, dict) else None
-    if not is_field(found):
+    if not is_text_field(found):
         raise RefusedError(f"its answer has no {field}")
     return str(found)

@@ -12,7 +12,7 @@ from typing import Any
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import locked, read_json, write_json
 from consilium.privacy.secagg.sealing import canonical, hash_message
-from consilium.privacy.secagg.terms import Message, refused
+from consilium.privacy.secagg.terms import Message, refusal_error
 
 FILE = "masks.json"
 
@@ -30,7 +30,7 @@ class SiteRecord:
         with locked(self.folder):
             self.values = self._read()
             if self.values.get("ended"):
-                raise refused("this run has ended and its keys are gone; start a new run")
+                raise refusal_error("this run has ended and its keys are gone; start a new run")
             yield self.values
 
     def _read(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class SiteRecord:
             kept = attempt[step] = {"question": asked, "answer": make()}
             self.save()
         if kept["question"] != asked:
-            raise refused(f"this site has answered {step} of this attempt, and this is another question")
+            raise refusal_error(f"this site has answered {step} of this attempt, and this is another question")
         return dict(kept["answer"])
 
     def end(self) -> None:

@@ -81,7 +81,7 @@ class UndecidedError(Exception):
     """So many sets overlap that the search did not finish in MOST_STEPS steps."""
 
 
-def smallest_shown(summed: Sites, known: Collection[Sites], least: int) -> Sites | None:
+def smallest_revealed_set(summed: Sites, known: Collection[Sites], least: int) -> Sites | None:
     """Return the smallest set of hospitals that the new sum `summed` reveals in combination with `known` sums.
 
     Return None if that set has `least` or more hospitals, or if the new sum is a combination of the known ones. Hospitals that
@@ -239,7 +239,7 @@ class SumLedger:
             )
         needed = max([least, *(min(one.least, len(new)) for one in past)])
         try:
-            shown = smallest_shown(new, {one.sites for one in past}, needed)
+            shown = smallest_revealed_set(new, {one.sites for one in past}, needed)
         except UndecidedError:
             raise _sum_refusal(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
         if shown is not None:
@@ -279,18 +279,18 @@ def _is_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def check_whole(records: Path) -> int:
+def count_checked_lines(records: Path) -> int:
     """Return the number of lines in the ledger of sums.
 
     Raises RefusedError if it is damaged, or if a record of what left names a line that is missing and not accepted as lost.
     """
     lines = read(records / FILE)
-    for path, seal in lost(records, lines):
+    for path, seal in lost_sum_seals(records, lines):
         raise _damaged_ledger(records / FILE, f"lacks what {path} names ({seal[:16]})")
     return len(lines)
 
 
-def lost(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
+def lost_sum_seals(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
     """Yield (record, seal) for every seal in a record under `records` that no line has or accepts as lost."""
     known = {line["seal"] for line in lines} | {seal for line in lines if line["kind"] == ACCEPTED for seal in line["lost"]}
     for path in sorted(records.rglob(audit_log.FILE)):
@@ -344,7 +344,7 @@ def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
     """
     if len(named := sorted(set(sites))) < 2 or not all(named):
         raise ConfigError(f"--allow: {','.join(named)!r}: name all hospitals of the sum, with commas between them")
-    check_whole(records)
+    count_checked_lines(records)
     said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
     with _lock_ledger(records / FILE):
         audit_log.AuditLog(records / FILE).add(said, again=True)
@@ -367,7 +367,7 @@ def accept(records: Path, stamp: str) -> dict[str, Any]:
             for line in _readable_sums(aside):
                 audit_log.AuditLog(path).add(line, again=True)
             lines = read(path)
-        if gone := sorted({seal for _, seal in lost(records, lines)}):
+        if gone := sorted({seal for _, seal in lost_sum_seals(records, lines)}):
             audit_log.AuditLog(path).add({"kind": ACCEPTED, "lost": gone}, again=True)
     return {"lost_sums": gone, "sums_set_aside": str(aside) if aside else None}
 

@@ -19,12 +19,12 @@ LONGEST = 20_000
 """The largest number of characters in a field. A certificate has a few thousand."""
 
 
-def is_field(value: Any) -> bool:
+def is_text_field(value: Any) -> bool:
     """Tell whether a value is a valid text field of a message: ASCII, and not too long."""
     return isinstance(value, str) and value.isascii() and len(value) < LONGEST
 
 
-def refused(what: str, reason: Reason = Reason.TASK) -> RefusedError:
+def refusal_error(what: str, reason: Reason = Reason.TASK) -> RefusedError:
     """Return the error for a question that is refused."""
     return RefusedError(f"secure aggregation: {what}; nothing was sent", reason)
 
@@ -106,7 +106,7 @@ def read_attempt(message: Mapping[str, Any]) -> Place:
     """Return the attempt that a message names by round, phase and attempt number. Raises RefusedError if one is missing."""
     values = [value for key in ("round", "phase", "attempt") if type(value := message.get(key)) is int and 0 <= value < 2**31]
     if len(values) < 3:
-        raise refused("a message of no round, phase and attempt")
+        raise refusal_error("a message of no round, phase and attempt")
     return Place(*values)
 
 

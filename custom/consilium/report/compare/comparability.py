@@ -83,7 +83,7 @@ class Group:
         """Return a metric's name in the titles and figures of this group's task."""
         base, _, rest = metric.partition("/")
         scores = self.first.scores
-        return ", ".join(part for part in (scores.heading(base), rest, scores.grid_of(base)) if part)
+        return ", ".join(part for part in (scores.heading(base), rest, scores.scored_grid(base)) if part)
 
 
 def why_not_comparable(one: RunRecord, other: RunRecord) -> str | None:
@@ -106,7 +106,7 @@ def why_not_comparable(one: RunRecord, other: RunRecord) -> str | None:
             return f"its data at {site} are not those of {one.name}"
     if one.settings.get("data.phantoms.kind") is not None and one.seed != other.seed:
         return None  # each seed draws its own pictures
-    return _find_other_samples(one, other)
+    return _why_other_samples(one, other)
 
 
 def _score_settings(run: RunRecord) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _sample_settings(run: RunRecord, whole: bool) -> list[Any]:
     return [run.data[0], fields, most, run.seed if most else None]
 
 
-def _find_other_samples(one: RunRecord, other: RunRecord) -> str | None:
+def _why_other_samples(one: RunRecord, other: RunRecord) -> str | None:
     """Return at which site two runs were scored on different samples; None if there is no sign of it.
 
     The signs are different numbers of samples, or different scores of the same frozen model.

@@ -31,7 +31,7 @@ def cost_table(group: Group) -> Table:
     rows, sets = [], set()
     for method in (method for method in group.methods if group.of(method)):
         runs = group.of(method)
-        first, counts, most = runs[0], runs[0].trained, runs[0].settings["training.rounds"]
+        first, counts, most = runs[0], runs[0].parameter_counts, runs[0].settings["training.rounds"]
         every = "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}"
         shared = "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}"
         had = sorted({run.last_round for run in runs})

@@ -45,8 +45,8 @@ def correlate_diagnostics_with_score(scores: GroupScores) -> list[str]:
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for (method, seed), run in scores.group.runs.items():
-        found = [scores.cells[method, seed, site] for site in scores.inside if (method, seed, site) in scores.cells]
-        for what in _diagnostic_names([run]) if len(found) == len(scores.inside) > 0 else []:
+        found = [scores.cells[method, seed, site] for site in scores.averaged_sites if (method, seed, site) in scores.cells]
+        for what in _diagnostic_names([run]) if len(found) == len(scores.averaged_sites) > 0 else []:
             (values,) = diagnostic_series([run], what)
             pairs.setdefault(what, []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
     lines = []

@@ -64,7 +64,7 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
         if one.metric in DIAGNOSED:
             values = [] if one.site else [values[-1] for values in diagnostic_series(runs, DIAGNOSED[one.metric])]
         elif one.metric.startswith(HELD_OUT):
-            held_out = (run.held_out(one.metric.removeprefix(HELD_OUT)) for run in runs)
+            held_out = (run.held_out_score(one.metric.removeprefix(HELD_OUT)) for run in runs)
             values = [value for value in held_out if value is not None]
         else:
             other = scores_of(scores.group, scores.stage, one.metric)

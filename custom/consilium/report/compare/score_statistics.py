@@ -67,7 +67,7 @@ class GroupScores:
         return sorted(frozenset[str]().union(*of_all) - set(self.sites))
 
     @property
-    def inside(self) -> list[str]:
+    def averaged_sites(self) -> list[str]:
         """The sites that count in means, ranks and tests."""
         return [site for site in self.sites if site not in self.test_only]
 
@@ -89,12 +89,12 @@ class GroupScores:
     @cached_property
     def sites_by_test_split(self) -> list[list[str]]:
         """The sites that count in means, as lists. Sites that were scored on the same test split are in one list."""
-        found = [{site} for site in self.inside]
+        found = [{site} for site in self.averaged_sites]
         for run in self.group.runs.values():
             # On the same samples the global model's losses are equal. A loss that equals the frozen model's proves nothing:
             # a head that starts at zero has the same loss on all pictures.
             alike: dict[tuple[float | None, ...], set[str]] = {}
-            for site in self.inside:
+            for site in self.averaged_sites:
                 scores = tuple(finite_score(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
                 if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
                     alike.setdefault(scores, set()).add(site)
@@ -106,11 +106,15 @@ class GroupScores:
     @property
     def columns(self) -> list[str]:
         """The columns of scores: each site, or, for many sites, worst, median and best and each site that only tests."""
-        return self.sites if len(self.inside) <= MOST_SITES else [*SPREAD, *sorted(self.test_only)]
+        return self.sites if len(self.averaged_sites) <= MOST_SITES else [*SPREAD, *sorted(self.test_only)]
 
     def complete_seeds(self, method: str) -> list[str]:
         """Return the seeds of a method in which no site is missing."""
-        return [s for s in self.group.seeds if self.inside and all((method, s, site) in self.cells for site in self.inside)]
+        return [
+            s
+            for s in self.group.seeds
+            if self.averaged_sites and all((method, s, site) in self.cells for site in self.averaged_sites)
+        ]
 
     def is_complete(self, method: str) -> bool:
         """Tell whether no site is missing in any seed of a method."""
@@ -122,10 +126,10 @@ class GroupScores:
 
     def under(self, method: str, column: str) -> list[float]:
         """Return a method's scores in a column, in the order of seeds: at a site, or a quantile over the sites."""
-        if column not in SPREAD or len(self.inside) <= MOST_SITES:
+        if column not in SPREAD or len(self.averaged_sites) <= MOST_SITES:
             return self.at(method, column)
         share = 1 - SPREAD[column] if self.lower_is_better else SPREAD[column]
-        seeds = [[self.cells[method, seed, site] for site in self.inside] for seed in self.complete_seeds(method)]
+        seeds = [[self.cells[method, seed, site] for site in self.averaged_sites] for seed in self.complete_seeds(method)]
         return [float(np.quantile(scores, share)) for scores in seeds]
 
     def means(self, method: str, weighted: bool = False) -> list[float]:
@@ -136,10 +140,12 @@ class GroupScores:
         found = []
         for seed in self.complete_seeds(method):
             run = self.group.runs[method, seed]
-            weights = [1.0 if not weighted else finite_score(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
+            weights = [
+                1.0 if not weighted else finite_score(run.score(site, self.stage, COUNT)) or 0.0 for site in self.averaged_sites
+            ]
             if not all(weights):
                 return []
-            values = [self.cells[method, seed, site] for site in self.inside]
+            values = [self.cells[method, seed, site] for site in self.averaged_sites]
             found.append(math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights))
         return found
 
@@ -199,7 +205,7 @@ def patients_interval(scores: GroupScores, method: str) -> Interval | None:
             return None
         down, up = np.array(found, np.float64).sum(0) / len(seeds)
         reaches.append((down, up))
-    down, up = np.sqrt(np.square(reaches).sum(0)) / len(scores.inside)
+    down, up = np.sqrt(np.square(reaches).sum(0)) / len(scores.averaged_sites)
     middle = math.fsum(means) / len(means)
     return float(middle - down), float(middle + up)
 
@@ -216,7 +222,7 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
     equal means share their mean rank.
     """
     methods, blocks = scores.scored_methods, []
-    for site in scores.inside:
+    for site in scores.averaged_sites:
         shared = [s for s in scores.group.seeds if all((m, s, site) in scores.cells for m in methods)]
         if shared:
             blocks.append([math.fsum(scores.cells[m, s, site] for s in shared) / len(shared) for m in methods])

@@ -197,7 +197,7 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
 
     `there`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
     """
-    group, count, sites = scores.group, len(scores.group.seeds), count_with_noun(len(scores.inside), "site")
+    group, count, sites = scores.group, len(scores.group.seeds), count_with_noun(len(scores.averaged_sites), "site")
     title = group.with_group_name(
         f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
     )
@@ -240,17 +240,18 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
     `blocks`: sites in the mean rank; `printed`: the table has published numbers; `marked`: a cell has MARK.
     """
     seeds, apart = len(scores.group.seeds), "sites on one test split as one, others independent"
-    if len(scores.sites_by_test_split) == len(scores.inside):
+    if len(scores.sites_by_test_split) == len(scores.averaged_sites):
         apart = "sites independent (too narrow where they share patients)"
     elif len(scores.sites_by_test_split) == 1:
         apart = "all sites on one test split"
     bootstrap = "percentile bootstrap over seeds; few seeds make it too narrow"
     too_few = f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is"
     meaning = scores.group.first.scores.meanings.get(scores.metric.partition("/")[0], "")
+    averaged = count_with_noun(len(scores.averaged_sites), "site")
     found = {
         meaning: meaning,
         f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
-        f"mean over {count_with_noun(len(scores.inside), 'site')}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
+        f"mean over {averaged}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
         f"seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
         f"no score of this metric at: {few(scores.unscored_sites)}": scores.unscored_sites,
@@ -285,7 +286,7 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None, ta
         for c in found[:MOST_TESTS]
     ]
     name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
-    tested, joined = sum(one.p is not None for one in found), len(scores.sites_by_test_split) < len(scores.inside)
+    tested, joined = sum(one.p is not None for one in found), len(scores.sites_by_test_split) < len(scores.averaged_sites)
     notes = {
         "pairs are seeds × sites; pairs of one site or seed are alike, so p is too small, and it says nothing of other "
         "patients or sites": tested,

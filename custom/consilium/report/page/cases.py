@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
-from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
+from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, case_file_name
 from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
 from consilium.report.predictions import colours
@@ -88,9 +88,9 @@ def curve_figure(name: str, found: Mapping[str, Curve], label: str, what: str) -
         return inline_svg(figure, name, f"{what}. By site, first to last round: {_in_words(ends)}")
 
 
-def _in_words(told: Mapping[str, str]) -> str:
+def _in_words(site_texts: Mapping[str, str]) -> str:
     """Join the texts of the first sites, for the alt text of a figure."""
-    texts = [f"{shown(site, 40)} {text}" for site, text in told.items()]
+    texts = [f"{shown(site, 40)} {text}" for site, text in site_texts.items()]
     return "; ".join(texts[:COLOURED]) + (f"; and {len(texts) - COLOURED} more sites." if len(texts) > COLOURED else ".")
 
 
@@ -266,7 +266,7 @@ def pictures(folder: Path, which: str) -> list[tuple[str, str, str]]:
     """Return (heading, data URL, alt text) of each picture of one case. The plain picture is left out if there are masks."""
     if not is_folder(folder / FOLDER):
         return []
-    sources: Mapping[str, str | None] = {what: _picture(folder / FOLDER / name_of(which, what)) for what in MEANT}
+    sources: Mapping[str, str | None] = {what: _picture(folder / FOLDER / case_file_name(which, what)) for what in MEANT}
     found = [(str(what), source, MEANT[what]) for what, source in sources.items() if source]
     return [one for one in found if one[0] != PICTURE or len(found) == 1]
 

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from consilium.core.errors import DataError
 from consilium.core.sanitize import count_with_noun
-from consilium.core.storage import open_private, private_folder
+from consilium.core.storage import make_private_folder, open_private
 from consilium.data.check_report import WORTHLESS, Findings
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, read_labels
@@ -43,10 +43,10 @@ def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[st
         pictures = {line: picture for line, item in one.shown.items() if (picture := _thumbnail(item, settings))}
         kinds = [(level, kind, lines) for level in ("problem", "warning") for kind, lines in getattr(one, f"{level}s").items()]
         table = Table(one.path, columns("", *one.samples), rows)
-        sites.append({"name": name, "verdict": one.verdict, "table": table, "kinds": kinds, "pictures": pictures})
+        sites.append({"name": name, "verdict": one.verdict_lines, "table": table, "kinds": kinds, "pictures": pictures})
     values = {"sites": sites, "between": shared, "most": SHOWN, "worthless": WORTHLESS}
     page = render("check.html", "Data check", f"Lists of {count_with_noun(len(found), 'site')}", ", ".join(found), [], values)
-    private_folder(folder)
+    make_private_folder(folder)
     for file, text in (("check.json", json.dumps(whole, indent=1)), ("check.html", page)):
         with open_private(folder / file, "w") as opened:
             opened.write(text)
@@ -88,4 +88,4 @@ def _middle(item: Item, settings: PictureSettings) -> Item:
     if item.slice is not None or not is_volume(item.image):
         return item
     axis = settings.slices.axis
-    return Item(item.image, item.label, header(item.image).grid.planes(axis) // 2, axis)
+    return Item(item.image, item.label, header(item.image).grid.plane_count(axis) // 2, axis)

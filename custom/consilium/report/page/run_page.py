@@ -12,7 +12,7 @@ from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
 from consilium.core.sanitize import count_with_noun, few, shown
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, read
+from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.audit_tables import audit_tables
 from consilium.report.best_worst_cases import CASES
@@ -25,9 +25,15 @@ from consilium.report.figures import ROUNDS
 from consilium.report.live_view import early_stop_text, refusal_time_text
 from consilium.report.page.cases import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
-from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_cross_site_matrix, results_table
+from consilium.report.results_table import (
+    VALUES,
+    confusion_tables,
+    no_improvement_warning,
+    read_cross_site_matrix,
+    results_table,
+)
 from consilium.report.run_files import versions
-from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
+from consilium.report.run_record import RunRecord, cell_name_of, is_simulation, read_run
 from consilium.report.tables import Table, columns, duration, only_true, size, stamp
 from consilium.report.untrusted_files import (
     MOST_BYTES,
@@ -68,7 +74,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
         {"site": one["site"], "when": refusal_time_text(one, record.last_round), "reason": shown(one["reason"], 600)}
         for one in record.of("refused")
     ]
-    level, damaged, lost = frozen_level(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
+    level, damaged, lost = no_improvement_warning(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
     warnings = {
         "This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.": own,
         "The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.": (
@@ -114,7 +120,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
     counts = f"{count_with_noun(len(record.sites), 'site')}, {count_with_noun(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
-    cell = values_of_cell(record.folder).replace(",", ", ")
+    cell = cell_name_of(record.folder).replace(",", ", ")
     source = record.folder.name if back else str(record.folder)
     return render("run.html", f"{title}: {cell}" if cell else title, lead, source, sections, values)
 
@@ -204,7 +210,7 @@ def _parameters_sentence(record: RunRecord) -> str:
     """Return a sentence on how many of the adapter's parameters are communicated; "" if it is not on record."""
     if record.pooled:
         return "The sites' data were pooled: nothing was sent, and the run is a reference, no federation."
-    if (found := record.trained) is None:
+    if (found := record.parameter_counts) is None:
         return ""
     shared, local, frozen = (found[role] for role in (Role.SHARED, Role.LOCAL, Role.FROZEN))
     rest = [f", {local:,} stay at their site"] * bool(local) + [f", {frozen:,} do not train"] * bool(frozen)
@@ -247,7 +253,7 @@ def audit_section(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MOST_BYTES:
         return {"record": None, "why": f"{path} has more than {MOST_BYTES // 1024**2} MiB; see consilium audit."}
     try:
-        record = read(path)
+        record = read_with_epsilon(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {"record": None, "why": f"{path} cannot be read as a record; see consilium audit."}
     messages, tensors = audit_tables(record, f", run {shown(path.parent.name, 80)}")

@@ -16,7 +16,14 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layer_factors import changes, factors, mean_others, non_lora_tensors, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layer_factors import (
+    changes,
+    factors,
+    mean_non_lora_tensors,
+    non_lora_tensors,
+    pair,
+    shapes,
+)
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
@@ -84,7 +91,7 @@ class ExactServer(UnequalRanks):
             updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(results, state.round)
-        after = replace(state, round=round, phase=phase, shared=mean_others(state, results, share), reported=reported)
+        after = replace(state, round=round, phase=phase, shared=mean_non_lora_tensors(state, results, share), reported=reported)
         return self._with_spectra(replace(after, sites=self.sites_after(state, results, updates)), updates)
 
     def _with_spectra(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
@@ -114,7 +121,7 @@ class ExactServer(UnequalRanks):
 
 def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int) -> Product:
     """Return W / s truncated to `rank` as (B, A). A direction without an update gets the common initial row of A and B = 0."""
-    return lowrank.refactor(found, rank, 1.0, state.initial[f"{layer}.lora_A"])
+    return lowrank.balanced_factors(found, rank, 1.0, state.initial[f"{layer}.lora_A"])
 
 
 def global_updates(state: ServerState) -> dict[str, Update]:
@@ -144,16 +151,16 @@ def stored_spectra(state: ServerState) -> dict[str, Spectrum]:
 # update, which a site without limits would receive.
 
 
-def whole_update(strategy: UnequalRanks, state: ServerState, rows: Mapping[str, Tensor]) -> Tensors:
+def whole_update(strategy: UnequalRanks, state: ServerState, initial_rows: Mapping[str, Tensor]) -> Tensors:
     """Return the server's whole update as factors to train, and a head unchanged.
 
-    `rows`: by layer a matrix (rank, in). It gives the oracle's rank, and the initial rows of A for directions without an
-    update.
+    `initial_rows`: by layer a matrix (rank, in). It gives the oracle's rank, and the initial rows of A for directions without
+    an update.
     """
     tensors = dict(non_lora_tensors(state.shared))
     updates = global_updates(state) if isinstance(strategy, ExactServer) else {}
-    for layer, initial in rows.items():
+    for layer, initial in initial_rows.items():
         update = updates.get(layer) or lowrank.Update(*factors(state.shared, layer))
         found = lowrank.spectrum(update, len(initial))
-        tensors |= pair(layer, lowrank.refactor(found, len(initial), 1.0, initial))
+        tensors |= pair(layer, lowrank.balanced_factors(found, len(initial), 1.0, initial))
     return tensors

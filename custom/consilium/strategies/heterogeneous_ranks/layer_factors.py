@@ -55,7 +55,7 @@ def with_factored_tails(tensors: Mapping[str, Tensor]) -> Tensors:
     return found
 
 
-def whole_numbers(tensors: Mapping[str, Tensor]) -> int:
+def full_download_numbers(tensors: Mapping[str, Tensor]) -> int:
     """Return the count of numbers in trained factors and a head, plus a tail as large as each layer's weights."""
     trained = sum(t.numel() for n, t in tensors.items() if not is_frozen_part(n))
     return trained + sum(out * into for out, into in shapes(tensors).values())
@@ -89,7 +89,7 @@ def _with_tail(upload: SiteResult, layer: str, product: Product) -> Product:
     return torch.cat([product[0], tail_b], 1), torch.cat([product[1], tail_a])
 
 
-def mean_others(state: ServerState, uploads: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
+def mean_non_lora_tensors(state: ServerState, uploads: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
     """Return the non-LoRA tensors (a head, trained parts of the base) plus the weighted mean of their updates.
 
     The sum is in float64, over the sites in the order of names.

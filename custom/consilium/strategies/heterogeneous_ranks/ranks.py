@@ -30,7 +30,7 @@ from consilium.strategies.traits import Traits
 # How far the sites' updates diverge, and which share of an adapter is in the forward pass but does not train.
 
 
-def moves(upload: SiteResult) -> list[Product]:
+def layer_changes(upload: SiteResult) -> list[Product]:
     """Return B A - B0 A0 of every layer of one site, as products (left, right)."""
     found = []
     for layer in shapes(upload.sent.tensors):
@@ -153,7 +153,7 @@ class UnequalRanks(Strategy):
             raise ConfigError(f"strategy.tiers, strategy.profile: {what}; remove them, or use dual_rank")
         return replace(self, tiers={"all": Tier(rank, rank)}, profile={"all": 1.0})
 
-    def profile_tiers(self) -> dict[str, tuple[Tier, float]]:
+    def weighted_tiers(self) -> dict[str, tuple[Tier, float]]:
         """Return the tiers that the profile names, each with its probability."""
         return {name: (self.tiers[name], share) for name, share in self._tier_probabilities().items()}
 
@@ -183,7 +183,7 @@ class UnequalRanks(Strategy):
             used = sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims)
             saturations.append(used / budget if budget else 1.0)  # a site that may train nothing leaves nothing unused
         return {
-            "drift/cross": cross_drift([moves(upload) for upload in results.values()]),
+            "drift/cross": cross_drift([layer_changes(upload) for upload in results.values()]),
             "ranks/information_gain": _mean([gain for upload in results.values() if (gain := information_gain(upload.sent))]),
             "memory/saturation": _mean(saturations),
         }

@@ -21,9 +21,9 @@ from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Answered, Batch, Classified, SampledTask, UnitScores, evaluating
-from consilium.tasks.bootstrap import group_of, intervals, number_groups, sum_by_group
+from consilium.tasks.bootstrap import bootstrap_unit, intervals, number_groups, sum_by_group
 from consilium.tasks.classification import ClassificationConfig, F1Classes
-from consilium.tasks.classification.text_samples import TextSamples, pad_texts, require_kind, words_of
+from consilium.tasks.classification.text_samples import TextSamples, pad_texts, require_kind, text_or_blank
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
@@ -62,7 +62,7 @@ class ClassificationTask(SampledTask):
         self._labels = {split: [self._class(item) for item in data.splits[split]] for split in SPLITS}
         labels = torch.tensor([label for label in self._labels["training"] if label != NONE], dtype=torch.long)
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
-        self._whose = {split: number_groups([group_of(item) for item in data.splits[split]]) for split in SPLITS}
+        self._whose = {split: number_groups([bootstrap_unit(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient, self._f1 = by_patient, f1
         if by_patient and not data.loading.ignore_unfit:
             for split in SPLITS[1:]:
@@ -156,7 +156,7 @@ class ClassificationTask(SampledTask):
         if self._key == "text":
             texts = [self.data.splits[split][index] for index in indices]
             names = [tuple(self.classes[i] for i in some) for some in (batch["label"].tolist(), logits.argmax(1).tolist())]
-            return Answered(tuple(map(words_of, texts)), *names)
+            return Answered(tuple(map(text_or_blank, texts)), *names)
         return Classified(batch["image"].byte(), batch["label"], logits.softmax(1), tuple(self.classes))
 
     def _collate(self, split: str, samples: Sequence[tuple[int, Sample]]) -> Batch:

@@ -54,7 +54,7 @@ class TextSamples:
         """
         try:
             with replace_tokenizer_errors():
-                found = list(self._tokenizer(words_of(text), split_special_tokens=True, verbose=False).input_ids)
+                found = list(self._tokenizer(text_or_blank(text), split_special_tokens=True, verbose=False).input_ids)
                 return found or [self._tokenizer.unk_token_id or 0]  # an encoder needs at least one token
         except CheckpointError:
             if not quiet:
@@ -74,9 +74,9 @@ class TextSamples:
         """Do nothing: a text has no file of its own."""
 
 
-def words_of(text: Text) -> str:
+def text_or_blank(text: Text) -> str:
     """Return a record's text; a blank for an empty one."""
-    return text.prompt_words or " "
+    return text.prompt_text or " "
 
 
 def pad_texts(rows: Sequence[Tensor]) -> Tensor:

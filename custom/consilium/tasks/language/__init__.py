@@ -138,7 +138,9 @@ class LanguageConfig(TaskConfig):
 def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return the names of all metrics that a language task can report."""
     found = (*WRITTEN[config.evaluate], *_beside_loss(config))
-    return frozenset({"loss", *_cuts(config), *found, *uncertainty_names({"loss", *BY_RECORD.intersection(found)})})
+    return frozenset(
+        {"loss", *_truncation_metrics(config), *found, *uncertainty_names({"loss", *BY_RECORD.intersection(found)})}
+    )
 
 
 def _beside_loss(config: LanguageConfig) -> tuple[str, ...]:
@@ -160,7 +162,7 @@ REWARD = "An answer's reward is beta times the log of how much likelier the mode
 RULES = {"gsm8k": "GSM8K's", "metamath": "MetaMath's"}
 
 
-def _cuts(config: LanguageConfig) -> tuple[str, ...]:
+def _truncation_metrics(config: LanguageConfig) -> tuple[str, ...]:
     return (*CUT, CUT_ASKED) if config.evaluate in ASKS else CUT
 
 
@@ -172,7 +174,7 @@ def scores(config: LanguageConfig) -> Scores:
         remark = f", answers read by {RULES[config.extraction]} rule"
     beside = (*written[1:], "loss") if written else _beside_loss(config)
     meanings = {"accuracy_norm": NORM, "bits_per_token": TOKENS, "preferred": REWARD}
-    return Scores((*written[:1], "loss"), (*beside, *_cuts(config)), HEADINGS, remark, meanings=meanings)
+    return Scores((*written[:1], "loss"), (*beside, *_truncation_metrics(config)), HEADINGS, remark, meanings=meanings)
 
 
 _TASK = "consilium.tasks.language.task"

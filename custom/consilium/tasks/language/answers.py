@@ -111,10 +111,10 @@ def final_answer(text: str) -> str | None:
         sentence = re.split(r"\n|[.!?](?:\s|$)", text[said[-1].end() :], maxsplit=1)[0]
         if said[-1]["colon"] and (answer := plain_answer(sentence)) is not None:
             return answer
-        if (number := _whole_number(_normalized(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
+        if (number := _leading_number(_normalized(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
             return number
     found = list(_NUMBER.finditer(_spell_in_ascii(text)))
-    return _exact(found[-1]) if found else None
+    return _lowest_terms(found[-1]) if found else None
 
 
 def plain_answer(answer: str) -> str | None:
@@ -125,7 +125,7 @@ def plain_answer(answer: str) -> str | None:
     Of an answer longer than MOST characters the first MOST are read.
     """
     bare = _normalized(answer[:MOST])
-    if (number := _whole_number(bare)) is not None:
+    if (number := _leading_number(bare)) is not None:
         return number
     words = re.sub(r" ?([^\w ]) ?", r"\1", bare).rstrip(".").lower()
     return re.sub(r"^\(?([^\W\d_])\)?$", r"\1", words) or None  # (B) is B
@@ -174,10 +174,10 @@ def _normalized(answer: str) -> str:
     return re.sub(r"^(?:[A-Za-z] ?)?= ?", "", bare[equation.end() :] if equation else bare)
 
 
-def _whole_number(bare: str) -> str | None:
+def _leading_number(bare: str) -> str | None:
     """Return the number in lowest terms if an answer is a number followed by words only; else None."""
     number = _NUMBER.match(bare)
-    return _exact(number) if number is not None and _BEHIND.fullmatch(bare, number.end()) else None
+    return _lowest_terms(number) if number is not None and _BEHIND.fullmatch(bare, number.end()) else None
 
 
 def _boxed(text: str) -> str | None:
@@ -216,7 +216,7 @@ def _write_fraction(match: re.Match[str]) -> str:
     return f"{' ' if match[1] else ''}{minus}{match[4]}/{match[6]}"
 
 
-def _exact(match: re.Match[str]) -> str:
+def _lowest_terms(match: re.Match[str]) -> str:
     """Return a match of _NUMBER in lowest terms; unchanged if its denominator is 0 or it is too long."""
     if len(match[0]) > _LONGEST or (match["bottom"] and not int(match["bottom"])):
         return match[0]

@@ -65,7 +65,7 @@ class Prompt:
         found = fill_template(_form(self.form, bool(context)), question, context)
         return found._replace(before=f"{text.system}\n\n{found.before}") if text.system else found
 
-    def conversation(self, text: Text) -> list[tuple[str, bool]]:
+    def conversation_parts(self, text: Text) -> list[tuple[str, bool]]:
         """Return a chat's whole text as parts (text, learned). The assistant's answers with their ends are learned.
 
         Answers are found by the template's `generation` marks, or without these by placeholders. If a record does not learn its
@@ -73,7 +73,7 @@ class Prompt:
         """
         question = {"role": "user", "content": _message(*_question(text))}
         turns = [*self._earlier(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
-        parts = self._parts_by_marks(turns) if self.marks else self._parts_by_placeholders(turns)
+        parts = self._parts_by_marks(turns) if self.has_generation_marks else self._parts_by_placeholders(turns)
         if not any(learned for _, learned in parts):
             raise _no_chat("the tokenizer's template marks no word of an answer as generated")
         if not text.learns_history:
@@ -142,7 +142,7 @@ class Prompt:
             return False
 
     @cached_property
-    def marks(self) -> bool:
+    def has_generation_marks(self) -> bool:
         """Whether the chat template has `generation` marks around the assistant's answers."""
         return self.form == "chat" and _MARK.search(self._template) is not None
 
@@ -165,7 +165,7 @@ class Prompt:
         held = set(self._template).union(*words)
         return next(one for one in map(chr, STAND_INS) if one not in held)
 
-    def ending(self, answer: str) -> tuple[str, str]:
+    def answer_and_ending(self, answer: str) -> tuple[str, str]:
         """Return an answer as it is written after the prompt, and its ending ("" means the tokenizer's end token)."""
         return (answer.strip(), self._around[1]) if self.form == "chat" else (answer, "")
 
@@ -177,7 +177,7 @@ class Prompt:
         need one before a word add it themselves.
         """
         try:
-            start, said = self._said("?"), self._said("?", PROBE)
+            start, said = self._render_turn("?"), self._render_turn("?", PROBE)
             said.encode()
         except TemplateFailure as error:
             raise _no_chat(f"the tokenizer's template fails: {error}") from None
@@ -196,7 +196,7 @@ class Prompt:
 
         Raises ConfigError for a template that cannot render a question with its answer.
         """
-        _, before = self._around, self._said("?")
+        _, before = self._around, self._render_turn("?")
         if not self.takes_system:
             return ""
         given = self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
@@ -215,7 +215,7 @@ class Prompt:
         except TemplateFailure as error:
             raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
 
-    def _said(self, message: str, answer: str | None = None) -> str:
+    def _render_turn(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}, *([] if answer is None else [{"role": "assistant", "content": answer}])]
         return self._render(turns, asks=answer is None)
 

@@ -109,7 +109,7 @@ class LanguageTask:
     def _encoded(self, text: Text) -> list[Encoded]:
         """Return a record's tokens and, for preferences, those of its rejected answer."""
         worse = [replace(text, outputs=(text.rejected,))] if self._compares else []
-        return [self._encoder.pair(one) for one in (text, *worse)]
+        return [self._encoder.encode_record(one) for one in (text, *worse)]
 
     @property
     def _compares(self) -> bool:
@@ -185,7 +185,7 @@ class LanguageTask:
         """Return the scores of answers that `evaluate` asks for: (scores of the whole split, scores by record)."""
         if self.kind == "teacher_forced" and distances:
             said, true, accuracy = self._teacher_forced(model, split, batch_size)
-            return accuracy | text_scores.of_corpus(said, true), text_scores.of_records(said, true)
+            return accuracy | text_scores.corpus_scores(said, true), text_scores.record_scores(said, true)
         if self.kind == "options":
             return {}, self._score_options(model, split, batch_size)
         if self.kind not in ASKS or not (distances or self.kind == "label"):
@@ -196,9 +196,9 @@ class LanguageTask:
             right = judge_answers(written, self.data.splits[split], self._truth[split], self.config)
             return cut, {WRITTEN[self.kind][0]: right}
         references = [text.outputs for text in self.data.splits[split]]
-        each = text_scores.of_records(written, references)
+        each = text_scores.record_scores(written, references)
         self.scored = self._unit_scores(split, each["rouge_l"], "ROUGE-L", lower=False)
-        return cut | text_scores.of_corpus(written, references), each
+        return cut | text_scores.corpus_scores(written, references), each
 
     def _score_options(self, model: nn.Module, split: str, batch_size: int) -> dict[str, list[float]]:
         """Return for each record whether its most likely option is right.
@@ -213,7 +213,7 @@ class LanguageTask:
         most = [encoder.max_length + 1 - max(map(len, own), default=1) for own in options]
         prompts = [encoder.prompt(text, room)[0] for text, room in zip(texts, most, strict=True)]
         for at, prompt in enumerate(prompts):
-            begin = len(prompt) - encoder.blank_end(prompt)
+            begin = len(prompt) - encoder.trailing_blank_count(prompt)
             prompts[at], options[at] = prompt[:begin], [[*prompt[begin:], *one] for one in options[at]]
         found = log_likelihoods(
             model, lambda some, rows: inputs_of(model, self._collate(split, some, rows)), prompts, options, batch_size
@@ -296,7 +296,7 @@ class LanguageTask:
         texts = self._texts(split, indices)
         with evaluating(model):
             written = self.write(model, split, len(texts), indices)
-        prompts, references = (tuple(text.prompt_words for text in texts), tuple(text.outputs[0] for text in texts))
+        prompts, references = (tuple(text.prompt_text for text in texts), tuple(text.outputs[0] for text in texts))
         return Answered(prompts, references, tuple(written))
 
     def _texts(self, split: str, indices: Sequence[int] | None = None) -> list[Text]:
@@ -387,7 +387,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
     if "image" not in moved:
         return text
     answers = moved["labels"] != IGNORED if "labels" in moved else torch.zeros_like(moved["input_ids"]).bool()
-    return cast(Any, model).see(**text, images=moved["image"], answers=answers)
+    return cast(Any, model).picture_inputs(**text, images=moved["image"], answers=answers)
 
 
 def _is_known(model: nn.Module) -> bool:

@@ -34,7 +34,7 @@ class _NoSynonyms:
         return []
 
 
-def of_records(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, list[float]]:
+def record_scores(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, list[float]]:
     """Return ROUGE-L (F) and METEOR, 0..1, of each of N answers against its best reference.
 
     A split's score is their mean. Of texts longer than MOST characters the first MOST are compared.
@@ -43,7 +43,7 @@ def of_records(written: Sequence[str], references: Sequence[Sequence[str]]) -> d
     return {"rouge_l": rouge_l(written, references), "meteor": meteor(written, references)}
 
 
-def of_corpus(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+def corpus_scores(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return BLEU (0..1), NIST (to 5-grams) and CIDEr-D of N answers as one corpus. Long texts are cut as in `of_records`."""
     written, references = _first_characters(written, references)
     return {"bleu": bleu(written, references), "nist": nist(written, references), "cider": cider(written, references)}

@@ -76,15 +76,15 @@ class Encoder:
 
     def answer(self, text: Text) -> list[int]:
         """Return the tokens of a record's first reference with its ending."""
-        said, ending = self._prompt.ending(self._split_special_names(text.outputs[0]))
+        said, ending = self._prompt.answer_and_ending(self._split_special_names(text.outputs[0]))
         tokens = self._token_ids(said + ending)
         return tokens if ending else [*tokens, self.tokenizer.eos_token_id]
 
     def option(self, words: str) -> list[int]:
         """Return the tokens of an answer without its ending."""
-        return self._token_ids(self._prompt.ending(self._split_special_names(words))[0])
+        return self._token_ids(self._prompt.answer_and_ending(self._split_special_names(words))[0])
 
-    def blank_end(self, tokens: Sequence[int]) -> int:
+    def trailing_blank_count(self, tokens: Sequence[int]) -> int:
         """Return how many tokens at the end consist only of blanks and line breaks."""
         found = 0
         with replace_tokenizer_errors():
@@ -94,17 +94,17 @@ class Encoder:
 
     def _ends(self) -> list[int]:
         """Return the tokens that end an answer: the tokenizer's end token, and the first special token of a chat's ending."""
-        _, ending = self._prompt.ending("")
+        _, ending = self._prompt.answer_and_ending("")
         known = specials(self.tokenizer).values()
         return sorted({self.tokenizer.eos_token_id, *[token for token in self._token_ids(ending) if token in known][:1]})
 
-    def pair(self, text: Text) -> Encoded:
+    def encode_record(self, text: Text) -> Encoded:
         """Return a record with its first reference. Labels of the prompt are IGNORED unless the whole sequence is learned.
 
         Raises UnfitError for a conversation of several turns that is longer than `max_length`, which cannot be shortened.
         """
-        if self.by_turns and self._prompt.form == "chat" and (text.history or self._prompt.marks):
-            found = self._conversation(text)
+        if self.by_turns and self._prompt.form == "chat" and (text.history or self._prompt.has_generation_marks):
+            found = self._encode_conversation(text)
             if len(found.ids) <= self.max_length:
                 return found
             if text.history:
@@ -121,12 +121,12 @@ class Encoder:
     def full_length(self, text: Text) -> int:
         """Return the number of tokens of a record with its first reference, before shortening."""
         if text.history and self._prompt.form == "chat":
-            return len(self._conversation(text).ids)
+            return len(self._encode_conversation(text).ids)
         return len(self.prompt(text, WHOLE)[0]) + len(self.answer(text))
 
-    def _conversation(self, text: Text) -> Encoded:
+    def _encode_conversation(self, text: Text) -> Encoded:
         """Return a whole chat. Answers of earlier turns are learned too if the record says so."""
-        parts = self._prompt.conversation(self._split_names_in_record(text))
+        parts = self._prompt.conversation_parts(self._split_names_in_record(text))
         pairs = self._tokenize_whole(parts) or [
             (token, learned)
             for part, learned in parts

@@ -18,7 +18,7 @@ from consilium.data.settings import reading_key
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.image_inputs import PictureTokens
-from consilium.models.vision_language.network import picture
+from consilium.models.vision_language.network import picture_tokens_of
 from consilium.tasks.base import Batch
 from consilium.tasks.language.losses import Row
 from consilium.tasks.language.task import LanguageTask, all_token_loss, full_rows
@@ -105,7 +105,7 @@ class ReportTask(LanguageTask):
     def __init__(
         self, data: DataList, tokenizer: PreTrainedTokenizerBase, model: VisionLanguageConfig, config: ReportConfig
     ) -> None:
-        self._seen, self.config = picture(model), config
+        self._seen, self.config = picture_tokens_of(model), config
         super().__init__(data, tokenizer, model.max_length, config)
         settings, side, padding = config.settings, model.image_side, model.padding
         blank = torch.zeros(3, side, side, dtype=torch.uint8)
@@ -154,4 +154,4 @@ def build(config: ReportConfig, model: VisionLanguageConfig, data: DataList, tok
 def rehearse(config: ReportConfig, base: VisionLanguageConfig, model: Any, count: int) -> Tensor:
     """Return the loss of full-length texts without pictures: the frozen vision tower stores nothing for the backward pass."""
     ids, mask = full_rows(base.max_length, count)
-    return all_token_loss(model, model.read(ids, mask))
+    return all_token_loss(model, model.text_inputs(ids, mask))

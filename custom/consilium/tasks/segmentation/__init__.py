@@ -25,7 +25,7 @@ class PromptKind(NamedTuple):
 PROMPTS = {"box": PromptKind("boxes", ("left", "top", "right", "bottom")), "point": PromptKind("points", ("x", "y"))}
 
 
-def prompts_of(task: Any) -> PromptKind | None:
+def prompt_kind_of(task: Any) -> PromptKind | None:
     """Return the kind of prompt in a job's task section, None for a task without prompts."""
     return PROMPTS.get(getattr(task, "prompt", "none"))
 

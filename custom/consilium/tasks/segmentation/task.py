@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from consilium.core.seeding import seed_for
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
-from consilium.data.check_samples import check_sample, cropped_shape
+from consilium.data.check_samples import check_and_find_vanished, cropped_shape
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, valid_size
@@ -24,10 +24,10 @@ from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
 from consilium.tasks.embedding_cache import EmbeddingCache
-from consilium.tasks.segmentation import SegmentationConfig, prompts_of
+from consilium.tasks.segmentation import SegmentationConfig, prompt_kind_of
 from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
-from consilium.tasks.segmentation.units import Plane, Units, counts, dice_loss, order, overlaps, summary
+from consilium.tasks.segmentation.units import Plane, Units, dice_loss, order, overlap_counts, overlaps, summary
 
 MASK_BYTES = 2**27
 """The most bytes of masks at the files' size kept in memory, with 1 bit per pixel and class; each validation needs them."""
@@ -73,7 +73,7 @@ class SegmentationTask(SampledTask):
         self._samples = SampleCache(
             data,
             lambda item: read_sample(item, classes, image_size, settings, padding),
-            lambda item: check_sample(item, classes, settings, image_size),
+            lambda item: check_and_find_vanished(item, classes, settings, image_size),
             reading_key("segmentation", settings, image_size, [classes, padding]),
         )
 
@@ -86,7 +86,7 @@ class SegmentationTask(SampledTask):
             for (split, name), count in sorted(self._samples.vanished_classes.items())
         ]
 
-    def remember(self, encoder: str) -> None:
+    def enable_embedding_cache(self, encoder: str) -> None:
         """Cache the embeddings of pictures from now on, under the name of the frozen encoder. Augmented pictures differ."""
         self._embeddings = EmbeddingCache(self._samples.store, encoder)
 
@@ -95,7 +95,7 @@ class SegmentationTask(SampledTask):
 
         def made(index: int, raw: CachedSample) -> Sample:
             moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
-            return self._annotated("training", index, self._add_prompt(moved, seed_for(seed, self._prompt, index)))
+            return self._with_annotated_mask("training", index, self._add_prompt(moved, seed_for(seed, self._prompt, index)))
 
         found = self._samples.map("training", indices, made)
         return self._collate([sample for _, sample in found])
@@ -108,7 +108,7 @@ class SegmentationTask(SampledTask):
         Padding counts as background, as in the fine-tuning of MedSAM, micro-sam and lightning-sam. It is never scored and costs
         little, and the model learns to predict nothing there.
         """
-        logits, label, annotated = self._forward(model, batch, known=not self.augment)
+        logits, label, annotated = self._forward(model, batch, may_cache=not self.augment)
         return self._loss(logits, label, annotated)
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class SegmentationTask(SampledTask):
         units, losses, count = Units(items, self.scores, distances), 0.0, 0
         with evaluating(model):
             for part in self._samples.parts(split, batch_size, order(items, self.scores)):
-                samples = [self._annotated(split, i, self._add_prompt(sample)) for i, sample in part]
+                samples = [self._with_annotated_mask(split, i, self._add_prompt(sample)) for i, sample in part]
                 if not samples:
                     continue
                 logits, label, annotated = self._forward(model, self._collate(samples))
@@ -180,7 +180,10 @@ class SegmentationTask(SampledTask):
             logits = [self._forward(model, self._collate([self._add_prompt(sample)]))[0] for sample in samples]
         shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
         planes = self._planes(items, torch.cat(logits), shown["label"])
-        each = [overlaps(counts(one.guess, one.reference), False)["dice"].masked_fill(~one.known, math.nan) for one in planes]
+        each = [
+            overlaps(overlap_counts(one.guess, one.reference), False)["dice"].masked_fill(~one.known, math.nan)
+            for one in planes
+        ]
         for item, mask in zip(items, guess, strict=True):
             rows, columns = self._size_without_padding(item)
             mask[:, rows:], mask[:, :, columns:] = False, False
@@ -189,10 +192,10 @@ class SegmentationTask(SampledTask):
             shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes), GRIDS[self.scores.grid]
         )
 
-    def _forward(self, model: nn.Module, batch: Batch, known: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logits, labels and the mask of annotated classes. `known`: pictures repeat, so embeddings are cached."""
+    def _forward(self, model: nn.Module, batch: Batch, may_cache: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return logits, labels and the mask of annotated classes. `may_cache`: pictures repeat, so embeddings are cached."""
         device = next(model.parameters()).device
-        made = {"embedding": self._embeddings(model, batch["image"])} if known and self._embeddings else {}
+        made = {"embedding": self._embeddings(model, batch["image"])} if may_cache and self._embeddings else {}
         moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
         return model(moved["image"], moved.get("prompt"), **made).float(), moved["label"], moved.get("annotated")
 
@@ -240,7 +243,7 @@ class SegmentationTask(SampledTask):
     def _annotated_classes(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
 
-    def _annotated(self, split: str, index: int, sample: Sample) -> Sample:
+    def _with_annotated_mask(self, split: str, index: int, sample: Sample) -> Sample:
         """Return the sample, with "annotated" (C,) added if its site did not annotate all classes in it."""
         item = self.data.splits[split][index]
         if item.annotated is None or (known := self._annotated_classes(item)).all():
@@ -281,14 +284,14 @@ def build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokeni
 
 def check_item(config: SegmentationConfig, item: Item) -> None:
     """Raise DataError for a sample whose headers or labels are bad."""
-    check_sample(item, config.classes, config)
+    check_and_find_vanished(item, config.classes, config)
 
 
 def rehearse(config: SegmentationConfig, base: ModelConfig, model: nn.Module, count: int) -> Tensor:
     """See TaskKind."""
     side, classes = base.image_side, len(config.classes)
     label = torch.zeros(count, classes, side, side)
-    kind = prompts_of(config)
+    kind = prompt_kind_of(config)
     prompts = torch.zeros(count, classes, len(kind.numbers)) if kind else None
     logits = model(torch.zeros(count, 3, side, side), prompts).float()
     guess = logits.sigmoid()  # MONAI's Dice reads numbers, which a rehearsal on the meta device does not have

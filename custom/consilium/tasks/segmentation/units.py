@@ -19,7 +19,7 @@ from torch import Tensor
 from consilium.data import volumes
 from consilium.data.check_samples import cropped_shape
 from consilium.data.datalist import Item
-from consilium.tasks.bootstrap import group_of, intervals, number_groups, sum_by_group
+from consilium.tasks.bootstrap import bootstrap_unit, intervals, number_groups, sum_by_group
 from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
 
@@ -41,7 +41,7 @@ def dice_loss(logits: Tensor, label: Tensor) -> Tensor:
     return 1 - (2 * both + SMOOTH) / (2 * (both + 0.5 * (all_guess - both) + 0.5 * (all_label - both)) + SMOOTH)
 
 
-def counts(guess: Tensor, reference: Tensor) -> Tensor:
+def overlap_counts(guess: Tensor, reference: Tensor) -> Tensor:
     """Return counts (4, C) for bool masks (C, ...): voxels in both, in the prediction, in the reference, and in all."""
     each = [[np.count_nonzero(one) for one in mask.numpy()] for mask in (guess & reference, guess, reference)]
     return torch.tensor([*each, [guess[0].numel()] * len(guess)])  # numpy: torch's sum of a mask takes thirty times longer
@@ -140,13 +140,13 @@ class Units:
     def __init__(self, items: Sequence[Item], config: SegmentationScoresConfig, far: bool) -> None:
         self._config, self._far, self.rows = config, far, list[tuple[Item, Row]]()
         self.shown = list[Item]()
-        self._left = Counter(map(volume_of, items if config.per != "image" else ()))
+        self._left = Counter(map(volume_key, items if config.per != "image" else ()))
         self._open = dict[object, _Unit]()
 
     def add(self, plane: Plane) -> None:
         """Add one picture to its unit."""
-        name, found = volume_of(plane.item), counts(plane.guess, plane.reference)
-        self._end(but=name)
+        name, found = volume_key(plane.item), overlap_counts(plane.guess, plane.reference)
+        self._score_open_units(but=name)
         rows, columns = plane.guess.shape[1:]
         unit = self._open.setdefault(name, _Unit(plane.item, (rows, columns), torch.zeros_like(found), plane.known, plane.item))
         unit.counts, unit.known = unit.counts + found, unit.known & plane.known
@@ -156,18 +156,18 @@ class Units:
             unit.planes[plane.item.slice or 0] = _pack_bits(plane.guess), _pack_bits(plane.reference)
         self._left[name] -= 1
         if self._left[name] < 1:
-            self._end()
+            self._score_open_units()
 
     def scores(self) -> tuple[list[Item], Row]:
         """Return one item per unit, and the scores (U, C) by metric. A patient's scores are the means over its volumes.
 
         Afterwards `shown` has, per unit, the picture with the largest reference; for a patient that of its first volume.
         """
-        self._end()
+        self._score_open_units()
         items, table = [item for item, _ in self.rows], _table([row for _, row in self.rows])
         if self._config.per != "patient":
             return items, table
-        whose = number_groups([group_of(item) for item in items])
+        whose = number_groups([bootstrap_unit(item) for item in items])
         places = [int(np.flatnonzero(whose == number)[0]) for number in range(whose.max() + 1)]
         first, self.shown = [items[place] for place in places], [self.shown[place] for place in places]
         means = {}
@@ -177,7 +177,7 @@ class Units:
                 means[name] = torch.from_numpy(sum_by_group(values.nan_to_num(0).numpy(), whose) / sum_by_group(known, whose))
         return first, means
 
-    def _end(self, but: object = None) -> None:
+    def _score_open_units(self, but: object = None) -> None:
         """Score all open units except the one named `but`."""
         for name in [name for name in self._open if name != but]:
             unit = self._open.pop(name)
@@ -187,7 +187,7 @@ class Units:
             if self._far and not (whole and unit.item.tile is not None):
                 spacing, depth = spacing_of(unit.item, unit.shape), 1  # a volume with one plane is treated as a picture
                 if whole and volumes.is_volume(image):
-                    depth = volumes.header(image, unit.item.affine).grid.planes(unit.item.axis)
+                    depth = volumes.header(image, unit.item.affine).grid.plane_count(unit.item.axis)
                 steps = (spacing or (1.0, 1.0, 1.0))[0 if depth > 1 else 1 :]
                 far = [distances(_mask(unit, 0, c, depth), _mask(unit, 1, c, depth), steps) for c in range(len(unit.known))]
                 both = zip(DISTANCES, torch.tensor(far, dtype=torch.float64).T, strict=True)
@@ -201,10 +201,10 @@ def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
     if config.per == "image":
         return list(range(len(items)))
     first: dict[object, int] = {}
-    return sorted(range(len(items)), key=lambda i: first.setdefault(volume_of(items[i]), i))
+    return sorted(range(len(items)), key=lambda i: first.setdefault(volume_key(items[i]), i))
 
 
-def volume_of(item: Item) -> object:
+def volume_key(item: Item) -> object:
     """Return a key for an item's volume and slicing direction. A picture is a volume of its own.
 
     A volume with two masks (two raters) counts as two.
@@ -225,7 +225,7 @@ def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float]
 def summary(items: Sequence[Item], table: Row) -> dict[str, float]:
     """Return the number of scored units, and 95 % intervals of the means over classes by a bootstrap over patients."""
     scored = (~table["dice"].isnan()).any(1).sum()
-    whose = number_groups([group_of(item) for item in items])
+    whose = number_groups([bootstrap_unit(item) for item in items])
     sums = {name: sum_by_group(values.nan_to_num(0).numpy(), whose) for name, values in table.items()}
     known = {name: sum_by_group((~values.isnan()).numpy().astype(float), whose) for name, values in table.items()}
 
