@@ -1,5 +1,6 @@
 """`consilium approve`: what a person is shown before the approval, whether the site would refuse the job, and the question."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -58,6 +59,16 @@ def test_job_is_weighed_against_the_budget(budget: float, refused: bool, kit: Pa
     assert "epsilon 8 " in shown
     assert ("REFUSED" in shown) is refused
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["budgets"]["site"]["after"] == numbers["after"]
+
+
+def test_base_model_with_another_hash_than_the_job_names_is_refused(kit: Path, tmp_path: Path) -> None:
+    """As the site itself would refuse it at the hello; an administrator learns it before the approval."""
+    base = tmp_path / "base.pth"
+    base.write_bytes(b"weights")
+    for sha256, refused in ((hashlib.sha256(b"weights").hexdigest(), False), ("0" * 64, True)):
+        model = job().model_dump()["model"] | {"checkpoint": str(base), "checkpoint_sha256": sha256}
+        found = reviewed(kit, tmp_path, job(model=model), "datasets: {}")
+        assert ("the job's model has 000" in found.refusal) is refused
 
 
 def test_finer_budget_than_the_job_bounds_is_refused(kit: Path, tmp_path: Path) -> None:

@@ -163,7 +163,9 @@ def _header(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> Ca
 
     def write(folder: Path) -> None:
         kept, card = change(*read_adapter_folder(folder))
-        save_state(folder / "consilium.safetensors", kept.values, {"forward": kept.stored_forward_settings, "card": card.to_dict()})
+        save_state(
+            folder / "consilium.safetensors", kept.values, {"forward": kept.stored_forward_settings, "card": card.to_dict()}
+        )
 
     return write
 

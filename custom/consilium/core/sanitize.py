@@ -17,15 +17,26 @@ LONGEST_LINE = 4000
 """The largest number of characters of a printed line."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories without a visible shape: control, format (text direction), surrogate, private, unassigned, line ends."""
+_FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and signs without a shape: fillers of Hangul, and the empty pattern of Braille."""
 _MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 
 
 def shown(text: object, limit: int = LIMIT) -> str:
-    """Return a text as one line of visible characters, cut to `limit`. Hidden characters become escapes such as \\x1b."""
+    """Return a text as one line of visible characters, cut to `limit`. Hidden characters become escapes such as \\x1b.
+
+    Blanks of other widths become ordinary ones, and letters without a shape become escapes, too.
+    """
     whole = str(text) if not isinstance(text, int) or abs(text) < 10**20 else "a number of over 20 digits"
-    escaped = (c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in whole[:limit])
-    visible = "".join(e if unicodedata.category(c) in _HIDDEN else c for c, e in zip(whole, escaped, strict=False))
+    visible = "".join(map(_visible, whole[:limit]))
     return visible if len(whole) <= limit else f"{visible}... ({len(whole)} characters)"
+
+
+def _visible(character: str) -> str:
+    category = unicodedata.category(character)
+    if category in _HIDDEN or character in _FILLERS:
+        return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return " " if category == "Zs" else character
 
 
 def markdown_cell(text: object, limit: int = LIMIT) -> str:

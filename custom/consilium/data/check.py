@@ -33,9 +33,9 @@ def check_datalist(
     """Open each image and mask of a list once and return the findings.
 
     `classes`: the job's classes; a label that belongs to none of them is then a problem. They also say whether labels are masks
-    or class names. Without them, each label is taken as it looks. `prepare_list`: turns the list into the one that the job uses;
-    the default is `with_challenge_splits`. `size`: pixels of the model's side; structures that are too small for it are warnings.
-    Raises DataError if the list itself cannot be read.
+    or class names. Without them, each label is taken as it looks. `prepare_list`: turns the list into the one that the job
+    uses; the default is `with_challenge_splits`. `size`: pixels of the model's side; structures that are too small for it are
+    warnings. Raises DataError if the list itself cannot be read.
     """
     bad: list[tuple[str, int, DataError]] = []
     named = None if classes is None else not isinstance(classes, dict)

@@ -81,8 +81,8 @@ def read_identifier(where: str, entry: dict[str, Any], key: str) -> str:
 def pseudonym(identifier: str) -> str:
     """Return a pseudonym of a patient or study, valid within this process; "" for "".
 
-    Identifiers with an equal `canonical_spelling` have equal pseudonyms; `similar_patient_lines` finds nearly equal identifiers.
-    Each process draws a key of its own, which is never written.
+    Identifiers with an equal `canonical_spelling` have equal pseudonyms; `similar_patient_lines` finds nearly equal
+    identifiers. Each process draws a key of its own, which is never written.
     """
     text = canonical_spelling(identifier)
     return f"{_keyed_hash(loose_spelling(text))}{_APART}{_keyed_hash(text)}" if text else ""

@@ -26,7 +26,7 @@ from consilium.config.site import SiteConfig, allowed_plugins, load_kit_site, lo
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Kind
 from consilium.core.sanitize import count_with_noun, shown
-from consilium.core.storage import read_json
+from consilium.core.storage import checkpoint_hash, read_json
 from consilium.federation.job import Job, assemble_job, checkpoint_of
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.job_context import check_federated
@@ -40,8 +40,6 @@ from consilium.strategies.strategy import Role
 
 WIDTH, MARGIN = 80, 11
 """Characters of a line of the review, and of the names at its left."""
-_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-"""Letters and signs without a shape: fillers of Hangul, and the empty pattern of Braille."""
 UNSUBMITTED = "not known: this folder was not submitted. The site checks the person when the job comes"
 REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
 """Sections of a job in the form of the review for programs."""
@@ -110,7 +108,7 @@ class Review:
         before = ""
         for name, text in self._rows():
             line = f"{'' if name == before else name:<{MARGIN}}"
-            visible = "".join(c if c.isascii() or _is_visible_character(c) else ascii(c)[1:-1] for c in shown(text, 600))
+            visible = "".join(c if c.isascii() or _is_plain_character(c) else ascii(c)[1:-1] for c in shown(text, 600))
             for word in visible.split():
                 if len(line) > MARGIN and cell_len(f"{line} {word}") > min(width, WIDTH):
                     yield line
@@ -188,10 +186,15 @@ def _identity(config: JobConfig, site: SiteConfig, kit: Path, name: str) -> Iden
 
 
 def _check_checkpoint(config: JobConfig, site: SiteConfig) -> None:
-    """Raise ConfigError if the base model that the job names is not at this site."""
-    path = checkpoint_of(config.model, site)
+    """Raise ConfigError if the base model that the job names is not at this site, or is another one than the job names."""
+    path, wanted = checkpoint_of(config.model, site), config.model.checkpoint_sha256
     if path is not None and not path.exists():
         raise ConfigError(f"model.checkpoint: {path}: is not there; ask the researcher for the model", Reason.CHECKPOINT)
+    if path is not None and wanted and (found := checkpoint_hash(path)) != wanted:
+        raise ConfigError(
+            f"model.checkpoint: {path}: has SHA-256 {found}, the job's model has {wanted}; ask the researcher for the model",
+            Reason.CHECKPOINT,
+        )
 
 
 def _cost(guard: Guard, run: str, generated: bool) -> Cost:
@@ -209,11 +212,9 @@ def _budget_forecast(unit: str, budget: BudgetConfig, rows: list[Entry], planned
     return {"spent": spent, "after": after, "budget": budget.epsilon, "delta": budget.delta}
 
 
-def _is_visible_character(character: str) -> bool:
-    """Return whether a character is a visible letter or sign with a width of its own, written from left to right."""
-    turns = unicodedata.bidirectional(character) in ("R", "AL", "AN")
-    blank = character.isspace() or character in _BLANK or cell_len(character) == 0
-    return not (turns or blank)
+def _is_plain_character(character: str) -> bool:
+    """Return whether a character has a width of its own and is written from left to right."""
+    return unicodedata.bidirectional(character) not in ("R", "AL", "AN") and cell_len(character) > 0
 
 
 def _submitter(app: Path, kit: Path) -> str:
