@@ -154,8 +154,8 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
         found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
         return found
     if config is None:
-        change = None if name == "language" else lambda data: with_affine(with_challenge_splits(data), own.nifti_affine)
-        return kind.check(path, change=change) if change else kind.check(path)
+        prepare_list = None if name == "language" else lambda data: with_affine(with_challenge_splits(data), own.nifti_affine)
+        return kind.check(path, prepare_list=prepare_list) if prepare_list else kind.check(path)
     whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
     if whose.checkpoints:
         call(f"{JOB}:checkpoint_of", config.model, whose)  # refuses an adapter
@@ -166,7 +166,9 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
         data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
         return with_job_labels(data, own.labels, own.annotated, classes)
 
-    more: dict[str, Any] = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
+    more: dict[str, Any] = (
+        {"prepare_list": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
+    )
     room = getattr(config.model, "max_length", 0) or config.model.image_side
     return kind.check(path, config.task, tokenizer, room, **more)
 

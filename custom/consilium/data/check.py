@@ -54,11 +54,11 @@ def check_datalist(
     reports = map_by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
     for (split, item), found in zip(entries, reports, strict=True):
         image = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
-        _add_sample(report, split, item, f"{image}{item.part}", found, classes)
+        _add_sample(report, split, item, f"{image}{item.name_suffix}", found, classes)
         for one, count in found.vanished_classes.items():
             what = f"{split}: nothing of {one} is left at the model's {size} pixels; raise model.image_size, or set task.tiles"
             parts = f": {count} of {found.planes} planes or tiles" if found.planes > 1 else ""
-            report.warn(what, f"{image}{item.part}{parts}", item)
+            report.warn(what, f"{image}{item.name_suffix}{parts}", item)
     for number, name in enumerate(classes or ()):
         counts = report.images_of_class.get(name, Counter())
         if not isinstance(classes, dict):

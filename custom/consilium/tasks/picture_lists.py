@@ -29,7 +29,11 @@ def prepare(config: Any, data: DataList) -> DataList:
     return found
 
 
-def check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None) -> Findings:
+def check(
+    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, prepare_list: Change | None = None
+) -> Findings:
     """Return the findings of the check of a data list and its files, for a job's task if `config` is given. See Check."""
-    found: Findings = _check_datalist(path, *((config.classes, config) if config else ()), change=change, size=max_length)
+    found: Findings = _check_datalist(
+        path, *((config.classes, config) if config else ()), prepare_list=prepare_list, size=max_length
+    )
     return found

@@ -90,9 +90,9 @@ class Check(Protocol):
     """
 
     def __call__(
-        self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+        self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, prepare_list: Change | None = None
     ) -> Findings:
-        """Return the findings. `change` returns the list as the job uses it. Raises DataError if the list cannot be read."""
+        """Return the findings. `prepare_list` returns the list as the job uses it. Raises DataError if the list cannot be read."""
         ...
 
 
