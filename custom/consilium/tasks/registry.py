@@ -92,7 +92,10 @@ class Check(Protocol):
     def __call__(
         self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, prepare_list: Change | None = None
     ) -> Findings:
-        """Return the findings. `prepare_list` returns the list as the job uses it. Raises DataError if the list cannot be read."""
+        """Return the findings. Raises DataError if the list cannot be read.
+
+        `prepare_list` returns the list as the job uses it.
+        """
         ...
 
 
