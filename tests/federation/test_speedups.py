@@ -51,7 +51,7 @@ def task_of(config: JobConfig, place: Path, gigabytes: float = 1.0) -> Segmentat
 def encoded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the sizes of the batches that the encoder gets from now on."""
     sizes: list[int] = []
-    encode = model.encode
+    encode = model.encode_normalized
 
     def counted(images: Tensor) -> Tensor:
         sizes.append(len(images))

@@ -356,7 +356,12 @@ def test_similarity_to_a_sites_records_is_refused_before_training_where_an_encod
     fixed = JobConfig.model_validate(raw | {"strategy": {"name": "feddpa", "weighting": "fixed", "most": 0.3}})
     shares: list[float] = []
     context: Any = SimpleNamespace(
-        model=nn.Linear(1, 1), config=fixed, task=None, mix=shares.append, seed=lambda *words: 0, strategy=fixed.strategy
+        model=nn.Linear(1, 1),
+        config=fixed,
+        task=None,
+        set_local_share=shares.append,
+        seed=lambda *words: 0,
+        strategy=fixed.strategy,
     )
     with Evaluator(context).use_personalized(assemble_job(fixed).strategy.traits.interpolation, Payload(0, 0, {})):
         assert shares == [0.3]

@@ -238,7 +238,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     path, w = study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w"
 
     def planned(code: str) -> Planned:
-        for place in ("consilium.config.code_digest.strategy_code_digest", "consilium.study.preflight.code_of"):
+        for place in ("consilium.config.code_digest.strategy_code_digest", "consilium.study.preflight.strategy_code_digest"):
             monkeypatch.setattr(place, lambda config: code)
         return Planner(Given(), w).plan(load(path, workspace=w).cells())[0]
 

@@ -68,9 +68,9 @@ def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Form
 
 
 def show(parts: Iterable[Table | RenderableType], errors: bool = False, elsewhere: str = ELSEWHERE) -> None:
-    """Print tables in the width of `page`, and each text as one line of any length. `errors`: texts go to standard error.
+    """Print tables in the width of `table_console`, and each text as one line of any length.
 
-    `elsewhere`: where the columns are that have no room in a table.
+    `errors`: texts go to standard error. `elsewhere`: where the columns are that have no room in a table.
     """
     for part in parts:
         if isinstance(part, Table):

@@ -275,7 +275,7 @@ class JointTask:
         return found
 
     def reduce_over_ranks(self, numbers: Tensor, found: bool) -> Tensor:
-        """See `reduce_over_ranks` in ddp_worker.py. Raises OSError if a rank has ended."""
+        """See `sum_or_broadcast` in ddp_worker.py. Raises OSError if a rank has ended."""
         try:
             return sum_or_broadcast(self.ranks.group, numbers, found)
         except RuntimeError as error:

@@ -51,7 +51,7 @@ def voxels(path: Path) -> np.ndarray:
 
 
 def load(path: Path) -> Any:
-    """Return nibabel's image of a file, whose voxels are not read yet. Use within `reading`.
+    """Return nibabel's image of a file, whose voxels are not read yet. Use within `wrap_decoding_errors`.
 
     Raises DataError for a file without voxels, with an invalid voxel size, or whose voxels need more memory than a file of its
     size may take. Raises ValueError if it is no NIfTI.

@@ -235,7 +235,7 @@ def wrap_decoding_errors(path: Path, what: str, remedy: str = TAKE_OFF, most: in
 
 
 def open_picture(path: Path) -> Image.Image:
-    """Return an opened picture of one of FORMATS, or of a .npy file, not decoded yet. Use within `reading`."""
+    """Return an opened picture of one of FORMATS, or of a .npy file, not decoded yet. Use within `wrap_decoding_errors`."""
     if path.name.lower().endswith(".npy"):
         return _array_picture(path)
     with warnings.catch_warnings():
@@ -246,7 +246,7 @@ def open_picture(path: Path) -> Image.Image:
             raise _too_large_error(path, f"over {MOST_PIXELS:,} pixels") from None
         except UnidentifiedImageError:
             kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
-            if not kind:  # `reading` turns it into one line
+            if not kind:  # `wrap_decoding_errors` turns it into one line
                 raise OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}") from None
             remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
             raise DataError(

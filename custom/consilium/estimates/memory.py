@@ -102,7 +102,10 @@ class Packed(nn.Linear):
 
 
 def replace_by_quantized_stand_ins(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
-    """Replace each layer that `store` would quantize by one without values that is as large as in `dtype`, "nf4" or "int8"."""
+    """Replace each layer that `store_frozen_as` would quantize by one without values that is as large as in `dtype`.
+
+    `dtype`: "nf4" or "int8".
+    """
     replace_frozen_linear(model, trained, dtype, _pack)
 
 

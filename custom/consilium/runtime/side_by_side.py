@@ -66,7 +66,7 @@ class _Save:
 
 
 LAST = (sys.maxsize, 0)
-"""The `place` of sites that have trained."""
+"""The `progress_key` of sites that have trained."""
 
 
 def why_one_by_one(job: Job) -> str:
@@ -129,7 +129,7 @@ class SideBySide:
             self._running = {}
 
     def _answer(self, group: Sequence["_Worker"]) -> None:
-        """Answer the requests of sites that are equally far (`_Worker.place`)."""
+        """Answer the requests of sites that are equally far (`_Worker.progress_key`)."""
         if group[0].progress_key == LAST:
             for worker in group:
                 worker.may_save, worker.answer = True, partial(_return_value, None)

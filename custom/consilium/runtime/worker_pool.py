@@ -125,7 +125,7 @@ class Worker(ChildProcess):
         """Send the next queued question, unless one is unanswered."""
         if self.waiting and not self.busy:
             self.busy = True
-            with suppress(OSError):  # the worker has ended, which `_take` reports
+            with suppress(OSError):  # the worker has ended, which `_await_answer` reports
                 send_by_value(self.pipe, self.waiting.popleft())
 
 

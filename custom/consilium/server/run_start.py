@@ -170,7 +170,10 @@ def read_run_checkpoint(folder: Path, job: Job) -> Saved:
 
 
 def load_for_resume(folder: Path, job: Job) -> Saved:
-    """Return the checkpoint from which a job resumes. Raises CheckpointError as `read` does, and if it has more rounds."""
+    """Return the checkpoint from which a job resumes.
+
+    Raises CheckpointError as `read_run_checkpoint` does, and if it has more rounds.
+    """
     saved, wanted = read_run_checkpoint(folder, job), job.config.training.rounds
     if (done := saved.state.round) > wanted:
         raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")

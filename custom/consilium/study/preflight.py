@@ -96,7 +96,8 @@ class Planned:
 
     `given`: the folders of data and checkpoints. `names`: its sites. `data`: a digest of the samples and checkpoints that it
     reads. `whole`: the same digest over all samples, also those that a seed leaves out by `data.most_training`. `code`: a
-    digest of the strategy's code, see `code_of`. `rerun`: whether to run a finished cell again if its code has changed.
+    digest of the strategy's code, see `strategy_code_digest`. `rerun`: whether to run a finished cell again if its code
+    has changed.
     """
 
     cell: Cell

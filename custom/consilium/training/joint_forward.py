@@ -21,7 +21,10 @@ Key = tuple[Any, ...]
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest difference between a joint and a single pass, relative to the largest number; 2e-2 for shorter types."""
 CHANGE = 0.1
-"""The size of the noise that `check_rows` adds to adapter tensors, relative to their mean size; absolute for zero tensors."""
+"""The size of the noise that `check_joint_outputs` adds to adapter tensors, relative to their mean size.
+
+For zero tensors it is absolute.
+"""
 
 
 def copy_sharing_base(model: nn.Module) -> nn.Module:

@@ -65,7 +65,7 @@ def _cause_of(error: Exception) -> str:
 
 
 def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) -> Dataset:
-    """Return a file's elements; `pixels`: with the pixel data. Use within `reading`. Raises DataError.
+    """Return a file's elements; `pixels`: with the pixel data. Use within `wrap_dicom_errors`. Raises DataError.
 
     `budget`: the budget of the folder that the file is in.
     """
@@ -77,9 +77,9 @@ def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) ->
 
 
 def series(path: Path) -> list[tuple[Path, Dataset]]:
-    """Return (path, elements without pixels) of a file, or of each image in a folder with one series. Use within `reading`.
+    """Return (path, elements without pixels) of a file, or of each image in a folder with one series.
 
-    Localizers and other objects are left out. Raises DataError for several series, patients or studies.
+    Use within `wrap_dicom_errors`. Localizers and other objects are left out. Raises DataError for several series, patients or studies.
     """
     if not (path := only_file_or_path(path)).is_dir():
         return [(path, open_file(path))]

@@ -183,7 +183,7 @@ def header(path: Path) -> VolumeHeader:
 
 
 def stack(path: Path) -> Stack:
-    """Return the frames of a file or a series, in order of position. Use within `reading`. Raises DataError."""
+    """Return the frames of a file or a series, in order of position. Use within `wrap_dicom_errors`. Raises DataError."""
     files = dict(series(path))
     first = next(iter(files.values()))
     if "Rows" not in first:

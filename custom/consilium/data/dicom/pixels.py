@@ -94,7 +94,7 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 
 
 def pictures(file: Path) -> Iterator[np.ndarray]:
-    """Yield the frames of one file as stored: (H, W), or 8-bit colours (H, W, 3). Use within `reading`."""
+    """Yield the frames of one file as stored: (H, W), or 8-bit colours (H, W, 3). Use within `wrap_dicom_errors`."""
     elements = open_file(file, pixels=True)
     syntax = _transfer_syntax(file, elements)
     if elements.BitsAllocated == 1 and not syntax.is_encapsulated:

@@ -62,7 +62,7 @@ class Registration:
         self.send_hellos_in_thread()
 
     def send_hellos_in_thread(self) -> None:
-        """Do the same as `send`, in another thread than the controller's."""
+        """Do the same as `send_hellos`, in another thread than the controller's."""
         with self.tasks.fl_ctx.get_engine().new_context() as fl_ctx:
             self.send_hellos(replace(self.tasks, fl_ctx=fl_ctx))
 

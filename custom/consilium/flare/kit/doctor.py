@@ -123,7 +123,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
 
 
 def _examine_server(kit: Path) -> Finding:
-    """Return the finding of `examine_servers`. A locked kit cannot connect, which the finding about its key reports."""
+    """Return the finding of `examine_server_connection`. A locked kit cannot connect, as the finding about its key says."""
     if (kit / LOCKED).is_file() and not has_private_key(kit):
         return Finding("server", "not asked", advice="unlock the kit, then run this check again")
     return run_check("server", lambda: examine_server_connection(kit))

@@ -140,7 +140,7 @@ class Masking:
         words = party.mask(read_attempt(task.payload.masking), quantize(released.tensors), weight)
         metrics = {} if self.plan else released.metrics
         masked = replace(released, tensors={MASKED: torch.from_numpy(words.view("int64").copy())}, metrics=metrics)
-        assert self._terms is not None  # `open` came before
+        assert self._terms is not None  # `check_task_shares` came before
         about: dict[str, Any] = {"masked": asdict(self._terms)}
         if party.summed:  # without noise, also record with which sites the update is summed
             about = {"masked": about["masked"] | {"sites": party.summed["sites"]}, SEAL: party.summed[SEAL]}

@@ -86,7 +86,7 @@ def load_record(path: Path) -> Line:
     """Return the record of one run: its file, seal, messages and `broken_line`.
 
     `broken_line` is the number of the first line that breaks the chain, None for an intact file. The time is linear in the
-    file's length, because no epsilon is computed; see `read`.
+    file's length, because no epsilon is computed; see `read_with_epsilon`.
     """
     texts = _read_text(path).splitlines()
     broken, before, lines = None, "", []
