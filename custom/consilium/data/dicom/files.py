@@ -79,7 +79,8 @@ def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) ->
 def series(path: Path) -> list[tuple[Path, Dataset]]:
     """Return (path, elements without pixels) of a file, or of each image in a folder with one series.
 
-    Use within `wrap_dicom_errors`. Localizers and other objects are left out. Raises DataError for several series, patients or studies.
+    Use within `wrap_dicom_errors`. Localizers and other objects are left out. Raises DataError for several series, patients or
+    studies.
     """
     if not (path := only_file_or_path(path)).is_dir():
         return [(path, open_file(path))]
