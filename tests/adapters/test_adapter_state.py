@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from consilium.adapters import adapter_state, bottleneck, dual_rank, lora
 from consilium.adapters.kinds import FULL, LORA, BottleneckConfig, DualRankConfig, FullConfig, LoraConfig
 from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, prepare_linear_layers
-from consilium.adapters.parts import FeatureShift, add_parts, feature_point_of, merge_shift, part_shapes
 from consilium.adapters.registry import ADAPTERS
+from consilium.adapters.strategy_modules import FeatureShift, add_parts, feature_point_of, merge_shift, part_shapes
 from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.side_by_side [--cases quickstart cells text vit stories] [--pairs 3] [--threads 2]
 
-Seconds by the clock of the run's rounds and its closing evaluation, without loading; in pairs, one after the other, whose order
+Seconds by the clock of the run's rounds and its final evaluation, without loading; in pairs, one after the other, whose order
 changes. The ratio is the median over the pairs.
 
 - quickstart, cells, text: the jobs `quickstart`, `quickstart_cells` and `quickstart_text` with two rounds.
@@ -38,7 +38,7 @@ CASES = {
 
 
 class Timed(RunLoop):
-    """Notes how long the rounds and the closing evaluation took."""
+    """Notes how long the rounds and the final evaluation took."""
 
     seconds = 0.0
 

@@ -52,7 +52,7 @@ def test_to_a_pipe(words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pyt
     text = capfd.readouterr().out
     check(text)
     assert "round 1/1  site-2: loss " in text
-    assert "closing evaluation  site-1: nothing to score" in text
+    assert "final evaluation  site-1: nothing to score" in text
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 import typer
 import yaml
 
-from consilium.cli.run_results import print_results
+from consilium.cli.print_results import print_results
 from consilium.report.page.run_page import run_page
 from consilium.report.run_record import read_run
 from tests.conftest import small_config
@@ -17,10 +17,10 @@ WHY = "task.max_new_tokens: 508: of the model's 512 positions 4 are left for a p
 
 @pytest.mark.parametrize("format", ["txt", "json"])
 @pytest.mark.parametrize("refused", [True, False])
-def test_a_refusal_in_the_closing_evaluation_is_told_and_no_success(
+def test_a_refusal_in_the_final_evaluation_is_told_and_no_success(
     refused: bool, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one round, behind which the closing evaluation comes; a refusal in a round alone is none of it."""
+    """In one round, behind which the final evaluation comes; a refusal in a round alone is none of it."""
     config = small_config("fedit", rounds=1)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     line = {"event": "refused", "site": "b", "round": int(refused), "reason": WHY, "joining": False}
@@ -35,7 +35,7 @@ def test_a_refusal_in_the_closing_evaluation_is_told_and_no_success(
     said = capsys.readouterr().out
     assert (WHY in said) is refused
     if format == "txt":
-        assert ("refused in the closing evaluation" in " ".join(said.split())) is refused
+        assert ("refused in the final evaluation" in " ".join(said.split())) is refused
     else:
         assert json.loads(said).get("refused") == ({"b": WHY} if refused else None)
 

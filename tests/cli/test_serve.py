@@ -28,7 +28,7 @@ import psutil
 import pytest
 import yaml
 
-from consilium.cli import serve_pages
+from consilium.cli import kit_pages
 from consilium.cli.find_site_records import find_site_records
 from consilium.cli.serve import COOKIE, HEADERS, HOST, MOST_CONNECTIONS, KitSite
 from consilium.client import approval
@@ -245,7 +245,7 @@ def test_sites_seen_are_shown(kits: Path, tmp_path: Path) -> None:
     facts = {"last_seen": now, "version": "0.3.0", "protocol": 3, "skew": 99.0, "here": True, "jobs": []}
     server = {"version": "0.3.0", "protocol": 3, "libraries": {}, "clock": now}
     (hub / STATE / "attendance.json").write_text(json.dumps({"server": server, "sites": {"clinic": facts}}))
-    page = serve_pages.overview(hub)
+    page = kit_pages.overview(hub)
     assert row(page, "clinic")[2:5] == ["0.3.0", "3", "+99 s"]
     assert "its clock is +99 s" in page
 
@@ -264,42 +264,42 @@ def test_noise_from_a_seed_and_void_noise_are_named(kit: Path) -> None:
     (path,) = (kit / STATE / "runs/secret").rglob(FILE)
     text = path.read_text()
     path.write_text(text.replace('"mechanism": "discrete gaussian"', '"seeded": true'))
-    assert row(serve_pages.overview(kit), "secret", "4")[3] == "NOT PRIVATE: from a seed"
-    assert "the noise of 2 messages came from a seed" in serve_pages.run_page(kit, "secret")
+    assert row(kit_pages.overview(kit), "secret", "4")[3] == "NOT PRIVATE: from a seed"
+    assert "the noise of 2 messages came from a seed" in kit_pages.run_page(kit, "secret")
     path.write_text(text.replace('"mechanism": "discrete gaussian", ', "").replace('"unit": "site"', '"unit": "record"'))
-    assert f"2 messages: {VOID}" in html.unescape(serve_pages.run_page(kit, "secret"))
+    assert f"2 messages: {VOID}" in html.unescape(kit_pages.run_page(kit, "secret"))
 
 
 def test_altered_record_is_named(kit: Path) -> None:
     (path,) = (kit / STATE / "runs/secret").rglob(FILE)
     path.write_text(path.read_text().replace('"round": 1', '"round": 7'))
-    assert row(serve_pages.overview(kit), "secret", "4")[5] == "ALTERED"
-    assert "ALTERED: line" in serve_pages.run_page(kit, "secret")
+    assert row(kit_pages.overview(kit), "secret", "4")[5] == "ALTERED"
+    assert "ALTERED: line" in kit_pages.run_page(kit, "secret")
     path.write_bytes(b"\xff\n")
-    assert row(serve_pages.overview(kit), "secret", "0")[5] == "ALTERED"
-    assert "cannot be read" in serve_pages.run_page(kit, "secret")
+    assert row(kit_pages.overview(kit), "secret", "0")[5] == "ALTERED"
+    assert "cannot be read" in kit_pages.run_page(kit, "secret")
 
 
 def test_record_whose_privacy_was_altered_is_shown_as_altered(kit: Path) -> None:
     (path,) = (kit / STATE / "runs/secret").rglob(FILE)
     path.write_text(path.read_text().replace('"unit"', '"unix"'))
-    assert row(serve_pages.overview(kit), "secret", "4")[5] == "ALTERED"
-    assert serve_pages.ALTERED in serve_pages.run_page(kit, "secret")
+    assert row(kit_pages.overview(kit), "secret", "4")[5] == "ALTERED"
+    assert kit_pages.ALTERED in kit_pages.run_page(kit, "secret")
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "altered"])
 def test_no_number_is_shown_without_a_whole_ledger(how: str, kit: Path) -> None:
     """The command refuses there; a page that said 0 spent, or that no budget is set, would be false."""
     ledger = find_site_records(kit).ledger
-    assert serve_pages.LEDGER_BROKEN not in html.unescape(serve_pages.overview(kit))
+    assert kit_pages.LEDGER_BROKEN not in html.unescape(kit_pages.overview(kit))
     if how == "gone":
         ledger.unlink()
     else:
         with contextlib.closing(sqlite3.connect(ledger)) as db, db:
             change = "DELETE FROM releases" if how == "cut" else "UPDATE releases SET time = time + 1"
             db.execute(f"{change} WHERE rowid = (SELECT max(rowid) FROM releases)")
-    page = html.unescape(serve_pages.overview(kit))
-    assert serve_pages.LEDGER_BROKEN in page
+    page = html.unescape(kit_pages.overview(kit))
+    assert kit_pages.LEDGER_BROKEN in page
     assert "sets no budget" not in page
     assert "no private job has run" not in page
     assert str(kit) not in page
@@ -312,35 +312,35 @@ def test_job_with_hostile_files_does_not_hide_the_page(content: bytes, kit: Path
     shutil.copytree(export_job(small_config("fedit"), tmp_path / "job", ["clinic"]) / "app", app)
     (kit / JOB / "meta.json").write_text(json.dumps({"job_id": JOB, "name": "small"}))
     (app / "config" / "config_fed_client.json").write_bytes(content)
-    assert "none: the job cannot run here" in serve_pages.overview(kit)
+    assert "none: the job cannot run here" in kit_pages.overview(kit)
 
 
 def test_approvals_wait_and_are_given(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = kit / "local/site.yaml"
-    assert "asks for no approval" in serve_pages.overview(kit)
+    assert "asks for no approval" in kit_pages.overview(kit)
     settings.write_text("approve: digest\n")
     app = kit / JOB / "app_clinic"
     shutil.copytree(export_job(small_config("fedit"), tmp_path / "job", ["clinic"]) / "app", app)
     meta = {"job_id": JOB, "name": "small", "experiment": f"{EVIL} 7", "submitter_name": "a@hub.example", "submit_time": 0}
     (kit / JOB / "meta.json").write_text(json.dumps(meta))
-    page, digest = serve_pages.overview(kit), approval.digest(app, load_job(app / approval.JOB))
+    page, digest = kit_pages.overview(kit), approval.digest(app, load_job(app / approval.JOB))
     assert row(page, f"{EVIL} 7", "did not begin")[-1] == "waits for approval"
     assert row(page, f"{EVIL} 7", "a@hub.example")[-1] == digest
     assert "No job is approved." in page
     assert run(monkeypatch, "approve", app, "--kit", kit, "--yes") == 0
-    page = serve_pages.overview(kit)
+    page = kit_pages.overview(kit)
     assert row(page, "small")[-1] == digest
     assert "No job waits for approval." in page
     assert "nothing left" in row(page, f"{EVIL} 7")[-1]
     (kit / "local" / approval.FILE).write_text("[")
-    page = serve_pages.overview(kit)
+    page = kit_pages.overview(kit)
     assert "refuses every job" in page
     assert row(page, f"{EVIL} 7", "did not begin")[-1] == "waits for approval"
 
 
 def test_deleted_run_says_by_whom_and_why(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "forget", "open", "--kit", kit, "--reason", "withdrawn") == 0
-    assert row(serve_pages.overview(kit), "open", "files deleted")[-1].endswith(": withdrawn")
+    assert row(kit_pages.overview(kit), "open", "files deleted")[-1].endswith(": withdrawn")
 
 
 def test_evidence_is_the_commands_archive(kits: Path, site: Browser, tmp_path: Path) -> None:
@@ -475,11 +475,11 @@ def test_run_that_is_a_link_is_not_shown(kit: Path, tmp_path: Path) -> None:
     (kit / STATE / "runs/linked").symlink_to(tmp_path / "away")
     (kit / STATE / "runs/refused/sites/clinic/r" / FILE).unlink()
     (kit / STATE / "runs/refused/sites/clinic/r" / FILE).symlink_to(next((kit / STATE / "runs/secret").rglob(FILE)))
-    page = serve_pages.overview(kit)
+    page = kit_pages.overview(kit)
     assert "linked" not in page
-    with pytest.raises(serve_pages.UnknownRunError):
-        serve_pages.run_page(kit, "linked")
-    assert "There is no record" in serve_pages.run_page(kit, "refused")
+    with pytest.raises(kit_pages.UnknownRunError):
+        kit_pages.run_page(kit, "linked")
+    assert "There is no record" in kit_pages.run_page(kit, "refused")
 
 
 def plant(kind: str, path: Path) -> None:
@@ -498,8 +498,8 @@ def makes_pages(kit: Path) -> bool:
     """Tell whether the overview and the page of a run are made, or refused with a cause, within 10 seconds."""
 
     def make() -> None:
-        serve_pages.overview(kit)
-        serve_pages.run_page(kit, "secret")
+        kit_pages.overview(kit)
+        kit_pages.run_page(kit, "secret")
 
     thread = threading.Thread(target=make, daemon=True)
     thread.start()
@@ -529,7 +529,7 @@ def test_pipes_hold_up_no_page(name: str, kits: Path, tmp_path: Path, monkeypatc
 def test_planted_record_hides_no_run(place: str, kind: str, kit: Path) -> None:
     plant(kind, kit / STATE / place / FILE)
     assert makes_pages(kit)
-    assert row(serve_pages.overview(kit), "secret", "4")[5] == "unaltered"
+    assert row(kit_pages.overview(kit), "secret", "4")[5] == "unaltered"
 
 
 def test_each_record_is_read_once(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +540,7 @@ def test_each_record_is_read_once(kit: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(audit_log, "load_record", counted(audit_log.load_record))
     monkeypatch.setattr(ledger, "lines", counted(ledger.lines))
-    page = serve_pages.overview(kit)
+    page = kit_pages.overview(kit)
     assert row(page, "secret", "4")[5] == "unaltered"
     assert set(read) >= {*(kit / STATE).rglob(FILE)}
     assert set(read.values()) == {1}
@@ -620,7 +620,7 @@ def test_request_that_drips_is_closed(kits: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_page_of_the_person_survives_a_flood(site: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, replies = threading.Event(), list[tuple[int, dict[str, str], bytes]]()
-    monkeypatch.setattr(serve_pages, "health_page", lambda kit: str(ends.wait(60)))
+    monkeypatch.setattr(kit_pages, "health_page", lambda kit: str(ends.wait(60)))
     thread = threading.Thread(target=lambda: replies.append(site.ask(f"{site.root}health")))
     thread.start()
     with contextlib.ExitStack() as stack:
@@ -676,14 +676,14 @@ def test_failure_shows_no_path(site: Browser, monkeypatch: pytest.MonkeyPatch, c
     def fail(kit: Path) -> str:
         raise OSError(5, "broken", f"{kit}/local/site.yaml")
 
-    monkeypatch.setattr(serve_pages, "overview", fail)
+    monkeypatch.setattr(kit_pages, "overview", fail)
     refused(site.ask(site.root), 500)
     assert "broken" in capfd.readouterr().err
 
 
 def test_slow_check_holds_up_no_other_page(site: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = threading.Event()
-    monkeypatch.setattr(serve_pages, "health_page", lambda kit: str(ends.wait(60)))
+    monkeypatch.setattr(kit_pages, "health_page", lambda kit: str(ends.wait(60)))
     thread = threading.Thread(target=site.ask, args=(f"{site.root}health",))
     thread.start()
     try:
@@ -734,7 +734,7 @@ def hashes(folder: Path) -> dict[str, tuple[str, int, int]]:
 def test_archive_is_private_outside_the_kit_and_deleted(
     kits: Path, site: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, make = [], serve_pages.write_evidence
+    seen, make = [], kit_pages.write_evidence
 
     def watched(kit: Path, name: str, folder: Path) -> Path:
         path = make(kit, name, folder)
@@ -743,7 +743,7 @@ def test_archive_is_private_outside_the_kit_and_deleted(
             file.write(b"x" * 2**26)  # more than the buffers of a connection hold
         return path
 
-    monkeypatch.setattr(serve_pages, "write_evidence", watched)
+    monkeypatch.setattr(kit_pages, "write_evidence", watched)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert site.ask(f"{site.root}evidence/secret")[0] == 200
     with socket.create_connection((HOST, site.port), timeout=60) as link:  # leaves in the middle of the download

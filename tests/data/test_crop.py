@@ -21,7 +21,7 @@ from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
-from consilium.tasks.segmentation.units import spacing_of
+from consilium.tasks.segmentation.unit_scores import spacing_of
 from tests.conftest import small_cells
 from tests.tasks.scoring import Bright, picture, volume
 

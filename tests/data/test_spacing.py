@@ -14,7 +14,7 @@ from pydicom import config
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import Item
-from consilium.tasks.segmentation.units import spacing_of
+from consilium.tasks.segmentation.unit_scores import spacing_of
 from tests.data.dicoms import image, placed, save, stack
 
 WRONG = [0.0, -2.0, float("nan"), float("inf")]

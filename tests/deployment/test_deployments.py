@@ -202,7 +202,7 @@ def test_quickstart_on_kits_with_own_keys(tmp_path: Path) -> None:
 
 
 def run_on(federation: Federation, job: Path) -> dict[str, dict[str, float]]:
-    """Submit a job folder by FLARE's own command, and return the closing scores of its sites."""
+    """Submit a job folder by FLARE's own command, and return the final scores of its sites."""
     command = ["nvflare", "--format", "json", "job", "submit", "-j", str(job), "--startup-kit", str(federation.kit(LEAD))]
     done = subprocess.run(command, env=federation.environment(), capture_output=True, text=True, check=True, timeout=60)
     assert federation.wait(json.loads(done.stdout)["data"]["job_id"], 400) == "FINISHED:COMPLETED"

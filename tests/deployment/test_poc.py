@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from consilium.cli import serve_pages
+from consilium.cli import kit_pages
 from consilium.core.errors import Reason
 from consilium.flare.admin.kit_metrics import collect_metrics
 from consilium.flare.kit import key_lock, processes
@@ -140,7 +140,7 @@ def _all_sites_refuse_a_private_job(
         told[name] = capsys.readouterr().out
     server = kit.parent / "localhost"
     (stopped,) = [one for one in collect_metrics(server) if one.name == "run_stopped" and one.labels["run"] == "refused"]
-    told |= {"metrics": stopped.labels["cause"], "page": html.unescape(serve_pages.overview(server))}
+    told |= {"metrics": stopped.labels["cause"], "page": html.unescape(kit_pages.overview(server))}
     told["log"] = (server / "log.txt").read_text() + (server.parents[3] / "server.log").read_text()
     for where, text in told.items():
         cause = f"2 sites refused: site-1, site-2: {Reason.BUDGET.text}. So 0 sites are here"
@@ -152,14 +152,14 @@ def _all_sites_refuse_a_private_job(
 
 def _pages_of_running_kits(kits: Path) -> None:
     """What `consilium serve` shows while server and sites run."""
-    site, server = (serve_pages.overview(kits / name) for name in ("site-1", "localhost"))
+    site, server = (kit_pages.overview(kits / name) for name in ("site-1", "localhost"))
     assert "It runs." in site
     assert "runs/one" in site
     assert Reason.CHECKPOINT.text in html.unescape(site)
     assert "It runs." in server
     assert {"site-1", "site-2", "completed"} <= set(re.findall(r">([\w-]+)<", server))
-    assert "0 problems" in serve_pages.health_page(kits / "site-1")
-    assert "<svg" in serve_pages.run_page(kits / "localhost", "one")
+    assert "0 problems" in kit_pages.health_page(kits / "site-1")
+    assert "<svg" in kit_pages.run_page(kits / "localhost", "one")
 
 
 def test_flares_own_poc_takes_our_jobs_after_one_command(

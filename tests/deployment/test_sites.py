@@ -71,7 +71,7 @@ def test_broken_lines_and_late_sites_change_no_bit(tmp_path: Path) -> None:
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
         assert [e["sites"] for e in federation.events("concluded")] == [["site-1", "site-2"]] * 3
         counted = {way: sum(e["metrics"][way] for e in mine(federation, "result")) for way in (BYTES_UP, BYTES_DOWN)}
-        assert counted[BYTES_UP] < line.up  # with certificates, heartbeats, hello and the closing scores
+        assert counted[BYTES_UP] < line.up  # with certificates, heartbeats, hello and the final scores
         assert counted[BYTES_DOWN] < line.down
         line.delay = line.rate = 0.0
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from consilium import __version__
 from consilium.cli.jobs import progress_line
-from consilium.cli.run_results import print_results
+from consilium.cli.print_results import print_results
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import RefusedError
@@ -101,15 +101,15 @@ def test_a_run_ends_when_the_mean_has_not_improved_and_says_so(tmp_path: Path) -
     assert seen[-1] == {"event": "ended", **expected}
     told = progress(tmp_path)
     assert (told["ended"], told["eta_seconds"]) == (expected, None)
-    assert progress_line(told) == f"{ENDED}; the closing evaluation goes on"
+    assert progress_line(told) == f"{ENDED}; the final evaluation goes on"
     assert server.refuse("site-1", "gone")
-    assert refusal_time_text(read_lines(tmp_path / "metrics.jsonl")[0][-1], expected["round"]) == "in the closing evaluation"
+    assert refusal_time_text(read_lines(tmp_path / "metrics.jsonl")[0][-1], expected["round"]) == "in the final evaluation"
     server.finish()
-    assert progress_line(progress(tmp_path)) == f"{ENDED}; the closing evaluation is done"
+    assert progress_line(progress(tmp_path)) == f"{ENDED}; the final evaluation is done"
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    """It goes on after the third round, and once more after its end, before the closing evaluation."""
+    """It goes on after the third round, and once more after its end, before the final evaluation."""
     whole = opened(job_of(), tmp_path / "whole")
     for scores in FOUR:
         phase(whole, scores)
@@ -219,7 +219,7 @@ def test_a_job_without_it_has_the_digest_that_it_had() -> None:
     assert plain.digest == off.digest != on.digest
 
 
-def test_a_site_lets_its_closing_scores_out_earlier_in_such_a_job_alone() -> None:
+def test_a_site_lets_its_final_scores_out_earlier_in_such_a_job_alone() -> None:
     def ask(job: Job, *at: int) -> None:
         check_round_phase("a", job.config, job.strategy, AuthorizedTask(Kind.EVALUATE, "run", Payload(*at, {})), False)
 
@@ -246,7 +246,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, shown.getvalue()
 
 
-def test_the_closing_evaluation_and_the_adapters_are_those_of_its_last_round(ended: tuple[Path, str]) -> None:
+def test_the_final_evaluation_and_the_adapters_are_those_of_its_last_round(ended: tuple[Path, str]) -> None:
     folder, _ = ended
     results = json.loads((folder / "results.json").read_text())
     assert all("test/global/dice" in one for one in results.values())
@@ -257,7 +257,7 @@ def test_the_closing_evaluation_and_the_adapters_are_those_of_its_last_round(end
 def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     folder, live = ended
     assert live.count(f"{SAID}\n") == 1
-    assert progress_line(progress(folder)) == f"{SAID}; the closing evaluation is done"
+    assert progress_line(progress(folder)) == f"{SAID}; the final evaluation is done"
     results, config = json.loads((folder / "results.json").read_text()), load_job(folder / "job.yaml")
     print_results(results, {}, config, folder, "txt")
     assert f"E{SAID[1:]}\n" in capsys.readouterr().out
@@ -296,6 +296,6 @@ def test_a_masked_run_ends_early_as_a_plain_one_does(tmp_path: Path) -> None:
     raw = small_config("fedit", **STILL).model_dump() | {"secure_aggregation": {"colluders": 1}}
     raw["federation"]["min_sites"] = 3
     simulate(assembled(JobConfig.model_validate(raw)), SITES | {"site-3": SiteConfig()}, tmp_path, lambda event: None)
-    assert progress_line(progress(tmp_path)) == f"{SAID}; the closing evaluation is done"
+    assert progress_line(progress(tmp_path)) == f"{SAID}; the final evaluation is done"
     (record,) = (tmp_path / "sites/site-1").glob("*/masks/masks.json")
     assert json.loads(record.read_text()) == {"ended": True}

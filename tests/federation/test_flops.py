@@ -78,7 +78,7 @@ def test_a_step_is_its_batches() -> None:
     assert step_flops(job, WORK) == 30 * 4 * 3
 
 
-def test_a_run_is_its_rounds_its_validation_and_its_closing_scores() -> None:
+def test_a_run_is_its_rounds_its_validation_and_its_final_scores() -> None:
     """Four sites of 10 and 5 and 3 samples, half asked, two rounds of two passes over the data; the seed decides nothing."""
     validation = {"validate": {"every": 2}}
     job = job_of(small_config("fedit", rounds=2, local_steps=None, local_epochs=2, **validation))

@@ -37,7 +37,7 @@ def states(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def finals(folder: Path) -> list[dict[str, Any]]:
-    """Return the closing scores."""
+    """Return the final scores."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == "final"]
 

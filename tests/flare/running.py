@@ -18,7 +18,7 @@ from consilium.config.site import Given
 from consilium.core.storage import load_state
 from consilium.flare.job import wire
 from consilium.flare.job.recipe import export_job
-from consilium.flare.job.simulation import OUTPUT, write_settings
+from consilium.flare.job.simulation_settings import OUTPUT, write_settings
 from consilium.flare.job.simulator import Simulator
 from tests.flare import process_state
 from tests.flare.together import Together

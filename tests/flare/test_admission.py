@@ -20,7 +20,7 @@ from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.revocation import REFUSED, revoke
-from consilium.report.exposition import exposition
+from consilium.report.prometheus_text import exposition
 from tests.conftest import run
 
 SITES = Path(__file__).parents[2] / "provisioning" / "sites.yml"

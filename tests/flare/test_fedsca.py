@@ -27,7 +27,7 @@ def test_sites_get_own_mixtures_and_send_low_adapters(flare: Runner, tmp_path: P
     assert not torch.equal(mixtures["site-1"][low[0]], mixtures["site-2"][low[0]])
     for name in SITES:
         tasks = [p.read_bytes() for p in sorted((workspace / "received" / name).iterdir(), key=lambda p: int(p.stem))]
-        last = tasks[-1]  # the closing evaluation: the final state's mixtures
+        last = tasks[-1]  # the final evaluation: the final state's mixtures
         assert all(mixtures[name][n].numpy().tobytes() in last for n in low)
         assert not any(mixtures[other][n].numpy().tobytes() in last for other in SITES if other != name for n in low)
         assert not any(n.encode() in last for n in others)

@@ -18,7 +18,7 @@ import pytest
 from nvflare.private.fed.app.simulator import simulator_runner
 
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.flare.job import simulation, simulator, simulator_main
+from consilium.flare.job import simulation_settings, simulator, simulator_main
 
 ROOT = Path(__file__).parents[2]
 JOB = "name: x"
@@ -78,7 +78,7 @@ GIVEN_UP = "Aborting current RUN due to FATAL_SYSTEM_ERROR received: round 3: 1 
     ],
 )
 def test_failed_simulation_has_a_reason(log: str, why: str, job: Path, instead: Any) -> None:
-    path = job.parent / simulation.LOG
+    path = job.parent / simulation_settings.LOG
     instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
     with pytest.raises(ConsiliumError, match=f"did not complete: .*{why}.*{path}"):
         ran(job)
@@ -102,7 +102,7 @@ def test_sites_share_the_cores(
 
 
 def test_failed_simulation_names_lost_sites(job: Path, instead: Any) -> None:
-    told, path = list[Any](), job.parent / simulation.LOG
+    told, path = list[Any](), job.parent / simulation_settings.LOG
     lines = ["no memory", "Communication error with client a: [Errno 104] Connection reset by peer"]
     log = "".join(f"1 - x - ERROR - {line}\n" for line in lines)
     instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
@@ -110,7 +110,10 @@ def test_failed_simulation_names_lost_sites(job: Path, instead: Any) -> None:
         ran(job, told.append)
     assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
     given = {"tracking": None, "data": None, "checkpoints": None}
-    assert json.loads((job.parent / simulation.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
+    assert json.loads((job.parent / simulation_settings.SIMULATION).read_text()) == given | {
+        "sites": {"a": None},
+        "content": {"a": ""},
+    }
 
 
 def test_simulator_that_does_not_start_has_a_reason(job: Path, instead: Any) -> None:
@@ -147,13 +150,13 @@ GIVEN += ["--decomposer_module", "d"]
 @pytest.fixture
 def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], simulator_main.SiteProcess]:
     """Start a site's process as FLARE does, which does this in the place of FLARE's own work."""
-    (tmp_path / simulation.LOG).parent.mkdir()
+    (tmp_path / simulation_settings.LOG).parent.mkdir()
 
     def start(work: Callable[..., None]) -> simulator_main.SiteProcess:
         monkeypatch.setattr("nvflare.fuel.f3.mpm.MainProcessMonitor.run", work)
         monkeypatch.setattr(simulator_main.SiteProcess, "context", multiprocessing.get_context("fork"))
         command = [sys.executable, "-m", simulator_main.WORKER, *GIVEN]
-        return simulator_main.SiteProcess(command, env={simulation.OUTPUT: str(tmp_path)})
+        return simulator_main.SiteProcess(command, env={simulation_settings.OUTPUT: str(tmp_path)})
 
     return start
 

@@ -17,9 +17,9 @@ from consilium.core.linalg.lowrank import (
     add,
     balanced_factors,
     products,
-    residuals,
     spectra,
     spectrum,
+    weighted_sum_of_changes,
     zero,
 )
 
@@ -77,7 +77,7 @@ def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int], monkeypatch: 
     for number in range(10):
         found = spectrum(update, 64)
         changes = [trained(found, tier, 0.1, 1000 * number + 10 * i) for i, tier in enumerate(TIERS)]
-        update = add(update, residuals(changes, SCALE))
+        update = add(update, weighted_sum_of_changes(changes, SCALE))
         for c in changes:
             reference += c.weight * SCALE * (c.end[0].double() @ c.end[1].double() - c.start[0].double() @ c.start[1].double())
         dense.append(update.dense is not None)
@@ -93,19 +93,19 @@ def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int], monkeypatch: 
 def test_a_round_of_untrained_sites_changes_nothing() -> None:
     found = spectrum(as_dense(shaped(40, 30, torch.arange(20, 0, -1).double())), 16)
     b, a = balanced_factors(found, 16, SCALE, torch.zeros(16, 30))
-    left, right = residuals([Change(0.5, (b[:, :r], a[:r]), (b[:, :r], a[:r])) for r in (4, 16)], SCALE)
+    left, right = weighted_sum_of_changes([Change(0.5, (b[:, :r], a[:r]), (b[:, :r], a[:r])) for r in (4, 16)], SCALE)
     assert not (left @ right).any()
 
 
 def test_sites_of_one_round_share_their_start_and_others_do_not() -> None:
     found = spectrum(as_dense(shaped(60, 50, torch.arange(40, 0, -1).double())), 32)
     changes = [trained(found, tier, 0.1, 10 * i) for i, tier in enumerate(TIERS)]
-    left, right = residuals(changes, SCALE)
+    left, right = weighted_sum_of_changes(changes, SCALE)
     assert left.shape[1] == len(right) == sum(train for train, _ in TIERS) + 12
     stale = trained(spectrum(as_dense(shaped(60, 50, torch.ones(40).double(), seed=5)), 32), (4, 8), 0.3, 77)
-    both = residuals([*changes, stale], SCALE)
+    both = weighted_sum_of_changes([*changes, stale], SCALE)
     assert both[0].shape[1] == left.shape[1] + 8
-    alone = residuals([stale], SCALE)
+    alone = weighted_sum_of_changes([stale], SCALE)
     assert torch.allclose(both[0] @ both[1], left @ right + alone[0] @ alone[1], atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForMaskGeneration
 
 from consilium.adapters import adapter_state, lora
 from consilium.adapters.names import prepare_linear_layers
-from consilium.adapters.parts import feature_point_of
+from consilium.adapters.strategy_modules import feature_point_of
 from consilium.client.evaluator import Evaluator
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError

@@ -1,4 +1,4 @@
-"""What a site keeps of its closing evaluation: which units are picked, what is written, and that nothing here costs a score."""
+"""What a site keeps of its final evaluation: which units are picked, what is written, and that nothing here costs a score."""
 
 import json
 import math

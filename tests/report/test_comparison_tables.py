@@ -287,7 +287,7 @@ def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_fo
     scores = (0.8, 0.6, 0.7, 0.5)
     runs = [noted(make(tmp_path / str(n), {"s": v}, "fedit", n), [n, n]) for n, v in enumerate(scores)]
     assert correlate_diagnostics_with_score(accuracy(*runs)) == [
-        "over runs, drift/cross and the closing score: Spearman's rho -0.80, n 4"
+        "over runs, drift/cross and the final score: Spearman's rho -0.80, n 4"
     ]
     assert correlate_diagnostics_with_score(accuracy(*runs[:3])) == []
 

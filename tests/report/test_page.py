@@ -19,7 +19,7 @@ from consilium.core.messages import Stage
 from consilium.federation.job import assemble_job
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import comparison_tables
-from consilium.report.page import cases
+from consilium.report.page import site_section
 from consilium.report.page.run_page import ledger_of, run_page, site_page, study_page
 from consilium.report.run_record import read_finished, read_run
 from consilium.runtime.engine import simulate
@@ -46,7 +46,7 @@ def page(folder: Path) -> Page:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the figures, which take most of a page's time."""
     for name in ("curve_figure", "score_intervals_figure", "distribution_figure"):
-        monkeypatch.setattr(cases, name, lambda *values: None)
+        monkeypatch.setattr(site_section, name, lambda *values: None)
 
 
 def add(folder: Path, *lines: object) -> None:

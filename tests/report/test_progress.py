@@ -1,4 +1,4 @@
-"""How far a run is, by its log: as an uninterrupted run would tell it, and without waiting for the closing evaluation."""
+"""How far a run is, by its log: as an uninterrupted run would tell it, and without waiting for the final evaluation."""
 
 import json
 import time
@@ -127,8 +127,8 @@ def test_line_of_a_late_round_says_what_the_eta_counts() -> None:
         (0, True, "before the first round"),
         (1, True, "before round 2"),
         (1, False, "in round 2"),
-        (2, False, "in the closing evaluation"),
-        (2, True, "before the closing evaluation"),
+        (2, False, "in the final evaluation"),
+        (2, True, "before the final evaluation"),
     ],
 )
 def test_a_refusal_is_never_in_a_round_that_the_job_does_not_have(round: int, joining: bool, said: str) -> None:

@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     log.record_diagnostics(STATE, {"drift": 1.0})
     log.record_held_out_scores("south", Payload(0, -1, {}, metrics={"validation/global/dice": 0.5}))
     log.record_early_end({"round": 1, "rounds": 4, "validations": 1, "best_round": 0})
-    log.record_closing_scores("north", Payload(1, 0, {}, metrics={"test/global/dice": 0.5}))
+    log.record_final_scores("north", Payload(1, 0, {}, metrics={"test/global/dice": 0.5}))
     log.record_stop("the quorum is gone")
     log.record_resume(STATE)
     log.close()
@@ -155,7 +155,7 @@ def test_a_value_that_is_missing_or_of_another_kind_is_damage(
         assert read_events(tmp_path / "metrics.jsonl") == ([], 1, 1)
 
 
-def test_sites_without_closing_scores_are_those_refused_in_the_closing_evaluation(tmp_path: Path) -> None:
+def test_sites_without_final_scores_are_those_refused_in_the_final_evaluation(tmp_path: Path) -> None:
     """Of three rounds; neither a site refused before or scored after it, nor one that came too late to join, has no scores."""
 
     def refused(site: str, round: int, **more: object) -> dict[str, Any]:

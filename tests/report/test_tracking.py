@@ -48,7 +48,7 @@ def record(folder: Path, uri: str, observer: Callable = print, resume: bool = Fa
         log.record_result("site-1", Payload(round, 0, {"x": torch.tensor([3.0, 4.0])}, metrics={"train/loss": 0.5 + round}))
         log.record_phase_end(ServerState(round, 0, {}, {}), ["site-1"], 0.25)
     if rounds > 1 or resume:
-        log.record_closing_scores("site-1", Payload(rounds, 0, {}, metrics={"test/global/dice": 0.75}))
+        log.record_final_scores("site-1", Payload(rounds, 0, {}, metrics={"test/global/dice": 0.75}))
         (folder / "adapters").mkdir(exist_ok=True)
         (folder / "adapters" / "weights").write_text("shared")
         (folder / "predictions.png").write_text("a patient")

@@ -51,15 +51,15 @@ def test_hd95_in_two_units_is_explained_once() -> None:
     assert sum("as in MONAI" in note for note in found.notes) == 1
 
 
-def test_the_title_names_who_was_refused_in_the_closing_evaluation() -> None:
+def test_the_title_names_who_was_refused_in_the_final_evaluation() -> None:
     def title(results: dict[str, dict[str, float]], refused: list[str]) -> str:
         return results_table(results, DICE, "job", refused=refused).title
 
     results = {"a": {"test/pretrained/dice": 0.2, "test/global/dice": 0.5}}
-    assert "; b, c refused in the closing evaluation" in title(results, ["c", "b"])
-    assert "; 4 sites refused in the closing" in title(results, list("bcde"))
+    assert "; b, c refused in the final evaluation" in title(results, ["c", "b"])
+    assert "; 4 sites refused in the final" in title(results, list("bcde"))
     text = title({"a": {}}, ["a"])
-    assert "job: nothing was scored; a refused in the closing evaluation" in text
+    assert "job: nothing was scored; a refused in the final evaluation" in text
     assert "no test or validation split" not in text
     assert "no test or validation split: nothing was scored" in title({"a": {}}, [])
 

@@ -65,7 +65,7 @@ def test_a_site_without_the_split_is_named() -> None:
     assert "no test split, so not scored here: b" in text
 
 
-def test_lines_without_scores_and_of_the_closing_evaluation() -> None:
+def test_lines_without_scores_and_of_the_final_evaluation() -> None:
     console = Console(file=io.StringIO(), width=40)
     with LiveView(console, 2, "job", DICE) as view:
         view({"event": "round", "round": 0, "phase": 0, "phases": 1, "sites": LONG})
@@ -74,8 +74,8 @@ def test_lines_without_scores_and_of_the_closing_evaluation() -> None:
         view({"event": "metrics", "site": LONG[1], "round": 2, "metrics": {"validation/global/dice": 0.5}})
     first, second, third = console.file.getvalue().splitlines()
     assert first.startswith(f"round 1/2  {LONG[0]}: loss 0.750  ETA")
-    assert second == f"closing evaluation  {LONG[0]}: nothing to score"
-    assert third == f"closing evaluation  {LONG[1]}: Dice global 0.500"
+    assert second == f"final evaluation  {LONG[0]}: nothing to score"
+    assert third == f"final evaluation  {LONG[1]}: Dice global 0.500"
     assert view.losses == {LONG[0]: 0.75}
 
 
@@ -87,7 +87,7 @@ def test_refusals_outside_the_rounds() -> None:
         view(refusal | {"joining": False, "round": 2})
     assert console.file.getvalue().splitlines() == [
         "a: refused before the first round: \\x1b[31m[/]",
-        "a: refused in the closing evaluation: \\x1b[31m[/]",
+        "a: refused in the final evaluation: \\x1b[31m[/]",
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import LORA, LoraConfig
-from consilium.adapters.parts import add_parts, part_shapes
+from consilium.adapters.strategy_modules import add_parts, part_shapes
 from consilium.client.context import ClientContext
 from consilium.client.trainer import FitReport, Trainer
 from consilium.config.job import TrainingConfig

@@ -31,7 +31,7 @@ def seeded(name: str) -> torch.Generator:
 def parts(uploads: dict[str, SiteResult], layer: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return D and the mean B and A, dense, float64."""
     share = shares(uploads)
-    ends: dict[str, Tensors] = {name: upload.trained() for name, upload in uploads.items()}
+    ends: dict[str, Tensors] = {name: upload.trained_tensors() for name, upload in uploads.items()}
     wanted = sum(share[name] * product(end, layer) for name, end in ends.items())
     b, a = (sum(share[name] * factors(end, layer)[i].double() for name, end in ends.items()) for i in (0, 1))
     return wanted, b, a
@@ -90,7 +90,7 @@ def test_equal_sites_need_no_correction_and_nothing_stays_nothing() -> None:
         uploads[name] = SiteResult(answer(strategy, sent, 7), 1, sent, SiteInfo(name, 1))
     after = strategy.aggregate(state, uploads)
     for layer in LAYERS:
-        torch.testing.assert_close(factors(after.shared, layer), factors(uploads["a"].trained(), layer))
+        torch.testing.assert_close(factors(after.shared, layer), factors(uploads["a"].trained_tensors(), layer))
     still = {n: SiteResult(answer(strategy, u.sent, 7, 0.0), 1, u.sent, u.site) for n, u in uploads.items()}
     unmoved = strategy.aggregate(state, still)
     for name, tensor in state.shared.items():

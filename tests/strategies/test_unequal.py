@@ -45,7 +45,7 @@ def exchange(strategy: UnequalRanks, state: ServerState, names: list[str] = SITE
 def mean_product(uploads: dict[str, SiteResult], layer: str) -> Tensor:
     """Return sum p_i B_i A_i of what sites trained, float64."""
     total = sum(upload.weight for upload in uploads.values())
-    return sum(upload.weight / total * product(upload.trained(), layer) for upload in uploads.values())
+    return sum(upload.weight / total * product(upload.trained_tensors(), layer) for upload in uploads.values())
 
 
 def whole(state: ServerState, layer: str) -> Tensor:
@@ -195,7 +195,7 @@ def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
         assert set(trainers) == {n for n, u in uploads.items() if layer in strategy.choose_layers(state, u.site)}
         total = sum(u.weight for u in trainers.values())
         for index, mine in enumerate(factors(after.shared, layer)):
-            parts = [u.weight / total * factors(u.trained(), layer)[index] for u in trainers.values()]
+            parts = [u.weight / total * factors(u.trained_tensors(), layer)[index] for u in trainers.values()]
             torch.testing.assert_close(mine, sum(parts) if parts else factors(state.shared, layer)[index])
         for upload in uploads.values():  # what a site does not train is in its forward pass all the same
             expected = factors(state.shared, layer)

@@ -268,7 +268,7 @@ def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.Monke
     assert metric_names(LanguageConfig(name="language", evaluate="label")) == found.keys() | more
 
 
-def test_the_closing_evaluation_says_how_many_and_how_sure_over_patients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_final_evaluation_says_how_many_and_how_sure_over_patients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of p one in two is right, of q all: resamples pp, pq and qq have 1/2, 2/3 and 1. Line by line 0 to 1."""
     own = [("p", "a"), ("p", "b"), ("q", "a")]
     texts = [Text(f"test.jsonl:{i}", "q", "", (said,), patient=whose) for i, (whose, said) in enumerate(own)]
@@ -281,7 +281,7 @@ def test_the_closing_evaluation_says_how_many_and_how_sure_over_patients(monkeyp
         assert found.keys() == metric_names(task.config)
 
 
-def test_exact_match_of_final_answers_in_the_closing_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_match_of_final_answers_in_the_final_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text("q", "1 + 1 = 2\n#### 2"), text("q", "half", final_answer="1,000.0"), text("q", "#### 5")]
     task = make_task(*texts, evaluate="exact")
     monkeypatch.setattr(task, "write", lambda *_: ["so #### 2", "It makes 1000", "none"])

@@ -13,7 +13,7 @@ from consilium.data.datalist import read_datalist
 from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, task as task_module
 from consilium.tasks.segmentation.prompts import boxes, points
 from consilium.tasks.segmentation.task import SegmentationTask
-from consilium.tasks.segmentation.units import overlap_counts, overlaps
+from consilium.tasks.segmentation.unit_scores import overlap_counts, overlaps
 from consilium.training.loop import batches
 
 

@@ -12,7 +12,7 @@ from scipy.ndimage import binary_erosion, distance_transform_edt
 
 from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
-from consilium.tasks.segmentation.units import Plane, Units, dice_loss, distances
+from consilium.tasks.segmentation.unit_scores import Plane, Units, dice_loss, distances
 from tests.tasks.scoring import evaluated, picture, task_of, volume
 
 PER_VOLUME = {"scores": {"per": "volume"}}

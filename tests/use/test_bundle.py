@@ -20,7 +20,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.data import images as pictures
 from consilium.data.datalist import Item
-from consilium.data.images import read_image, valid_size
+from consilium.data.images import read_image, unpadded_size
 from consilium.federation.model_card import Card
 from consilium.use import bundle_export, bundle_scripts, merge
 from tests.conftest import small_text
@@ -86,7 +86,7 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
         item = Item(file, None)
         logits = merge.logits_of(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
         size = read_image(item, settings).shape[:2]
-        rows, columns = valid_size(size, 64, settings)
+        rows, columns = unpadded_size(size, 64, settings)
         own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
         wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
     bound = merge.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))

@@ -15,7 +15,7 @@ from consilium.config.site import SiteConfig
 from consilium.federation.job import assemble_job
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
-from consilium.use.invert import gradient, invert, mask_update, mean_gradient, pick_members, psnr
+from consilium.use.invert import contributing_candidates, gradient, invert, mask_update, mean_gradient, psnr
 from tests.conftest import run, small_cells, small_text, training_only
 
 
@@ -54,9 +54,9 @@ def test_a_picture_is_drawn_from_the_gradient_that_is_it_and_not_from_masks(seen
 
 def test_the_right_pictures_are_picked_by_their_gradients(seen: tuple) -> None:
     _, _, gradients = seen
-    assert pick_members(gradients, gradients[3], 1) == {3}
-    assert pick_members(gradients, mean_gradient([gradients[1], gradients[4]]), 2) == {1, 4}
-    assert pick_members(gradients, {"0.weight": -gradients[3]["0.weight"]}, 6).isdisjoint({3})
+    assert contributing_candidates(gradients, gradients[3], 1) == {3}
+    assert contributing_candidates(gradients, mean_gradient([gradients[1], gradients[4]]), 2) == {1, 4}
+    assert contributing_candidates(gradients, {"0.weight": -gradients[3]["0.weight"]}, 6).isdisjoint({3})
 
 
 def test_words_under_masks_are_uniform_whatever_the_update(seen: tuple) -> None:

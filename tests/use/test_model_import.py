@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
-from consilium.use.model_import import PROVENANCE, import_model
+from consilium.use.base_model_import import PROVENANCE, import_model
 from tests.conftest import run
 from tests.models.folders import save_folder
 

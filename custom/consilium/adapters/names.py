@@ -39,7 +39,7 @@ LOCAL = {"lora_A": "local_A", "lora_B": "local_B"}
 """The name of a LoRA factor in a layer -> the name of the same factor in the local adapter."""
 SHIFT, MEAN = "feature_shift.shift", "feature_shift.mean"
 LOCAL_ADAPTER, FEATURE_SHIFT = "local adapter", "feature shift"
-"""Parts that a strategy may request beside the job's adapter; see parts.py."""
+"""Parts that a strategy may request beside the job's adapter; see strategy_modules.py."""
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
 """The bottlenecks of a block, in order from its input."""
 _BLOCK = re.compile(r"(?!mask_decoder\.)((.+?)\.\d+)\..+")
@@ -73,7 +73,7 @@ def local_twin(name: str) -> str:
 
 
 def is_requested_part(name: str) -> bool:
-    """Return whether a tensor belongs to a part that the job's strategy requests, see parts.py."""
+    """Return whether a tensor belongs to a part that the job's strategy requests, see strategy_modules.py."""
     return is_local(name) or name in (SHIFT, MEAN)
 
 

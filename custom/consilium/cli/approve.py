@@ -11,7 +11,7 @@ import typer
 
 from consilium.cli.options import FormatOption, emit, table_console
 from consilium.client import approval
-from consilium.config.site import kit_plugins
+from consilium.config.site import plugins_allowed_by_kit
 from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.lazy import call
 from consilium.core.registry import Plugins
@@ -52,7 +52,7 @@ def approve(
         ]
         emit(found, lines or "nothing is approved", format)
         return
-    with app_of(job, plugins := kit_plugins(local)) as app:
+    with app_of(job, plugins := plugins_allowed_by_kit(local)) as app:
         review = call(REVIEW, app, kit)
         if format == "txt":
             emit(None, review.lines(table_console().width), "txt")

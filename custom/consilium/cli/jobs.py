@@ -182,9 +182,9 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
 def progress_line(progress: dict[str, Any]) -> str:
     """Return a line with a run's round, the sites that have answered, epsilon and ETA."""
     if early := progress.get("ended"):
-        return f"{early_stop_text(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
+        return f"{early_stop_text(early)}; the final evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:
-        return f"all {progress['rounds']} rounds and the closing evaluation are done"
+        return f"all {progress['rounds']} rounds and the final evaluation are done"
     phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
     told = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
     told += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"

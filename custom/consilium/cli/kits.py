@@ -16,7 +16,7 @@ from consilium.flare.kit.kit_contents import LOCKED, certificate_path, has_priva
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import root_certificate_sha256 as root_fingerprint
-from consilium.report.exposition import exposition
+from consilium.report.prometheus_text import exposition
 
 
 def allow(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from consilium.core.sanitize import LONGEST_LINE, shown
-from consilium.use.model_import import import_model
+from consilium.use.base_model_import import import_model
 
 GIB = 2**30
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from consilium.config.job import JobConfig, job_file, load_job
 from consilium.config.overrides import parse_override
-from consilium.config.site import kit_plugins
+from consilium.config.site import plugins_allowed_by_kit
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.sanitize import LONGEST_LINE, shown
@@ -144,4 +144,4 @@ def load_for_data(job: Path | None, overrides: list[str], kit: Path | None) -> J
         if overrides:
             raise ConfigError("--set: is of a job; give --job too")
         return None
-    return load(job, overrides, kit_plugins(kit / "local") if kit else NO_PLUGINS, author=kit is None)[0]
+    return load(job, overrides, plugins_allowed_by_kit(kit / "local") if kit else NO_PLUGINS, author=kit is None)[0]

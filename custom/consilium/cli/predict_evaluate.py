@@ -147,7 +147,7 @@ def evaluate(
     checkpoints: CheckpointsOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Score a trained model on any site's data, as the closing evaluation of a run does."""
+    """Score a trained model on any site's data, as the final evaluation of a run does."""
     own = site_of(device, checkpoints)
     if matrix:
         if site is not None:

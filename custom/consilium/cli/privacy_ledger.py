@@ -106,10 +106,10 @@ def accept(
     ] = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Accept a privacy ledger or a ledger of sums as it is now, after lines were lost or altered.
+    """Accept a privacy ledger, or the ledger of sums without noise (sums.jsonl), as it is now.
 
-    The reason, the user and the lost seals are recorded. The hospitals in lost lines of sums are restored from the records of
-    what left.
+    Use it after lines were lost or altered. The reason, the user and the lost seals are recorded. The hospitals in lost
+    lines of sums are restored from the records of what left.
     """
     if not reason.strip():
         raise ConfigError("--reason: empty; say what happened to the ledger")

@@ -28,7 +28,7 @@ import typer
 from aiohttp import web
 from rich.console import Console
 
-from consilium.cli import serve_pages
+from consilium.cli import kit_pages
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import rich_line
 
@@ -71,7 +71,7 @@ def serve(
 
     Open the printed address in a browser on this machine. Anyone with the address can read the pages. Ctrl-C stops the command.
     """
-    serve_pages.require_kit_role(kit)
+    kit_pages.require_kit_role(kit)
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:
@@ -165,7 +165,7 @@ class KitSite:
         self.admitted.add(request.protocol)
         try:
             return await handler(request)
-        except (web.HTTPNotFound, serve_pages.UnknownRunError):
+        except (web.HTTPNotFound, kit_pages.UnknownRunError):
             return _error(404)
         except ConnectionError:  # the browser has gone
             raise
@@ -175,15 +175,15 @@ class KitSite:
 
     async def _overview(self, request: web.Request) -> web.Response:
         async with self.lock:
-            return _page(await asyncio.to_thread(serve_pages.overview, self.kit))
+            return _page(await asyncio.to_thread(kit_pages.overview, self.kit))
 
     async def _health(self, request: web.Request) -> web.Response:
         async with self.health_lock:
-            return _page(await asyncio.to_thread(serve_pages.health_page, self.kit))
+            return _page(await asyncio.to_thread(kit_pages.health_page, self.kit))
 
     async def _run(self, request: web.Request) -> web.Response:
         async with self.lock:
-            return _page(await asyncio.to_thread(serve_pages.run_page, self.kit, request.match_info["run"]))
+            return _page(await asyncio.to_thread(kit_pages.run_page, self.kit, request.match_info["run"]))
 
     async def _evidence(self, request: web.Request) -> web.StreamResponse:
         """Make the archive in a private temporary folder outside the kit, and send it."""
@@ -191,7 +191,7 @@ class KitSite:
         reply = web.StreamResponse(headers={"Content-Type": "application/zip"})
         reply.headers["Content-Disposition"] = f"attachment; filename*=UTF-8''{quote(run, safe='')}.evidence.zip"
         async with self.lock:
-            file = await asyncio.to_thread(serve_pages.open_evidence, self.kit, run)
+            file = await asyncio.to_thread(kit_pages.open_evidence, self.kit, run)
         with file, suppress(ConnectionError):
             reply.content_length = os.fstat(file.fileno()).st_size
             await reply.prepare(request)
@@ -224,4 +224,4 @@ def _page(text: str, status: int = 200) -> web.Response:
 
 
 def _error(status: int) -> web.Response:
-    return _page(serve_pages.message(*ERRORS[status]), status)
+    return _page(kit_pages.message(*ERRORS[status]), status)

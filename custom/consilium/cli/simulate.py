@@ -110,7 +110,7 @@ def simulate(
         if note := unused_state_warning({name: find_site(name, given) for name in names}):
             show([rich_line(note, "yellow")], errors=True)
         folder, losses = _simulate_over_flare(request) if engine == "flare" else _simulate_in_process(request)
-    call("consilium.cli.run_results:show_results", folder, losses, names, format)
+    call("consilium.cli.print_results:show_results", folder, losses, names, format)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class Ranks:
         return JointTask(task, self, trained)
 
     def start_ranks(self) -> None:
-        """Start the other ranks, unless they are running. Raises ConsiliumError if one fails, and then ends all of them."""
+        """Start the other ranks, unless they are running. If a rank fails, end all ranks and raise ConsiliumError."""
         with self._end_on_error():
             if not self.children:
                 self._launch(None)

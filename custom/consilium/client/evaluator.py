@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.parts import feature_point_of
+from consilium.adapters.strategy_modules import feature_point_of
 from consilium.client.context import ClientContext
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError

@@ -64,13 +64,13 @@ class PhantomConfig(Section):
     ] = None
 
     @model_validator(mode="after")
-    def _check_groups(self) -> Self:
+    def _refuse_groups_of_texts(self) -> Self:
         if self.groups and PHANTOMS[self.kind] == "language":
             raise ValueError("groups: sites that write texts have none; leave it out")
         return self
 
     @model_validator(mode="after")
-    def _check_classes(self) -> Self:
+    def _refuse_classes_without_cells(self) -> Self:
         if self.classes is not None and self.kind != "cells":
             raise ValueError(f"classes: {self.kind} have no mix of classes; leave it out, or take kind cells")
         return self

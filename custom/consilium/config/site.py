@@ -313,7 +313,7 @@ def check_packages(config: JobConfig, site: SiteConfig, name: str) -> None:
         raise RefusedError(f"{name}: {what}", Reason.POLICY)
 
 
-def kit_plugins(local: Path, simulated: bool = False) -> Plugins:
+def plugins_allowed_by_kit(local: Path, simulated: bool = False) -> Plugins:
     """Return the plug-in packages that the site.yaml in a kit's folder `local` allows. Raises ConfigError."""
     path = local / "site.yaml"
     return allowed_plugins(load_site(path) if path.is_file() else SiteConfig(), simulated)

@@ -10,7 +10,7 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.check_samples import Classes, SampleReport, check_samples, map_by_file
-from consilium.data.class_names import doubtful_name_findings
+from consilium.data.class_name_checks import doubtful_name_findings
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
 from consilium.data.identifiers import ALIKE, similar_patient_lines
 from consilium.data.pairs import MOST_VALUES

@@ -20,7 +20,7 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import grouped
 from consilium.data import images, pictures, slides, undeclared_values, volumes
 from consilium.data.check_report import PATIENT
-from consilium.data.class_names import class_name
+from consilium.data.class_name_checks import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.disk_cache import DiskCache
 from consilium.data.identifiers import pseudonym
@@ -397,7 +397,9 @@ def find_errors(
 
 
 def with_lost_recorded(data: DataList, lost: Collection[Lost]) -> DataList:
-    """Return the list with the `lost` samples added to its count. They must be removed already; the site's log names the first.
+    """Return the list with the `lost` samples added to its count. The site's log names the first.
+
+    The caller has already removed these samples from the list.
 
     Raises DataError if no training sample is left, because a network share that holds them may be back at the next attempt.
     """

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_in_any_spelling
+from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_in_any_unicode_form
 from consilium.data.folders import list_class_pictures
 from consilium.data.identifiers import pseudonym, read_identifier
 from consilium.data.loading import IN_MEMORY, Loading
@@ -297,11 +297,11 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
     _check_values(where, entry)
     label = entry.get("label")
     if isinstance(label, str) and not (not Path(label).suffix if classes is None else classes):
-        label = path_in_any_spelling(path.parent, label)
+        label = path_in_any_unicode_form(path.parent, label)
     patient, study = (pseudonym(read_identifier(where, entry, key)) for key in ("patient", "study"))
     known = annotated if entry.get("annotated") is None else entry["annotated"]
     found = Item(
-        path_in_any_spelling(path.parent, entry["image"]),
+        path_in_any_unicode_form(path.parent, entry["image"]),
         label,
         entry.get("slice"),
         entry.get("axis") or "stored",

@@ -16,11 +16,11 @@ DICOM = (".dcm", ".dicom")
 """Endings of DICOM files, which may lack the usual first bytes."""
 MOST_FILES = 20_000
 """Files of a folder, and frames of a series."""
-VolumeFormat = Literal["nifti", "dicom", "raw_volumes"]
+VolumeFormat = Literal["nifti", "dicom", "mha_nrrd"]
 """The module of this package that reads a volume."""
 
 
-def path_in_any_spelling(folder: Path, name: str) -> Path:
+def path_in_any_unicode_form(folder: Path, name: str) -> Path:
     """Return the path of `name` below `folder`. Without such a file, the path is returned as written.
 
     The name may have Windows' backslashes, and its letters and accents may be composed or decomposed (NFC or NFD): a Mac's disk
@@ -60,7 +60,7 @@ def _format_at(path: Path, time: int) -> VolumeFormat | None:
     if path.name.lower().endswith(NIFTI):
         return "nifti"
     if path.name.lower().endswith(RAW_VOLUMES):
-        return "raw_volumes"
+        return "mha_nrrd"
     return "dicom" if is_dicom(path) else None
 
 

@@ -183,7 +183,7 @@ def check_annotated(item: Item, classes: Classes) -> None:
         )
 
 
-def valid_size(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
+def unpadded_size(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
     """Return the (rows, columns) that a picture (H, W) fills in a sample's square. The rest of the square is padding."""
     if settings.resize == "stretch":
         return size, size
@@ -193,14 +193,14 @@ def valid_size(shape: Sequence[int], size: int, settings: PictureSettings = DEFA
 
 def resize(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> np.ndarray:
     """Return an image (H, W, 3) uint8 as (size, size, 3): bilinear, anti-aliased when shrunk, padded with a colour."""
-    rows, columns = valid_size(image.shape, size, settings)
+    rows, columns = unpadded_size(image.shape, size, settings)
     found = np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR))
     return _pad(found, size, padding)
 
 
 def resize_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
     """Return label values (H, W) as (size, size), sampled at the middle of each new pixel, padded with 0."""
-    wanted = valid_size(values.shape, size, settings)
+    wanted = unpadded_size(values.shape, size, settings)
     rows, columns = ((np.arange(n) * 2 + 1) * old // (2 * n) for n, old in zip(wanted, values.shape, strict=True))
     return _pad(values[rows[:, None], columns], size)
 
@@ -222,7 +222,7 @@ def resize_masks(
     for mask, (name, wanted) in ((masks[number], list(classes.items())[number]) for number in empty):
         if present.isdisjoint(wanted):
             continue
-        rows, columns = valid_size(labels.shape, size, settings)
+        rows, columns = unpadded_size(labels.shape, size, settings)
         i, j = np.nonzero(labels.where(wanted))
         mask[i * rows // labels.shape[0], j * columns // labels.shape[1]] = True
         lost.append(name)

@@ -1,4 +1,4 @@
-"""Pictures in PNG, JPEG, TIFF, BMP and GIF, and arrays in .npy, read by PIL."""
+"""Reads pictures: PNG, JPEG, TIFF, BMP and GIF files, and .npy arrays, which become PIL images first."""
 
 import struct
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Headers, voxels and labels of volumes. The formats are read by nifti.py, raw_volumes.py and dicom/."""
+"""Headers, voxels and labels of volumes. The formats are read by nifti.py, mha_nrrd.py and dicom/."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -12,8 +12,8 @@ from torch import nn
 
 from consilium.adapters import adapter_state
 from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER
-from consilium.adapters.parts import add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
+from consilium.adapters.strategy_modules import add_parts, part_shapes
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
@@ -31,7 +31,7 @@ from consilium.federation.trainable_checks import (
     shared_weight_warning,
 )
 from consilium.models.architecture import refuse_gguf
-from consilium.models.checkpoint_file import refuse_adapter
+from consilium.models.base_weights import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
 from consilium.models.low_precision import require_stored, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device

@@ -18,8 +18,8 @@ from consilium.adapters.names import (
     is_local,
     is_magnitude,
 )
-from consilium.adapters.parts import feature_point_of
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
+from consilium.adapters.strategy_modules import feature_point_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Tensors

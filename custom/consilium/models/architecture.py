@@ -245,11 +245,14 @@ def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     listed_keys.py also checks by architecture.
     """
     _check_build_cost(dict(config), "")
-    return _without_notes(config, "")
+    return _checked_mapping(config, "")
 
 
-def _without_notes(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a map of a config.json without notes, see `check_and_clean_config`."""
+def _checked_mapping(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a mapping of config.json without the keys that do not influence the layers (_NOTES).
+
+    Raises ValueError for a forbidden key or value; see `check_and_clean_config`.
+    """
     found = dict[str, Any]()
     for key, value in values.items():
         where = f"{place}{key}"
@@ -261,7 +264,7 @@ def _without_notes(values: Mapping[str, Any], place: str) -> dict[str, Any]:
         if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
             raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
         _check_words(value, where)
-        found[key] = _without_notes(value, f"{where}.") if isinstance(value, dict) else value
+        found[key] = _checked_mapping(value, f"{where}.") if isinstance(value, dict) else value
     return found
 
 
@@ -273,7 +276,7 @@ def _check_words(value: Any, where: str) -> None:
         )
     for item in value if isinstance(value, list | tuple) else ():
         if isinstance(item, dict):
-            _without_notes(item, f"{where}.")
+            _checked_mapping(item, f"{where}.")
         _check_words(item, where)
 
 

@@ -1,9 +1,10 @@
 """The Gaussian mechanism on one site's update: joint clipping and noise, of the tensors themselves or of a product of factors.
 
 The mechanism works on *whitened* coordinates of the update. They are rounded to the grid of discrete_gaussian.py, where the
-noise is exact. The map back to an update uses floating point, which is safe: it depends on no other private data. A tensor
-without a peer is its own coordinates. A LoRA factor may have a public peer, the other factor of its layer, which the server
-sent (DEeR, IEEE TMI 2025, Theorem 2, corrected). Then the mechanism acts on the effective update s dB A:
+noise is exact. Floating point maps the rounded coordinates back to an update. This is safe, because the map uses no other
+private data. A tensor without a peer is its own coordinates. A LoRA factor may have a public peer, the other factor of its
+layer, which the server sent (DEeR, IEEE TMI 2025, Theorem 2, corrected). Then the mechanism acts on the
+effective update s dB A:
 
     coordinates  V = s dB Q L^(1/2),   A A^T = Q L Q^T,   ||V||_F = ||s dB A||_F   (and  L^(1/2) Q^T dA s  for dA with peer B)
     release      V' L^(-1/2) Q^T / s,  V' = clip(V) + noise

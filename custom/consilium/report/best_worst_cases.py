@@ -1,4 +1,4 @@
-"""cases.json and cases/: the closing score of each unit, and pictures or texts of the best, the median and the worst unit.
+"""cases.json and cases/: the final score of each unit, and pictures or texts of the best, the median and the worst unit.
 
 A unit is what the task scores: an image, a volume, a patient or a text record. A site writes these files into its own folder.
 They show patients, so only this user can read them, and no message contains them.
@@ -34,7 +34,7 @@ FORM = 1
 
 
 class Closing:
-    """Collects, while a closing evaluation scores one model after the other, a few predictions and the selected units.
+    """Collects, while a final evaluation scores one model after the other, a few predictions and the selected units.
 
     `first`: predictions of the first samples, by model. `scored`: each unit's score, by model. `cases`: each model's answers
     for the selected units. `picked`: numbers of the best, median and worst unit. `by`: the model whose scores selected them,

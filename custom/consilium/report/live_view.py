@@ -75,14 +75,14 @@ def early_stop_text(line: Mapping[str, Any]) -> str:
 
 
 def last_round(progress: Mapping[str, Any]) -> int:
-    """Return the number of rounds before the closing evaluation of a run."""
+    """Return the number of rounds before the final evaluation of a run."""
     early = progress.get("ended")
     return int(early["round"] if early else progress["rounds"])
 
 
 def refusal_time_text(refusal: Mapping[str, Any], rounds: int) -> str:
     """Return in words when a site was refused, in a run of `rounds` rounds."""
-    place = "the closing evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
+    place = "the final evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
     if not refusal.get("joining"):
         return f"in {place}"
     return f"before {place}" if refusal["round"] else "before the first round"
@@ -268,7 +268,7 @@ class LiveView(LiveScreen):
             return
         values = "  ".join(f"{stage} {value:.3f}" for stage, value in scored.items())
         told = f"{self.scores.heading(self.score)} {values}" if values else ""
-        when = "closing evaluation"
+        when = "final evaluation"
         if closing:
             told = told or "nothing to score"
         else:

@@ -1,4 +1,4 @@
-"""Tables of a run: closing scores, the score of each model on each site's data, and confusion tables of classes."""
+"""Tables of a run: final scores, the score of each model on each site's data, and confusion tables of classes."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -40,7 +40,7 @@ def results_table(
     evaluation. If there is no score at all, the rows have the last training `losses`.
     """
     named = few(sorted(refused)) if len(refused) < 4 else f"{len(refused)} sites"
-    missing = f"; {named} refused in the closing evaluation" if refused else ""
+    missing = f"; {named} refused in the final evaluation" if refused else ""
     split = split_of(results) or ""
     names = {name for metrics in results.values() for name in metrics}
     leading = scores.leading_name(key.metric for name in names if (key := MetricKey.parse(name)))

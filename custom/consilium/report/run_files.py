@@ -194,8 +194,8 @@ class RunLog:
         """Record the scores, before the round's training, of a site that did not train in this round."""
         self._write_event({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
 
-    def record_closing_scores(self, site: str, result: Payload) -> None:
-        """Record a site's closing evaluation."""
+    def record_final_scores(self, site: str, result: Payload) -> None:
+        """Record a site's final evaluation."""
         self.results[site] = result.metrics
         line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
         self._write_event(line | {"ledger": result.ledger})
@@ -281,7 +281,7 @@ def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:
 
 
 def payload_bytes(tensors: Tensors) -> int:
-    """Return the bytes of the tensors' values, without names or headers."""
+    """Return the size in bytes of the tensors' values, without names or headers."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 

@@ -20,7 +20,7 @@ class RunFraction:
         self._asked: set[str] = set()
         self._done: dict[str, int] = {}
         self._finished: set[str] = set()
-        self._step_function: dict[str, int] = {}
+        self._steps: dict[str, int] = {}
         self._first: tuple[float, float] | None = None
         """The fraction and the monotonic time at the first round. A resumed run begins with a fraction above 0."""
 
@@ -32,8 +32,8 @@ class RunFraction:
                 self._asked, self._done, self._finished = set(event["sites"]), {}, set()
                 self._first = self._first or (self.fraction, time.monotonic())
             case "step":
-                self._step_function[event["site"]], self._done[event["site"]] = event["steps"], event["step"]
-            case "metrics" if TRAIN_LOSS in event["metrics"]:  # without it, they are of the closing evaluation
+                self._steps[event["site"]], self._done[event["site"]] = event["steps"], event["step"]
+            case "metrics" if TRAIN_LOSS in event["metrics"]:  # without it, they are of the final evaluation
                 self._finished.add(event["site"])
             case "refused":
                 self._finished.add(event["site"])
@@ -43,9 +43,9 @@ class RunFraction:
     @property
     def fraction(self) -> float:
         """The fraction of the rounds that is done, from 0 to 1."""
-        known = [self._step_function[name] for name in self._asked if name in self._step_function]
+        known = [self._steps[name] for name in self._asked if name in self._steps]
         mean = statistics.fmean(known) if known else 1.0
-        steps = {name: self._step_function.get(name, mean) for name in self._asked}
+        steps = {name: self._steps.get(name, mean) for name in self._asked}
         done = sum(n if name in self._finished else min(self._done.get(name, 0), n) for name, n in steps.items())
         part = done / total if (total := sum(steps.values())) else 0.0
         return min((self.round + (self.phase + part) / self.phases) / self.rounds, 1.0)

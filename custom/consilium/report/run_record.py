@@ -29,7 +29,7 @@ from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores
 
 Results = Mapping[str, Mapping[str, float]]
-"""Metrics of the closing evaluation by site."""
+"""Metrics of the final evaluation by site."""
 Curve = dict[int, float]
 """A measure, by the number of rounds done."""
 OWNER = "owner.json"
@@ -122,19 +122,19 @@ class RunRecord:
 
     @property
     def last_round(self) -> int:
-        """The number of rounds before the closing evaluation."""
+        """The number of rounds before the final evaluation."""
         return int(self.ended["round"] if self.ended else self.settings["training.rounds"])
 
     @cached_property
     def unscored(self) -> dict[str, str]:
-        """Sites without closing scores because they were refused in the closing evaluation, each with the reason."""
+        """Sites without final scores because they were refused in the final evaluation, each with the reason."""
         scored = {line["site"] for line in self.of("final") if line["round"] >= self.last_round}
         refused = [one for one in self.of("refused") if one["round"] >= self.last_round and not one.get("joining")]
         return {line["site"]: line["reason"] for line in refused if line["site"] not in scored}
 
     @cached_property
     def closing(self) -> Results:
-        """The closing scores by site. Before the end of the run, the last scores on validation data."""
+        """The final scores by site. Before the end of the run, the last scores on validation data."""
         found: dict[str, dict[str, float]] = {}
         for line in self.of("result", "final"):
             found.setdefault(line["site"], {}).update({n: v for n, v in line["metrics"].items() if MetricKey.parse(n)})
@@ -153,7 +153,7 @@ class RunRecord:
         )
 
     def score(self, site: str, stage: Stage, metric: str) -> float | None:
-        """Return a closing score, which may be NaN; None if the site has none."""
+        """Return a final score, which may be NaN; None if the site has none."""
         return self.closing.get(site, {}).get(str(MetricKey(self.split or SPLITS[-1], stage, metric)))
 
     def curves(self, metric: str, after_training: bool) -> dict[str, Curve]:
@@ -167,7 +167,7 @@ class RunRecord:
     def validation(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
         """Return each site's validation scores of a model, by the number of rounds that the model was trained.
 
-        `metric`: by default the leading score. The last point belongs to the model that the closing evaluation scores.
+        `metric`: by default the leading score. The last point belongs to the model that the final evaluation scores.
         """
         name = str(MetricKey("validation", stage, metric or self.metric))
         found = self.curves(name, stage is Stage.PERSONALIZED)

@@ -113,6 +113,7 @@ class SideBySide:
         return done
 
     def _run_together(self, workers: Sequence["_Worker"]) -> None:
+        """Run the workers in turns. Those with the same kind of request continue in one joint pass."""
         self._running = {worker.begin(): worker for worker in workers}
         try:
             for worker in workers:
@@ -215,7 +216,7 @@ class _Worker:
         self._stop: BaseException | None = None
         self.answer: Callable[[], Any] = partial(_return_value, None)
         self.outcome: Callable[[], Any] = partial(_return_value, None)
-        self._work, self._step_function, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
+        self._work, self._backward_passes, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
         self._may, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -227,7 +228,7 @@ class _Worker:
         """
         if isinstance(self.request, _Save):
             return LAST
-        return self._step_function, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
+        return self._backward_passes, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
 
     def begin(self) -> int:
         """Start the thread, which waits for `go_on`; return the thread's identifier."""
@@ -267,7 +268,7 @@ class _Worker:
         self._may.acquire()
         if self._stopping and not self.may_save:
             raise Stopped("the run was stopped")
-        self._step_function += isinstance(request, _Backward)
+        self._backward_passes += isinstance(request, _Backward)
         return self.answer()
 
     def _run(self) -> None:

@@ -20,7 +20,7 @@ from consilium.core.storage import locked, read_json, sweep, write_json
 from consilium.federation.diagnostics import deviation
 from consilium.federation.job import Job
 from consilium.federation.saved_model import SavedModel, keeps_local
-from consilium.privacy.guard.release import geometries, noised_sum, sent_as_sums, upload_shapes
+from consilium.privacy.guard.release import geometries, noised_sum, server_sees_only_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, in_reals, privatize, restore_update
 from consilium.privacy.plan import Plan, make_plan, not_private_sentence
 from consilium.privacy.randomness import Randomness
@@ -237,7 +237,7 @@ class Coordinator:
                 sent = self.payload_answered(name, result)
                 weight = self.job.config.weight(self.asked[name].num_samples)
                 plan, summed = self._central_plan, result
-                if plan is not None and not sent_as_sums(self.job.config):
+                if plan is not None and not server_sees_only_sums(self.job.config):
                     # Sites clip but send float32. So their whitened coordinates are clipped once more, in integers on the grid.
                     maps = self._whitening_maps(result.tensors)
                     coordinates, _ = privatize(result.tensors, maps, plan.config.clip, 0, each=plan.by_tensor)
@@ -340,7 +340,7 @@ class Coordinator:
             check_evaluation(self.job, result, self.state.round, self.state.phase)
         except RefusedError as refusal:
             return self.refuse(name, str(refusal))
-        self.log.record_closing_scores(name, result)
+        self.log.record_final_scores(name, result)
         self.seals.note(name, result.ledger)
         self.observer({"event": "final", "site": name, "metrics": result.metrics})
         return None

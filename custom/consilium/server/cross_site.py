@@ -104,7 +104,7 @@ class CrossSites:
             return self.coordinator.refuse(name, str(refusal))
         self._asked.discard(name)
         if place[1] == 0:
-            self.coordinator.log.record_closing_scores(name, result)
+            self.coordinator.log.record_final_scores(name, result)
         _, stage, row = self._rows[-1]
         keys = {key: value for metric, value in result.metrics.items() if (key := MetricKey.parse(metric))}
         asked = self.section.split, stage

@@ -14,7 +14,7 @@ from cryptography import x509
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
-from consilium.privacy.guard.release import geometries, sent_as_sums, upload_shapes
+from consilium.privacy.guard.release import geometries, server_sees_only_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, restore_update
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
 from consilium.privacy.secagg.messages import cancellations
@@ -58,7 +58,7 @@ def sums_and_divisor(job: Job, state: ServerState, sums: Tensors, weight: int) -
     drawn. The maps turn whitened coordinates into updates, by tensor name; {} if no tensor is whitened.
     """
     public = state.shared | state.initial
-    if not sent_as_sums(job.config):
+    if not server_sees_only_sums(job.config):
         return sums, weight, {}
     divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
     return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)

@@ -112,7 +112,7 @@ class FedHeLLo(UnequalRanks):
         """Return the next state: each layer is the mean over the sites that trained it."""
         share = shares(results)
         shared = mean_non_lora_tensors(state, results, share)
-        ends = {name: upload.trained() for name, upload in sorted(results.items())}
+        ends = {name: upload.trained_tensors() for name, upload in sorted(results.items())}
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
         round, phase = next_phase(state, self.traits.phases_of(state.round))

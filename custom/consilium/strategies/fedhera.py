@@ -149,7 +149,7 @@ class FedHera(ExactServer):
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the sites' weighted changes (residual) or products (literal), or the products alone (replace)."""
         if self.aggregation == "residual":
-            return lowrank.add(update, lowrank.residuals(layer, 1.0))
+            return lowrank.add(update, lowrank.weighted_sum_of_changes(layer, 1.0))
         base = lowrank.zero(*update.shape) if self.aggregation == "replace" else update
         return lowrank.add(base, lowrank.products(layer, 1.0))
 
@@ -170,7 +170,7 @@ class FedHera(ExactServer):
         else:
             whole = self.score == "product"  # else the change in the round counts
             products = [
-                [one.end if whole else lowrank.residuals([Change(1.0, one.start, one.end)], 1.0) for one in found]
+                [one.end if whole else lowrank.weighted_sum_of_changes([Change(1.0, one.start, one.end)], 1.0) for one in found]
                 for found in layers.values()
             ]
             scores = lowrank.alignments(products, [share[name] for name in sorted(share)])

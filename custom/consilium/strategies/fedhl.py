@@ -51,4 +51,4 @@ class FedHL(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the weighted residuals."""
-        return lowrank.add(update, lowrank.residuals(layer, 1.0))
+        return lowrank.add(update, lowrank.weighted_sum_of_changes(layer, 1.0))

@@ -109,7 +109,7 @@ class FedSCA(Strategy):
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each site's upload, the matrix, and in `shared` the weighted mean of this round's uploads."""
-        fresh = {name: result.trained() for name, result in results.items()}
+        fresh = {name: result.trained_tensors() for name, result in results.items()}
         sites = {**state.sites, **fresh}
         reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
         weights = {name: float(result.weight) for name, result in results.items()}
@@ -151,7 +151,7 @@ class FedSCA(Strategy):
         if self.mixture == "mean" or len(results) < 2:
             return {}
         prior = torch.tensor(list(shares(results).values()), dtype=torch.float64)
-        flat = torch.stack([_flat(result.trained()) for result in results.values()])
+        flat = torch.stack([_flat(result.trained_tensors()) for result in results.values()])
         limits = isolation_alpha(self._prior(prior), similarities(flat, self.similarity, self.normalize))
         alone = [name for name, limit in zip(results, limits.tolist(), strict=True) if self.alpha >= limit]
         if alone:

@@ -65,7 +65,7 @@ class HetLoRA(UnequalRanks):
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: padded factors averaged with weights by norm, heads with the sites' weights, ranks pruned."""
-        ends = {name: upload.trained() for name, upload in sorted(results.items())}
+        ends = {name: upload.trained_tensors() for name, upload in sorted(results.items())}
         norms = {name: sum(lowrank.norm(factors(end, n)) ** 2 for n in shapes(end)) ** 0.5 for name, end in ends.items()}
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)

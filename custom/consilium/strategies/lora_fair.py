@@ -50,7 +50,7 @@ class LoraFair(Strategy):
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every shared tensor averaged in float64, and every B corrected."""
-        share, ends = shares(results), {name: upload.trained() for name, upload in sorted(results.items())}
+        share, ends = shares(results), {name: upload.trained_tensors() for name, upload in sorted(results.items())}
         shared = {n: lowrank.summed([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared}
         for layer in shapes(shared):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]

@@ -59,7 +59,7 @@ class SiteResult:
     sent: Payload
     site: SiteInfo
 
-    def trained(self) -> Tensors:
+    def trained_tensors(self) -> Tensors:
         """Return the site's shared tensors after training: the sent tensors plus the update."""
         return {name: self.sent.tensors[name] + change for name, change in self.update.tensors.items()}
 

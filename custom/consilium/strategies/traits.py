@@ -36,7 +36,7 @@ class Traits:
     - `site_matrices`: `ServerState.matrices` are sites x sites and are drawn in every round.
 
     Adapter:
-    - `parts`: modules added to the model beside the job's adapter; see adapters/parts.py.
+    - `parts`: modules added to the model beside the job's adapter; see adapters/strategy_modules.py.
     - `ranks_differ`: ranks differ by site and layer, which needs the adapter kind dual_rank. `one_rank`: the algorithm can also
       run at one rank everywhere, on plain LoRA. `sends_frozen_ranks`: sites receive frozen ranks beside those they train.
     - `scales_adapter`: a payload's scalar "scaling" multiplies the adapter's alpha / rank.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.parts import FeatureShift
+from consilium.adapters.strategy_modules import FeatureShift
 from consilium.config.job import TrainingConfig
 from consilium.core.errors import ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors

@@ -20,8 +20,8 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES, UNSTATED
 from consilium.federation.saved_model import CARD, TENSORS, changes_to_parameters, export_adapter, read_adapter_folder
+from consilium.models.base_weights import tensor_names
 from consilium.models.causal_lm.network import TINY_FOLDER
-from consilium.models.checkpoint_file import tensor_names
 from consilium.models.dtypes import QUANTIZED
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.model_writer import HEAD_FILE
@@ -29,8 +29,8 @@ from consilium.models.registry import MODELS
 from consilium.models.text_encoder import TextEncoderConfig
 from consilium.report.run_record import job_of
 from consilium.use import bundle_export, merge, onnx_export
+from consilium.use.base_model_import import UNKNOWN, licence_of
 from consilium.use.model import TrainedModel
-from consilium.use.model_import import UNKNOWN, licence_of
 from consilium.use.output_folder import LICENCES, RECORD, check_destination, match_file_mode, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]

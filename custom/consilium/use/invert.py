@@ -118,7 +118,7 @@ def inversion(
     found = []
     for attack, (batch, target) in targets.items():
         drawn, distance = invert(model, task, target, batch, steps, 0, watch)
-        chosen = pick_members(apart, target, len(batch["image"]))
+        chosen = contributing_candidates(apart, target, len(batch["image"]))
         told, chance = len(chosen & set(range(count))), count * len(batch["image"]) / len(asked)
         found.append(Inverted(attack, drawn[:count], psnr(drawn[:count], pictures[:count]), told, chance, distance))
     guess = psnr(pictures.mean(0, keepdim=True).expand_as(pictures[:count]), pictures[:count])
@@ -135,7 +135,7 @@ def mean_gradient(gradients: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([one[name] for one in gradients]).mean(0) for name in gradients[0]}
 
 
-def pick_members(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
+def contributing_candidates(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
     """Return the indices of the `count` candidates that contribute most to the gradient `target`.
 
     `apart`: the gradient of each candidate picture. Non-negative least squares fits `target` by a weighted sum of them.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.parts import merge_shift
+from consilium.adapters.strategy_modules import merge_shift
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.model_writer import WEIGHTS, save_weights

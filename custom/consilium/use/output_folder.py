@@ -1,4 +1,4 @@
-"""The output folder of an export: a new folder, or the replacement of an earlier export. No other files are ever removed."""
+"""The output folder of an export or import: a new folder, or the replacement of an earlier one. No other files are removed."""
 
 import glob
 import json

@@ -66,7 +66,7 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     Raises DataError if the source's header fits no NIfTI file of a mask.
     """
     try:
-        if volume_format(source) == "raw_volumes":
+        if volume_format(source) == "mha_nrrd":
             affine = volumes.header(source).grid.affine
             image = nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine)
         else:

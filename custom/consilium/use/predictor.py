@@ -16,7 +16,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import shown
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
-from consilium.data.images import read_image, resize, valid_size
+from consilium.data.images import read_image, resize, unpadded_size
 from consilium.data.slices import expand
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
@@ -114,7 +114,7 @@ class Predictor:
         for part in raw:
             _check_finite(one, part)
             shape = part.image.shape
-            rows, columns = valid_size(shape, self.opened.config.model.image_side, self.task)
+            rows, columns = unpadded_size(shape, self.opened.config.model.image_side, self.task)
             logits = part.answer[None, :, :rows, :columns]
             found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
             if self.prompts is not None:  # classes without a prompt are not predicted
@@ -145,7 +145,7 @@ class Predictor:
             return None
         numbers = len(PROMPTS[self.task.prompt].numbers)
         found = torch.full((len(self.task.classes), numbers), float("nan"))
-        rows, columns = valid_size(shape, self.opened.config.model.image_side, self.task)
+        rows, columns = unpadded_size(shape, self.opened.config.model.image_side, self.task)
         ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(numbers // 2)
         for index, name in enumerate(self.task.classes):
             if (prompt := self._prompt(one, item, name)) is not None:

@@ -68,7 +68,7 @@ def finish_a_run(folder: Path) -> None:
     log.record_run_start(small_cells("fedit").strategy, {})
     log.record_figures(state, state.matrices)
     log.record_diagnostics(state, {"drift": 1.0})
-    log.record_closing_scores("a", Payload(1, 0, {}, metrics={"test/global/confusion/round/spiky": 2.0}))
+    log.record_final_scores("a", Payload(1, 0, {}, metrics={"test/global/confusion/round/spiky": 2.0}))
     log.finish()
     log.close()
 

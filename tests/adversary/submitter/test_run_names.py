@@ -16,7 +16,7 @@ from consilium.core.errors import ConfigError
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import check_name, claim_run_folder
 from consilium.flare.job import job_context
-from consilium.flare.job.simulation import OUTPUT
+from consilium.flare.job.simulation_settings import OUTPUT
 from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.ledger.audit_log import AuditLog
 from consilium.privacy.ledger.ledger import Ledger

@@ -66,7 +66,7 @@ class Worker:
         return self.values(), found
 
     def close(self, site: str, values: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the closing scores on the test split: of the site's own model, the last global one, and the base.
+        """Return the final scores on the test split: of the site's own model, the last global one, and the base.
 
         Each also answers the prompts whose answers the site's own found likeliest, as the median, and least likely, and the
         last global model is scored on validation texts once more.

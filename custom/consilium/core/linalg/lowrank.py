@@ -61,8 +61,8 @@ def zero(out: int, into: int, dtype: "torch.dtype | None" = None) -> Update:
     return Update(torch.zeros(out, 0, dtype=dtype), torch.zeros(0, into, dtype=dtype))
 
 
-def residuals(changes: Sequence[Change], scale: float) -> Product:
-    """Return sum_i p_i s (B_i A_i - B0_i A0_i) (Eq. 10) as one product, exact and without cancellation.
+def weighted_sum_of_changes(changes: Sequence[Change], scale: float) -> Product:
+    """Return sum_i p_i s (B_i A_i - B0_i A0_i) (FedHera, Eq. 10) as one product, exact and without cancellation.
 
     Each term is dB A + B0 dA. The starts of one round's sites are prefixes of one another and share their B0. So the width is
     the sum of the ranks plus the largest rank, not twice the sum. The result depends in its last bits on the order of

@@ -150,16 +150,16 @@ def points_inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.
             waiting.append(place)
             size += len(place)
             if size >= _AT_ONCE:
-                odd ^= _odd_counts(waiting, len(odd))
+                odd ^= _occurs_oddly(waiting, len(odd))
                 waiting, size = [], 0
-        odd ^= _odd_counts(waiting, len(odd))
+        odd ^= _occurs_oddly(waiting, len(odd))
         lines = odd.view(np.uint64).reshape(wide + 1, long // 8)
         before = np.bitwise_xor.accumulate(lines[:-1], axis=0).view(bool)
         found[low[0] : high[0], low[1] : high[1]] = before[:, :tall]
     return found
 
 
-def _odd_counts(places: Sequence[np.ndarray], length: int) -> np.ndarray:
+def _occurs_oddly(places: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Return (length,) bytes: 1 for each index that occurs in `places` an odd number of times, else 0."""
     return np.bincount(np.concatenate(places) if places else np.zeros(0, np.int64), minlength=length).astype(np.uint8) & 1
 

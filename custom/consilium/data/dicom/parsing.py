@@ -88,7 +88,7 @@ class _Metered(io.RawIOBase):
     """
 
     def __init__(self, file: Any, size: int, budget: Budget) -> None:
-        self._file, self._size, self._budget_forecast, self._head = file, size, budget, bytes(8)
+        self._file, self._size, self._budget, self._head = file, size, budget, bytes(8)
         self.name = getattr(file, "name", None)
 
     def read(self, size: int = -1) -> bytes:
@@ -96,13 +96,13 @@ class _Metered(io.RawIOBase):
             for order in "<>":
                 group, number = struct.unpack_from(f"{order}HH", self._head)
                 if size > _LONGEST.get(group << 16 | number, size):
-                    raise self._budget_forecast.exceeded_error(f"{size:,} bytes in the element {group:04X},{number:04X}")
+                    raise self._budget.exceeded_error(f"{size:,} bytes in the element {group:04X},{number:04X}")
         if size > 8:
             return self._file.read(min(size, max(0, self._size - self._file.tell())))  # read() allocates the size it is given
         found = self._file.read(size)
         if size == 8:
             self._head = found.ljust(8, b"\0")
-            self._budget_forecast.take(_ITEM if found[:4] in _ITEM_TAGS else 1)
+            self._budget.take(_ITEM if found[:4] in _ITEM_TAGS else 1)
         return found
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -116,7 +116,7 @@ class _Inflating(io.RawIOBase):
     """The elements of a deflated file, inflated only as far as they are read, up to `most` bytes."""
 
     def __init__(self, file: IO[bytes], budget: Budget, most: int) -> None:
-        self._file, self._budget_forecast, self.most = file, budget, most
+        self._file, self._budget, self.most = file, budget, most
         self._unpack, self._data, self._at = zlib.decompressobj(-zlib.MAX_WBITS), bytearray(), 0
 
     def read(self, size: int = -1) -> bytes:
@@ -127,7 +127,7 @@ class _Inflating(io.RawIOBase):
                 break
             self._data += self._unpack.decompress(packed, 2**20)
             if len(self._data) > self.most:
-                raise self._budget_forecast.exceeded_error(f"inflates beyond {self.most:,} bytes")
+                raise self._budget.exceeded_error(f"inflates beyond {self.most:,} bytes")
         found = bytes(memoryview(self._data)[self._at : end])
         self._at += len(found)
         return found

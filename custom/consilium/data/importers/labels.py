@@ -11,7 +11,7 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import grouped
 from consilium.data import pictures, slides, volumes
 from consilium.data.check_samples import image_shape
-from consilium.data.class_names import doubtful_name_findings
+from consilium.data.class_name_checks import doubtful_name_findings
 from consilium.data.datalist import Item, read_json
 from consilium.data.images import check_mask_shape, read_labels
 from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png

@@ -12,8 +12,8 @@ from pathlib import Path
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.grouping import grouped
 from consilium.core.schema import did_you_mean
-from consilium.data.class_names import EACH_ITS_OWN, doubtful_name_findings
-from consilium.data.file_kinds import PICTURES, is_there, is_volume, path_in_any_spelling
+from consilium.data.class_name_checks import EACH_ITS_OWN, doubtful_name_findings
+from consilium.data.file_kinds import PICTURES, is_there, is_volume, path_in_any_unicode_form
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, find_files
@@ -65,7 +65,7 @@ class Table:
     def samples(self, site: str, options: Options) -> list[SourceSample]:
         """Return the samples of the sites in `options.only`, or all. Lines that name no site belong to `site`.
 
-        Raises DataError with the number of the line.
+        Raises DataError for a line with an unusable value or a repeated picture, and names the line.
         """
         sites = [row.values.get("site", "") or site for row in self.rows]
         asked = select_sites(set(sites), options.only, options.rename)
@@ -329,7 +329,7 @@ def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
 
 def _find_picture(folder: Path, cell: str) -> Path | None:
     """Return the path of the file, or of the folder with a DICOM series, that a cell names; None if it does not exist."""
-    path = path_in_any_spelling(folder, cell)
+    path = path_in_any_unicode_form(folder, cell)
     return path if cell and is_there(path) and (path.is_file() or (path.is_dir() and is_volume(path))) else None
 
 

@@ -57,13 +57,16 @@ class Anatomy:
     lesion: np.ndarray
     share: float
 
-    def organ_distance(self, mm: np.ndarray) -> np.ndarray:
+    def relative_organ_distance(self, mm: np.ndarray) -> np.ndarray:
         """Return the distance of points (3, ...) from the organ's middle, divided by its radius there; < 1 is inside."""
         away = (mm - _points(self.middle, mm)) / _points(self.radii, mm)
         return _length(away) / (1 + _bumps(away, self.waves))
 
-    def lesion_distance(self, mm: np.ndarray, size: float) -> np.ndarray:
-        """Return the same for the lesion, scaled by `size`: the lesion may have grown since the first study."""
+    def relative_lesion_distance(self, mm: np.ndarray, size: float) -> np.ndarray:
+        """Return the distance of points from the lesion's middle, divided by its radius there times `size`.
+
+        `size`: the lesion's growth since the first study.
+        """
         away = (mm - _points(self.middle + self.lesion, mm)) / _points(self.radii, mm)
         return _length(away) / (self.share * size * (1 + _bumps(away, self.waves[::-1])))
 
@@ -117,7 +120,7 @@ def draw_study(
     mm = np.einsum("ab,bijk->aijk", affine[:3, :3], np.indices(shape, np.float64)) + affine[:3, 3].reshape(3, 1, 1, 1)
     size = float(rng.uniform(0.85, 1.15))
     body = soft_edge(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
-    organ, lesion = soft_edge(who.organ_distance(mm), 0.05), soft_edge(who.lesion_distance(mm, size), 0.1)
+    organ, lesion = soft_edge(who.relative_organ_distance(mm), 0.05), soft_edge(who.relative_lesion_distance(mm, size), 0.1)
     units = -1000 + body * (1040 + organ * (90 - lesion * 70))
     # this site's scanner has its own contrast, offset, shading, blur and noise
     tissue = (units - 40) * (1 + 0.5 * look[0]) + 40 + 60 * look[1]
@@ -129,6 +132,6 @@ def draw_study(
     # this rater draws wide or tight outlines, and in coarse steps if hurried
     if (coarse := 10 * max(0.0, hand[2] - 0.2)) > 0:
         mm = (np.floor(mm / coarse) + 0.5) * coarse
-    drawn = who.organ_distance(mm) < 1 + 0.2 * hand[0]
-    inner = drawn & (who.lesion_distance(mm, size) < 1 + 0.4 * hand[1])
+    drawn = who.relative_organ_distance(mm) < 1 + 0.2 * hand[0]
+    inner = drawn & (who.relative_lesion_distance(mm, size) < 1 + 0.4 * hand[1])
     return values, (drawn.astype(np.uint8) + inner).astype(np.uint8)

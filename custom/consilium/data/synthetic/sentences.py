@@ -73,7 +73,8 @@ def site_probabilities(seed: int, site: str, what: str, count: int, strength: fl
     return weights / weights.sum()
 
 
-def _sentence(spec: dict, split: str, index: int) -> dict[str, str]:
+def _synthetic_record(spec: dict, split: str, index: int) -> dict[str, str]:
+    """Return record `index` of a split: the instruction, input and output."""
     rng = np.random.default_rng(seed_for(spec["seed"], "sentences", spec["site"], split, index))
     own = {
         what: site_probabilities(spec["seed"], spec["site"], what, len(of), spec[skew])
@@ -118,5 +119,5 @@ def _make_code_record(spec: dict, split: str, index: int) -> dict[str, str]:
     return {"instruction": "Read the code.", "input": note, "output": stands[code]}
 
 
-RECORDS = {"sentences": _sentence, "codes": _make_code_record}
+RECORDS = {"sentences": _synthetic_record, "codes": _make_code_record}
 """For each kind, a function of (spec of the data, split, number) that returns a record."""

@@ -25,7 +25,7 @@ from consilium.flare.kit.revocation import revoked_until
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
-from consilium.report.exposition import Sample
+from consilium.report.prometheus_text import Sample
 from consilium.report.run_files import has_process
 from consilium.report.untrusted_files import read_events
 

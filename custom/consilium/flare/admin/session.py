@@ -177,7 +177,7 @@ class Admin:
                     ages = {name: round(seen["server"]["clock"] - beat) for name, beat in beats.items()}
                 waiting["silent_seconds"] = {name: ages[name] for name in waiting["sites"] if ages.get(name, 0) > OVERDUE}
             return found | {"progress": running} | ({"waits": waits} if waits else {})
-        found |= self._ended_outcome(meta["job_id"])
+        found |= self._download_progress(meta["job_id"])
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
             found["reason"] = self._scheduler_text(meta["job_id"]) or NO_REASON
         return found
@@ -197,7 +197,7 @@ class Admin:
                 f"`consilium resume {shown(experiment_of(job))} --kit KIT` goes on from the last finished round"
             )
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
-        reason = self._ended_outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
+        reason = self._download_progress(job["job_id"]).get("reason") or "; ".join(undeployed)
         return " ".join((reason or self._scheduler_text(job["job_id"]) or NO_REASON).split())
 
     def _scheduler_text(self, job_id: str) -> str:
@@ -205,7 +205,7 @@ class Admin:
         history = self.session.get_job_meta(job_id).get("schedule_history") or []
         return "; ".join(text for text in dict.fromkeys(str(line)[TIMESTAMP:] for line in history[-2:]) if text != "scheduled")
 
-    def _ended_outcome(self, job_id: str) -> Job:
+    def _download_progress(self, job_id: str) -> Job:
         """Return an ended job's "progress" and, if it ended early, its "reason".
 
         They are read from the job's result. Without the right to download it, "progress" is None.

@@ -80,7 +80,7 @@ class StrategyAggregator(ModelAggregator):
         return self._ready
 
     def aggregate_model(self) -> FLModel:
-        """Return the mean update, each tensor in its dtype. Raises ConfigError for jobs that need more than a mean."""
+        """Return the mean update, each tensor in its first dtype. Raises ConfigError for jobs that need more than a mean."""
         ready = self._run_state()
         strategy, own, base = ready.job.strategy, type(ready.job.strategy), Strategy
         if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:

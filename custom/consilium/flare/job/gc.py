@@ -1,8 +1,8 @@
 """Garbage collection after each exchange of messages, because FLARE's messages are reference cycles that hold tensors.
 
-Python collects old cycles by the number of objects, not by their bytes; in a measurement only after about 500 rounds. A
-collection that visits the objects of all imported modules takes a third of a second. So the objects that exist after the first
-exchanges are frozen, and later collections take no measurable time.
+Python collects old cycles by the number of objects, not by their bytes. In a measurement the first collection came after about
+500 rounds. A collection that visits the objects of all imported modules takes a third of a second. So the objects that exist
+after the first exchanges are frozen, and later collections take no measurable time.
 """
 
 import gc

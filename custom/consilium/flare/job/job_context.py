@@ -20,7 +20,7 @@ from nvflare.private.fed.server.server_engine import ServerEngine
 
 from consilium.client.approval import check_approved
 from consilium.config.job import load_job
-from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_site
+from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, load_site, plugins_allowed_by_kit
 from consilium.core.errors import ConfigError, Reason
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
@@ -28,7 +28,7 @@ from consilium.core.storage import make_private_folder, read_json, sweep, write_
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, claim_run_folder, default_name, known_run
 from consilium.flare.job.late_join import Arrivals
-from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
+from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, read_settings, simulated
 from consilium.flare.kit.kit_contents import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
@@ -47,7 +47,7 @@ def load(fl_ctx: FLContext) -> Job:
     folder = Path(
         _workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id())
     )  # FLARE's get_app_config_dir is wrong in kits made by `nvflare package`
-    plugins = kit_plugins(
+    plugins = plugins_allowed_by_kit(
         Path(_workspace(fl_ctx).get_site_config_dir()), simulated()
     )  # at a server, only `plugins` of its site.yaml counts
     return load_federated_job(folder / "config" / "job.yaml", plugins)

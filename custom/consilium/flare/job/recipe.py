@@ -23,7 +23,7 @@ from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.job.job_context import load_federated_job
-from consilium.flare.job.simulation import IDENTITIES
+from consilium.flare.job.simulation_settings import IDENTITIES
 from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 from consilium.privacy.secagg.simulated_identities import make_simulated_identities

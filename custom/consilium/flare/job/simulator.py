@@ -26,7 +26,7 @@ from consilium.core.child_process import exit_reason, ignore_sigint, receive, se
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading_event
 from consilium.data.disk_cache import clear_cache_if_present
-from consilium.flare.job.simulation import IDENTITIES, LOG, MARK, OUTPUT, write_settings
+from consilium.flare.job.simulation_settings import IDENTITIES, LOG, MARK, OUTPUT, write_settings
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 
 PROCESS = ("-P", "-m", "consilium.flare.job.simulator_main")

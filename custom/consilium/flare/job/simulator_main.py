@@ -25,7 +25,7 @@ import numpy as np
 from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare import patches
-from consilium.flare.job.simulation import LOG, OUTPUT
+from consilium.flare.job.simulation_settings import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
 SERVER = ["consilium.flare.job.aggregator", "consilium.flare.job.controller"]

@@ -149,7 +149,7 @@ def _examine_state(folder: Path) -> Finding | str:
 
 
 def _examine_port(kit: Path, port: int) -> Finding | str:
-    """Return whether a running server or relay listens on its port, and whether a stopped one could."""
+    """Return a text if the port is fine, else a Finding: a running server does not listen, or a stopped one could not."""
     with socket.socket() as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -44,5 +44,5 @@ CLIP = ModelKind(
     lazy("consilium.models.clip.network:build"),
     TARGETS,
     cut=_cut,
-    save=lazy("consilium.models.clip.export:save"),
+    save=lazy("consilium.models.clip.transformers_export:save"),
 )

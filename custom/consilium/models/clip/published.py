@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from consilium.core.errors import CheckpointError
-from consilium.models.checkpoint_file import load_tensors, refuse_adapter
+from consilium.models.base_weights import load_tensors, refuse_adapter
 from consilium.models.untrusted_folder import plain_file, read_json
 
 TRUNK = "visual.trunk."

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.architecture import refuse_adapter, require_multiple
-from consilium.models.checkpoint_file import load_tensors
+from consilium.models.base_weights import load_tensors
 from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
 

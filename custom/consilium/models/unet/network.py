@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
+from consilium.models.base_weights import refuse_adapter, refuse_adapter_tensors, tensor_names
 from consilium.models.model_writer import page, save_weights
 from consilium.models.unet import MEAN, UnetConfig
 

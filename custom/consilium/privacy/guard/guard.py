@@ -32,7 +32,7 @@ from consilium.privacy.guard.release import (
     noise_source,
     privatize_update,
     record_scored_model,
-    sent_as_sums,
+    server_sees_only_sums,
 )
 from consilium.privacy.guard.release_store import ReplayPolicy
 from consilium.privacy.guard.task_schedule import AuthorizedTask
@@ -313,7 +313,7 @@ class Guard:
             assert self.masking is not None  # trust distributed requires secure aggregation
             checked = replace(checked, tensors=self.masking.clamp_sums(task.run, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        bits, as_sums = noise_source(self.policy, self.name, result), sent_as_sums(self.config)
+        bits, as_sums = noise_source(self.policy, self.name, result), server_sees_only_sums(self.config)
         released, outcome = privatize_update(plan, checked.tensors, maps, bits, as_sums)
         if self.config.diagnostics.noise:
             clean, _ = privatize_update(replace(plan, noise_multiplier=0.0), checked.tensors, maps)

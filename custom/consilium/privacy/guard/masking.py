@@ -153,7 +153,7 @@ class Masking:
             SiteRecord(self.folder / task.run / FOLDER).end()
 
     def _open_party(self, run: str) -> Party:
-        """Return this site's protocol party. Raises RefusedError if it has trained in this run and its record is lost."""
+        """Return this site's protocol party. Raises RefusedError if the site has trained in this run and its record is lost."""
         assert self.identity is not None  # as check_admission makes sure
         home = self.folder / run
         if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):

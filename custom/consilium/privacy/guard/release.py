@@ -68,7 +68,7 @@ def noise_source(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> R
     return Randomness.of(None if seed is None else seed_for(seed, site, result.round, result.phase))
 
 
-def sent_as_sums(config: JobConfig) -> bool:
+def server_sees_only_sums(config: JobConfig) -> bool:
     """Return whether the server sees only sums over sites. Then sites send integers, in coordinates that all sites share."""
     privacy, masked = config.privacy, config.secure_aggregation is not None
     return privacy is not None and (privacy.trust == "distributed" or (privacy.trust == "central" and masked))
@@ -121,7 +121,7 @@ def geometries(
     maps: dict[str, mechanism.Geometry] = {}
     if config.dpsgd is not None:
         return maps
-    summed = sent_as_sums(config)
+    summed = server_sees_only_sums(config)
     for name in update:
         if (peer := other_factor(name) if strategy.traits.paired_factors else None) is None:
             continue

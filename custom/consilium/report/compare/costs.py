@@ -96,14 +96,17 @@ def unequal_steps(group: Group) -> list[str]:
 def _fewer_steps(group: Group) -> list[str]:
     """Return a line per method on pooled data that sees fewer samples per round than all sites of another method together."""
 
-    def work(run: RunRecord, times: float) -> tuple[float, str]:
+    def samples_per_round(run: RunRecord, times: float) -> tuple[float, str]:
+        """Return the samples that `times` sites of a run see in a round, and the words for it; (0, "") without local_steps."""
         steps, batch = run.config.training.local_steps, run.config.training.batch_size
         return (times * steps * batch, f"{times * steps:.0f} steps of batch {batch}") if steps else (0.0, "")
 
     firsts = {method: group.of(method)[0] for method in group.methods if group.of(method)}
     sites = {method: len(one.sites) * one.config.federation.fraction_train for method, one in firsts.items()}
-    most, said = max((work(one, sites[method]) for method, one in firsts.items() if not one.pooled), default=(0.0, ""))
-    found = {method: work(one, 1) for method, one in firsts.items() if one.pooled}
+    most, said = max(
+        (samples_per_round(one, sites[method]) for method, one in firsts.items() if not one.pooled), default=(0.0, "")
+    )
+    found = {method: samples_per_round(one, 1) for method, one in firsts.items() if one.pooled}
     less = {method: own for method, (seen, own) in found.items() if 0 < seen < most}
     what = "no upper bound; set training.local_steps to the sites' sum"
     return [f"{method}: pooled data train {own} a round, the sites together {said}: {what}" for method, own in less.items()]

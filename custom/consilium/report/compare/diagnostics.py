@@ -39,7 +39,7 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
 
 
 def correlate_diagnostics_with_score(scores: GroupScores) -> list[str]:
-    """Return a line per diagnostic with Spearman's rho between its mean and the closing score, over methods and seeds.
+    """Return a line per diagnostic with Spearman's rho between its mean and the final score, over methods and seeds.
 
     There is no line for fewer than FEWEST_PAIRS runs, or if the diagnostic or the score does not vary.
     """
@@ -56,7 +56,7 @@ def correlate_diagnostics_with_score(scores: GroupScores) -> list[str]:
             from scipy.stats import spearmanr
 
             rho = float(spearmanr(*sides).statistic)
-            lines.append(f"over runs, {what} and the closing score: Spearman's rho {rho:+.2f}, n {len(one)}")
+            lines.append(f"over runs, {what} and the final score: Spearman's rho {rho:+.2f}, n {len(one)}")
     return lines
 
 

@@ -23,8 +23,8 @@ from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
 from consilium.report.live_view import early_stop_text, refusal_time_text
-from consilium.report.page.cases import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
+from consilium.report.page.site_section import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
 from consilium.report.results_table import (
     VALUES,
     confusion_tables,
@@ -228,7 +228,7 @@ def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
         facts += [("rounds, summed", duration(sum(took))), ("a round, median", middle)]
     finals = [line["time"] for line in record.of("final") if line["time"] is not None]
     if finals and ended and max(finals) >= max(ended.values()):
-        facts.append(("closing evaluation", duration(max(finals) - max(ended.values()))))
+        facts.append(("final evaluation", duration(max(finals) - max(ended.values()))))
     if resumed := sum(1 for _ in record.of("resumed")):
         text = f"gone on with {resumed} times; a pause is in no round's time but the one it fell into"
         facts.append(("interrupted", text))

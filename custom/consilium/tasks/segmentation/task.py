@@ -19,7 +19,7 @@ from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import check_and_find_vanished, cropped_shape
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
-from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, valid_size
+from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, unpadded_size
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
@@ -27,7 +27,7 @@ from consilium.tasks.embedding_cache import EmbeddingCache
 from consilium.tasks.segmentation import SegmentationConfig, prompt_kind_of
 from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
-from consilium.tasks.segmentation.units import Plane, Units, dice_loss, order, overlap_counts, overlaps, summary
+from consilium.tasks.segmentation.unit_scores import Plane, Units, dice_loss, order, overlap_counts, overlaps, summary
 
 MASK_BYTES = 2**27
 """The most bytes of masks at the files' size kept in memory, with 1 bit per pixel and class; each validation needs them."""
@@ -238,7 +238,7 @@ class SegmentationTask(SampledTask):
     def _size_without_padding(self, item: Item) -> tuple[int, int]:
         if self.settings.resize == "stretch":
             return self.size, self.size
-        return valid_size(cropped_shape(item, self.settings), self.size, self.settings)
+        return unpadded_size(cropped_shape(item, self.settings), self.size, self.settings)
 
     def _annotated_classes(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
@@ -268,7 +268,7 @@ class SegmentationTask(SampledTask):
 def _enlarge_to_mask(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the mask where logits (C, rows, columns), enlarged to `shape` by bilinear interpolation, are over 0.
 
-    Rows are enlarged first, then columns in strips of STRIP numbers, because a large picture at once would need gigabytes.
+    Rows are enlarged first, then columns in strips of at most STRIP values: a large picture at once would take gigabytes.
     """
     bilinear = partial(F.interpolate, mode="bilinear", align_corners=False)
     tall, step = bilinear(logits[None], (shape[0], logits.shape[2])), max(1, STRIP // (len(logits) * shape[1]))

@@ -1,4 +1,4 @@
-"""CLIP-like classifiers as `transformers` folders."""
+"""Writes CLIP-like classifiers as `transformers` folders."""
 
 import json
 from pathlib import Path

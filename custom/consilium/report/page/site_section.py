@@ -1,6 +1,6 @@
 """The part of a page on one site: its figures, and the cases in its cases.json and cases/.
 
-Both are read never through a link and checked, and pictures are decoded and encoded again.
+The files there are checked, and never read through a link. Pictures are decoded and encoded again.
 """
 
 import io
@@ -186,7 +186,7 @@ class Cases(BaseModel):
     """The contents of a site's cases.json.
 
     `units`: names of the units. `values`: the units' scores, by model. `by`: the model whose scores selected the best, the
-    median and the worst unit, which is the first model that the closing evaluation scored.
+    median and the worst unit, which is the first model that the final evaluation scored.
     """
 
     form: Literal[1]

@@ -18,7 +18,7 @@ from consilium.cli.site_evidence import evidence_files
 from consilium.cli.sites import describe_health, site_rows, site_table
 from consilium.client import approval
 from consilium.config.job import load_job
-from consilium.config.site import kit_plugins
+from consilium.config.site import plugins_allowed_by_kit
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.lazy import call
 from consilium.core.sanitize import count_with_noun, shown
@@ -395,7 +395,7 @@ def _load_approvals(kit: Path) -> tuple[dict[str, dict[str, str]], str]:
 
 def _find_unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the digests of the jobs in FLARE's folders that are not approved, by job id."""
-    (known, _), plugins, found = _load_approvals(kit), kit_plugins(kit / "local"), dict[str, str]()
+    (known, _), plugins, found = _load_approvals(kit), plugins_allowed_by_kit(kit / "local"), dict[str, str]()
     for job in stored:
         for app in subfolders(kit / job):
             if (app / approval.JOB).is_file():

@@ -36,9 +36,9 @@ def show_results(folder: Path, losses: dict[str, float], sites: list[str], forma
 def print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], config: JobConfig, folder: Path, format: Format
 ) -> None:
-    """Print a run's closing scores, the reason for an early end, its privacy claim, and where its files are.
+    """Print a run's final scores, the reason for an early end, its privacy claim, and where its files are.
 
-    Exits with code 1 if sites were refused in the closing evaluation.
+    Exits with code 1 if sites were refused in the final evaluation.
     """
     record = read_run(folder)
     early = {name: record.ended[name] for name in ENDING} if record.ended else None
