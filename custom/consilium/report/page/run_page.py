@@ -77,7 +77,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
     level, damaged, lost = no_improvement_warning(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
     warnings = {
         "This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.": own,
-        "The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.": (
+        "The run has not ended. Scores are the last ones on validation data, not the final ones on test data.": (
             record.results is None
         ),
         f"{level}.": level,
