@@ -56,7 +56,7 @@ def test_download_bytes_are_four_for_each_number_of_a_rank(model: torch.nn.Modul
 
 
 def test_memory_is_counted_so_it_is_the_same_every_time_and_grows_by_the_rank(model: torch.nn.Module) -> None:
-    most = 2.5e6
+    most = 2.4e6  # so that neither rank meets the job's own
     found = measured(model, memory_bytes=most)["memory"]
     assert 1 < found < 16
     assert measured(model, memory_bytes=most) == {"memory": found}

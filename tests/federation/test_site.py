@@ -180,6 +180,16 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     assert (tmp_path / "adapters/global/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("strategy", ["fedit", {"name": "feddpa", "variant": "F"}, {"name": "feddpa", "variant": "T"}])
+def test_each_models_learning_curve_has_its_end(strategy: str | dict[str, Any], small_job: MakeJob, tmp_path: Path) -> None:
+    """The personalized model's, too, if it is made after the last round."""
+    job = small_job(strategy, local_steps=1)
+    site = make_site(job, tmp_path)
+    site.train("run", payload(job))
+    found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
+    assert {"validation/global/dice", "validation/personalized/dice"} <= found.keys()
+
+
 def test_the_best_model_is_that_of_the_round_whose_score_no_later_one_reaches(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job("fedit", local_steps=1)
     site, sent = make_site(job, tmp_path), payload(job)

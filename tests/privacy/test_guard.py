@@ -437,6 +437,9 @@ def test_seeded_noise_repeats_and_the_ledger_calls_it_not_private(make: Make, tm
     assert [row.private for row in guard.ledger.entries()] == [False, False]
     system = make(job)
     third = train(system, "three", broadcast(job), result(job)).tensors
+    records = {record.parent.name.partition(".")[0]: audit_log.lines(record) for record in tmp_path.rglob(audit_log.FILE)}
+    told = {run: ["seeded" in line["privacy"] for line in lines if "privacy" in line] for run, lines in records.items()}
+    assert told == {"one": [True], "two": [True], "three": [False]}
     assert not any(torch.equal(third[n], t) for n, t in found[0].items())
 
 

@@ -44,6 +44,15 @@ def survey(folder: Path) -> StatisticsRound:
     return made
 
 
+def test_an_answer_after_the_end_is_refused(tmp_path: Path) -> None:
+    """The files are written and would not hold it."""
+    made = survey(tmp_path)
+    made.accept("a", honest())
+    made.finish()
+    with pytest.raises(RefusedError, match="nobody asked for"):
+        made.accept("b", honest())
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     """Return honest statistics with another value in one place."""
     found = json.loads(json.dumps(honest()))
