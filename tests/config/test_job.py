@@ -51,6 +51,7 @@ def test_classes_as_names_number_themselves() -> None:
         ({"adapter": {"rank": 0}}, r"^[^\n]*adapter\.rank: 0: expected greater than or equal to 1$"),
         ({"task__classes": [["a"]]}, r"task\.classes: \[\['a'\]\]: expected a map, such as"),
         ({"task__classes": ["a", "a"]}, r"task\.classes: .*every class once; 'a'"),
+        ({"federation__rounds": 3}, r"federation\.rounds: unknown field; write training\.rounds instead$"),
         ({"training__rouds": 3}, r"training\.rouds: unknown field; write training\.rounds instead$"),
         ({"model__variant": "vit_x"}, r"model\.variant: 'vit_x': expected 'tiny', 'vit_b'"),
         ({"training": {"lr": 0.1}}, r"training\.rounds: missing; add it"),

@@ -290,13 +290,15 @@ def test_verify_needs_an_independent_root(
 ) -> None:
     assert run(monkeypatch, "evidence", made, "--verify") == 2
     assert "anybody can sign with a root of his own" in capsys.readouterr().err
+    assert run(monkeypatch, "evidence", made, "--verify", "--kit", hub / "a@hub.example") == 0
+    assert "the signature and the project's root are right" in capsys.readouterr().out
     assert run(monkeypatch, "evidence", made, "--verify", "--kit", hub / "a@hub.example", "--format", "json") == 0
     assert json.loads(capsys.readouterr().out)["intact"] is True
 
 
 def test_unknown_run_is_one_line(clinic: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "evidence", "fundus-2", "--kit", clinic) == 2
-    assert "no such run here; there: fundus-1" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("no such run here; there: fundus-1\n")  # and not the folder's lock
     assert run(monkeypatch, "evidence", "../fundus-1", "--kit", clinic) == 2
 
 

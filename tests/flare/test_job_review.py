@@ -13,6 +13,7 @@ from rich.cells import cell_len
 
 from consilium.client import approval
 from consilium.config.job import JobConfig, load_job
+from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.flare.job.recipe import export_job
 from consilium.flare.kit.job_review import MARGIN, Review, review
@@ -69,6 +70,12 @@ def test_base_model_with_another_hash_than_the_job_names_is_refused(kit: Path, t
         model = job().model_dump()["model"] | {"checkpoint": str(base), "checkpoint_sha256": sha256}
         found = reviewed(kit, tmp_path, job(model=model), "datasets: {}")
         assert ("the job's model has 000" in found.refusal) is refused
+
+
+@pytest.mark.parametrize("name", ["a@hub.example", "localhost"])
+def test_kit_of_a_person_or_the_server_approves_nothing(name: str, made: Path, tmp_path: Path, kit: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--kit: .*{name}: is not a site's startup kit"):
+        review(received(kit, tmp_path, job()), made / name)
 
 
 def test_finer_budget_than_the_job_bounds_is_refused(kit: Path, tmp_path: Path) -> None:

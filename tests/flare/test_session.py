@@ -177,6 +177,13 @@ def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
     assert told.status("3-id")["reason"] == "no reason was left; see the logs of the server and of the sites"
 
 
+def test_aborted_job_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
+    """The server is told no reason, and would name the logs of sites, which a lead cannot read."""
+    left(tmp_path / "3-id" / "workspace", log=REFUSED)
+    found = Admin(Session([job(3, status="FINISHED:ABORTED", experiment="ward")], tmp_path)).status("ward")
+    assert found["reason"] == "somebody aborted it; `consilium resume ward --kit KIT` goes on from the last finished round"
+
+
 def test_newest_failed_jobs_have_reasons(tmp_path: Path) -> None:
     undeployed = job(1, status="FINISHED:FAILED_TO_RUN", job_deploy_detail=["server: OK", "site-1: no GPU"])
     jobs = [
@@ -209,6 +216,9 @@ def test_status_tells_a_dead_site_from_a_slow_one(tmp_path: Path) -> None:
     found = Admin(session).status("ward-study")
     assert found["progress"]["waiting"]["silent_seconds"] == {"dead": 48}
     assert "waits for dead (no heartbeat for 48 s), slow, never-seen, at most 12 s" in progress_line(found["progress"])
+    everybody = found["progress"] | {"answered": ["a", "dead", "slow"]}
+    assert "3 of 3 sites have answered; waits for a further answer of dead (" in progress_line(everybody)
+    assert progress_line(everybody | {"asked": [], "answered": []}).startswith("round 2/3: starts; waits for dead (")
     session._do_command = lambda command: {"meta": {}}  # the server's kit is too old to know
     assert "waits for dead, slow, never-seen, at most 12 s" in progress_line(Admin(session).status("ward-study")["progress"])
 

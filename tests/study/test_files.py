@@ -8,7 +8,7 @@ import pytest
 
 from consilium.cli.options import TFLOPS, gpu_hours
 from consilium.config.site import Given
-from consilium.study.definition import Size, load
+from consilium.study.definition import Cell, Size, load
 from consilium.study.preflight import Planner
 from consilium.study.records import read_flops_cache
 from consilium.study.run_cell import run_cell
@@ -24,6 +24,23 @@ def test_every_cell_of_a_study_is_a_valid_job(path: Path) -> None:
     for size in SIZES:
         study = load(path, size)
         assert len(study.cells()) == len(study.grid()) - len(study.excluded()) > 0
+
+
+OTHER_LAYERS = {"fedhera_table14", "iat_figure3", "privacy_utility_rbc12"}
+"""Studies that compare the layers which adapt, or give a method with much noise fewer of them."""
+
+
+@pytest.mark.parametrize("path", [path for path in STUDIES if path.stem not in OTHER_LAYERS], ids=lambda path: path.stem)
+def test_methods_that_are_compared_adapt_the_same_layers(path: Path) -> None:
+    """An axis' value that replaces the base job's whole adapter loses its targets, and the comparison its meaning."""
+    found: dict[str, set[str]] = {}
+    seen: dict[str, Cell] = {" ".join(t for a, t in cell.labels.items() if a != "seed"): cell for cell in load(path).cells()}
+    for cell in seen.values():
+        layers = getattr(cell.load().adapter, "targets", None)
+        if layers is not None:
+            model = " ".join(text for axis, text in cell.labels.items() if axis == "model")
+            found.setdefault(model, set()).add(layers)
+    assert all(len(layers) == 1 for layers in found.values()), found
 
 
 @pytest.mark.slow

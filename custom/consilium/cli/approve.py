@@ -58,7 +58,7 @@ def approve(
             emit(None, review.lines(table_console().width), "txt")
         asks = format == "txt" and sys.stdin.isatty()
         if not yes and not asks:
-            raise ConfigError("--yes: there is no terminal to ask at, so nothing is approved; repeat the command with --yes")
+            raise ConfigError("there is no terminal to ask at, so nothing is approved; repeat the command with --yes")
         agreed = yes or typer.confirm("Approve?", default=False)
         if agreed:
             approval.approve(app, local, plugins, review.digest)  # the digest of exactly the job that was shown

@@ -13,7 +13,7 @@ from rich.text import Text
 from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Stage
-from consilium.core.sanitize import few, rich_line, shown
+from consilium.core.sanitize import count_with_noun, few, rich_line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import expiry_warnings
 from consilium.report.live_view import early_stop_text, last_round, refusal_time_text, reported_scores, score_of
@@ -71,7 +71,8 @@ def abort(
         found = admin.find_job(job)
         ended = admin.abort(found["job_id"])
     text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
-    emit({"aborted": found["job_id"], "ended": ended}, [rich_line(f"{found['job_id']}: {text}")], format)
+    said = rich_line(f"{experiment_of(found)}: {text} (job {found['job_id']})")
+    emit({"aborted": found["job_id"], "ended": ended}, [said], format)
 
 
 def download(
@@ -184,17 +185,18 @@ def progress_line(progress: dict[str, Any]) -> str:
     if early := progress.get("ended"):
         return f"{early_stop_text(early)}; the final evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:
-        return f"all {progress['rounds']} rounds and the final evaluation are done"
+        return f"{count_with_noun(progress['rounds'], 'round')} and the final evaluation are done"
     phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
     told = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
-    told += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"
+    told += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered" if progress["asked"] else "starts"
     if progress["epsilon"] is not None:
         told += f"; epsilon {progress['epsilon']:.3g}"
     if waiting := progress.get("waiting"):
         silent = waiting.get("silent_seconds", {})
         ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in silent.items()}
         names = [shown(name, 60) + ages.get(name, "") for name in waiting["sites"]]
-        told += f"; waits for {few(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
+        further = "a further answer of " if len(progress["answered"]) == len(progress["asked"]) > 0 else ""
+        told += f"; waits for {further}{few(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
     if progress["eta_seconds"] is None:
         return told
     return f"{told}; ETA {progress['eta_seconds']:.0f} s" + (" after this round" if progress.get("late") else "")

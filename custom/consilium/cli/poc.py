@@ -57,8 +57,8 @@ def poc(
         kits = stop / "kits" / "poc" / "prod_00"
         if not kits.is_dir():
             raise ConfigError(f"--stop: {stop}: no workspace of `consilium poc`; give the folder that it printed")
-        stop_all(kits)
-        typer.echo(f"{stop}: server and sites are stopped")
+        ran = stop_all(kits)
+        typer.echo(f"{stop}: {'server and sites are stopped' if ran else 'nothing runs from it'}")
         return
     if job is None and not keep:
         raise ConfigError("JOB: none; give a job folder, or --keep for a federation without a job")

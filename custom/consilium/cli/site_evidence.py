@@ -76,11 +76,12 @@ def evidence(
         said = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attack or [])}
         pack(kit, experiment, evidence_files(experiment, kit) | said, archive)
     found = {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
+    signed = "the signature and the project's root are right; " if verify else ""
     whole = not found["record"] and not found["ledger"]
     broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
     chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
-    text = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
-    emit(found | {"intact": whole}, text, format)
+    of = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}"
+    emit(found | {"intact": whole}, f"{of}: {signed}{chain}", format)
     raise typer.Exit(0 if whole else 1)
 
 
@@ -113,7 +114,7 @@ def _find_run_folder(experiment: str, state: Path) -> Path:
     """Return a run's folder. Raises ConfigError if there is no such run."""
     folder = state / RUNS / check_name(experiment)
     if not folder.is_dir():
-        known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir())) if (state / RUNS).is_dir() else "none"
+        known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir() if p.is_dir())) if (state / RUNS).is_dir() else "none"
         raise ConfigError(f"{experiment}: no such run here; there: {shown(known, 400)}")
     return folder
 

@@ -69,7 +69,7 @@ def site_table(rows: list[dict[str, Any]]) -> Table:
             seen,
             shown(row["version"] or "-", 20),
             "-" if row["protocol"] is None else str(row["protocol"]),
-            "-" if ahead is None else f"{ahead:+.0f} s",
+            "-" if ahead is None else f"{round(ahead):+d} s",
             "-" if days is None else count_with_noun(days, "day"),
         ]
         jobs = (job[:8] + _NOT_RUNNING.get(row["job_states"][job], "") for job in row["jobs"])

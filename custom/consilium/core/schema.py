@@ -303,7 +303,8 @@ def _meant_field(model: type[BaseModel], raw: Any, plugins: Any, fields: list[st
     last = [one.rpartition(".")[2] for one in fields]
     close = [*SYNONYMS.get(word.lower(), "").split(), *difflib.get_close_matches(word[:64], own, n=2)]
     close += [] if word in last else difflib.get_close_matches(word[:64], last, n=2)
-    candidates = [".".join([*section, name]) for name in close if name in own]
+    elsewhere = [one for one in fields if one.rpartition(".")[2] == word]
+    candidates = [".".join([*section, name]) for name in close if name in own] + (elsewhere if len(elsewhere) == 1 else [])
     candidates += [one for name in close for one in fields if one.rpartition(".")[2] == name]
     for candidate in dict.fromkeys(candidates):
         tried = copy.deepcopy(raw)

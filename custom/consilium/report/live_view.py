@@ -35,7 +35,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
 
     `waiting`: if the server waits for results, the "sites" that it waits for and the "seconds" that they have left.
 
-    Of the fields returned, `round` is the current round, from 0. `eta_seconds` counts the rounds, without the closing
+    Of the fields returned, `round` is the current round, from 0. `eta_seconds` counts the rounds, without the final
     evaluation. If `late`, the current round takes much longer than usual, and `eta_seconds` counts the rounds after it.
     `ended` says where and why the rounds ended early; it is None if they did not. `sites` has per site the round of its last
     result, its last metrics (as far as the site shares them), the bytes of tensors up and down so far, its weight in the last

@@ -32,6 +32,7 @@ from consilium.flare.kit.kit_contents import server_folders
 from consilium.report.live_view import progress
 
 ENDED = "FINISHED"
+ABORTED = "FINISHED:ABORTED"
 WAITING = "SUBMITTED"
 TIMESTAMP = len("2026-11-22 20:30:00: ")
 """Length of the timestamp before the text in a line of FLARE's scheduler."""
@@ -178,6 +179,8 @@ class Admin:
                 waiting["silent_seconds"] = {name: ages[name] for name in waiting["sites"] if ages.get(name, 0) > OVERDUE}
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._download_progress(meta["job_id"])
+        if meta["status"] == ABORTED:  # the server itself is told no reason
+            found["reason"] = f"somebody aborted it; {_resume_hint(meta)}"
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
             found["reason"] = self._scheduler_text(meta["job_id"]) or NO_REASON
         return found
@@ -192,10 +195,7 @@ class Admin:
 
     def _failure_line(self, job: Job) -> str:
         if job["status"] == LOST:
-            return (
-                "its server process is gone; "
-                f"`consilium resume {shown(experiment_of(job))} --kit KIT` goes on from the last finished round"
-            )
+            return f"its server process is gone; {_resume_hint(job)}"
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
         reason = self._download_progress(job["job_id"]).get("reason") or "; ".join(undeployed)
         return " ".join((reason or self._scheduler_text(job["job_id"]) or NO_REASON).split())
@@ -245,7 +245,11 @@ def _has_ended(status: str) -> bool:
 
 
 def _failed(status: str) -> bool:
-    return status.startswith(ENDED) and status not in ("FINISHED:COMPLETED", "FINISHED:ABORTED")
+    return status.startswith(ENDED) and status not in ("FINISHED:COMPLETED", ABORTED)
+
+
+def _resume_hint(job: Job) -> str:
+    return f"`consilium resume {shown(experiment_of(job))} --kit KIT` goes on from the last finished round"
 
 
 def experiment_of(job: Job) -> str:

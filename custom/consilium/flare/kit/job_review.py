@@ -30,7 +30,7 @@ from consilium.core.storage import checkpoint_hash, read_json
 from consilium.federation.job import Job, assemble_job, checkpoint_of
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.job_context import check_federated
-from consilium.flare.kit.kit_contents import kit_name, kit_role, private_key_path, read_settings
+from consilium.flare.kit.kit_contents import kit_name, kit_role, participant_role, private_key_path, read_settings
 from consilium.privacy.accounting.composition import Entry, epsilon_for
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import site_run_id
@@ -148,7 +148,7 @@ class Review:
 def review(app: Path, kit: Path) -> Review:
     """Return the review of the job in the folder `app` at the site with this kit. Raises ConfigError if it is no job."""
     local = kit / "local"
-    if not local.is_dir():
+    if not local.is_dir() or participant_role(kit) not in (None, "site"):
         raise ConfigError(f"--kit: {kit}: is not a site's startup kit; give the folder that has startup/ and local/")
     site = load_site(local / "site.yaml") if (local / "site.yaml").is_file() else SiteConfig()
     config = load_job(app / JOB, plugins=allowed_plugins(site))

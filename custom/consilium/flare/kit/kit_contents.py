@@ -49,6 +49,12 @@ def kit_role(kit: Path) -> str | None:
     return next((role for name, role in ROLES.items() if (kit / "startup" / name).is_file()), None)
 
 
+def participant_role(kit: Path) -> str | None:
+    """Return "site", "server", "relay" or "person"; None if the kit has no certificate."""
+    own = {"fed_admin.json": "person", "fed_relay.json": "relay"}  # their certificates have the name of a site's
+    return next((role for name, role in own.items() if (kit / "startup" / name).is_file()), kit_role(kit))
+
+
 def kit_name(kit: Path) -> str:
     """Return the participant's name in a kit's certificate. Raises ConfigError."""
     return get_cert_common_name(load_certificate(certificate_path(kit)))

@@ -67,11 +67,14 @@ class LocalFederation:
         self.started.clear()
 
 
-def stop_all(kits: Path) -> None:
-    """End all processes of the kits in a folder. SIGINT, SIGTERM and SIGHUP do not interrupt this."""
+def stop_all(kits: Path) -> bool:
+    """End all processes of the kits in a folder; return whether any ran. SIGINT, SIGTERM and SIGHUP do not interrupt this."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        processes.stop([kit for kit in kits.iterdir() if (kit / "startup" / processes.START).is_file()])
+        found = [kit for kit in kits.iterdir() if (kit / "startup" / processes.START).is_file()]
+        ran = any(processes.processes(kit) for kit in found)
+        processes.stop(found)
+        return ran
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,7 +5,7 @@ from pathlib import Path
 from nvflare.lighter.constants import ProvFileName
 
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.flare.kit.kit_contents import certificate_path, kit_name, kit_role
+from consilium.flare.kit.kit_contents import certificate_path, kit_name, participant_role
 
 TEXT = """Startup kit of {name}, {what} of the federation {project}.
 
@@ -50,8 +50,7 @@ PAGES = {
 def write_readme(kit: Path, project: str) -> None:
     """Write a kit's readme.txt, in place of FLARE's. `project`: the federation's name. Raises ConfigError if it is no kit."""
     (kit / "startup" / ProvFileName.README_TXT).unlink(missing_ok=True)  # FLARE's, in a person's kit
-    own = {"fed_admin.json": "person", "fed_relay.json": "relay"}  # their certificates have the name of a site's
-    role = next((one for name, one in own.items() if (kit / "startup" / name).is_file()), kit_role(kit) or "site")
+    role = participant_role(kit) or "site"
     key = certificate_path(kit).with_suffix(".key").name
     text = TEXT.format(name=kit_name(kit), what=WHAT[role], project=project, key=key, steps=STEPS[role], page=PAGES[role])
     write_atomic(kit / ProvFileName.README_TXT, text.encode(), PUBLIC)
