@@ -80,12 +80,12 @@ def attack(
     shadows: Sequence[TrainedModel],
     folder: Path,
     confidence: float = 0.95,
-    watch: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[AttackResult]:
     """Run all attacks on a model with the data of `site`, and return their results. `name`: the site's name in the run.
 
-    `shadows`: models that were trained on other parts of the same data list. `folder`: receives generated phantoms. `watch` is
-    called for each unit. Raises DataError.
+    `shadows`: models that were trained on other parts of the same data list. `folder`: receives generated phantoms.
+    `on_progress` is called for each unit. Raises DataError.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     private = opened.config.privacy
@@ -99,10 +99,10 @@ def attack(
     whole = _keep_varied_samples(whole, seen) if shadows else whole
     drawn = draw_units(whole, _training_keys(opened, own, name, folder), private is not None and private.unit == "patient")
     task = build_task(with_all_samples(opened.config), drawn.data, own)
-    loss, before = losses(opened, task, drawn.units, watch)
+    loss, before = losses(opened, task, drawn.units, on_progress)
     scores = {"loss": -loss, "calibrated": before - loss}
     if shadows:
-        confident = np.array([logit_confidence(losses(one, task, drawn.units, watch)[0]) for one in shadows])
+        confident = np.array([logit_confidence(losses(one, task, drawn.units, on_progress)[0]) for one in shadows])
         scores["likelihood"] = likelihood_ratio(
             logit_confidence(loss), confident, np.array([drawn.included(one) for one in seen])
         )
@@ -280,7 +280,7 @@ def key_of(item: Any) -> Key:
 
 @torch.no_grad()
 def losses(
-    opened: TrainedModel, task: Task, units: Sequence[Sequence[int]], watch: Callable[[], None]
+    opened: TrainedModel, task: Task, units: Sequence[Sequence[int]], on_progress: Callable[[], None]
 ) -> tuple[Values, Values]:
     """Return (every unit's mean loss under the model, the same under its pretrained base), (N,) each.
 
@@ -289,7 +289,7 @@ def losses(
     with autocast(next(opened.model.parameters()).device, opened.config.training.precision):
         found = []
         for unit in units:
-            watch()
+            on_progress()
             own = _unit_loss(opened, task, unit)
             with adapter_state.disabled(opened.model):
                 found.append((own, _unit_loss(opened, task, unit)))

@@ -90,13 +90,13 @@ def inversion(
     count: int = 1,
     sites: int = 3,
     steps: int = 400,
-    watch: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Inversion:
     """Attack the first `count` training pictures of `site`, and return the results. `name`: the site's name in the run.
 
     `sites`: number of sites in the sum. The next pictures of the same list stand for the other sites' pictures. `steps`: steps
-    of each reconstruction. `folder`: receives generated phantoms. `watch` is called at each step. Raises ConfigError for a task
-    without pictures, DataError for too few pictures.
+    of each reconstruction. `folder`: receives generated phantoms. `on_progress` is called at each step. Raises ConfigError for
+    a task without pictures, DataError for too few pictures.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints})
     data, config = read_samples(opened, name, own, folder), with_all_samples(opened.config)
@@ -108,17 +108,17 @@ def inversion(
     if not all(isinstance(one.get("image"), Tensor) and one["image"].ndim == 4 for one in asked):
         raise ConfigError(f"task.name: {config.task.name!r} trains on no pictures that could be drawn; attack another run")
     names, near = enable_shared_gradients(model, config.strategy), join_batches(asked[:count])
-    apart = [{n: t.detach() for n, t in gradient(model, task, one, names).items()} for one in asked]
+    each = [{n: t.detach() for n, t in gradient(model, task, one, names).items()} for one in asked]
     pictures = torch.cat([one["image"] for one in asked])
     targets = {
-        "alone": (near, mean_gradient(apart[:count])),
-        "sum": (join_batches(asked[: count * sites]), mean_gradient(apart[: count * sites])),
+        "alone": (near, mean_gradient(each[:count])),
+        "sum": (join_batches(asked[: count * sites]), mean_gradient(each[: count * sites])),
     }
     targets["masked"] = near, mask_update(targets["alone"][1], 0)
     found = []
     for attack, (batch, target) in targets.items():
-        drawn, distance = invert(model, task, target, batch, steps, 0, watch)
-        chosen = contributing_candidates(apart, target, len(batch["image"]))
+        drawn, distance = invert(model, task, target, batch, steps, 0, on_progress)
+        chosen = contributing_candidates(each, target, len(batch["image"]))
         told, chance = len(chosen & set(range(count))), count * len(batch["image"]) / len(asked)
         found.append(Inverted(attack, drawn[:count], psnr(drawn[:count], pictures[:count]), told, chance, distance))
     guess = psnr(pictures.mean(0, keepdim=True).expand_as(pictures[:count]), pictures[:count])
@@ -135,16 +135,16 @@ def mean_gradient(gradients: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([one[name] for one in gradients]).mean(0) for name in gradients[0]}
 
 
-def contributing_candidates(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
+def contributing_candidates(gradients: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
     """Return the indices of the `count` candidates that contribute most to the gradient `target`.
 
-    `apart`: the gradient of each candidate picture. Non-negative least squares fits `target` by a weighted sum of them.
+    `gradients`: of each candidate picture. Non-negative least squares fits `target` by a weighted sum of them.
     Candidates with weight 0 are not returned.
     """
     from scipy.optimize import nnls
 
-    every, wanted = np.stack([_flatten_gradient(one) for one in apart]), _flatten_gradient(target)
-    weights, _ = nnls(every.T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(apart))
+    every, wanted = np.stack([_flatten_gradient(one) for one in gradients]), _flatten_gradient(target)
+    weights, _ = nnls(every.T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(gradients))
     return {place for place in np.argsort(-weights, kind="stable")[:count].tolist() if weights[place] > 0}
 
 
@@ -193,7 +193,7 @@ def invert(
     like: Batch,
     steps: int,
     seed: int,
-    watch: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, float]:
     """Return (pictures (N, 3, S, S) whose gradient has the direction of `target`, the final cosine distance).
 
@@ -205,7 +205,7 @@ def invert(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     best, least = looked.detach().clone(), math.inf
     for _ in range(steps):
-        watch()
+        on_progress()
         own = gradient(model, task, {**like, "image": looked * PIXELS}, list(target), graph=True)
         product = torch.stack([(own[n] * target[n]).sum() for n in target]).sum()
         lengths = [torch.stack([one[n].square().sum() for n in target]).sum().sqrt() for one in (own, target)]

@@ -133,16 +133,18 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
     return ImportResult(found, _numbered_classes(MONUSAC_TYPES) if options.types else NUCLEUS)
 
 
-def _sample_from_polygons(site: str, image: Path, xml: Path, apart: bool | None, split: str | None) -> SourceSample:
+def _sample_from_polygons(site: str, image: Path, xml: Path, by_type: bool | None, split: str | None) -> SourceSample:
     """Return a sample whose mask is drawn from the regions in an Aperio XML. The barcode's first three fields are its patient.
 
-    `apart`: whether each of MoNuSAC's classes has its own label value; None if regions have no class.
+    `by_type`: whether each of MoNuSAC's classes has its own label value; None if regions have no class.
     """
     patient = "-".join(image.stem.split("-")[:3])
-    return SourceSample(site, patient, image, mask_png(image.stem, _draw_mask, image, xml, apart), split=split, is_patient=True)
+    return SourceSample(
+        site, patient, image, mask_png(image.stem, _draw_mask, image, xml, by_type), split=split, is_patient=True
+    )
 
 
-def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
+def _draw_mask(image: Path, xml: Path, by_type: bool | None) -> np.ndarray:
     """Return label values (H, W) of the filled regions: 1, or a value per class. Later regions cover earlier ones."""
     canvas = Image.new("L", pictures.picture_shape(image)[::-1], 0)
     draw, expected = ImageDraw.Draw(canvas), "Aperio regions of vertices with X and Y"
@@ -150,11 +152,11 @@ def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
     try:
         for annotation in root.iter("Annotation"):
             regions, value = list(annotation.iter("Region")), 1
-            if apart is not None and regions:
+            if by_type is not None and regions:
                 named = next((one.attrib.get("Name", "") for one in annotation.iter("Attribute")), "").strip().lower()
                 if named not in (*MONUSAC_TYPES, "ambiguous"):
                     raise DataError(f"{xml}: expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}")
-                value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if apart else 1
+                value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if by_type else 1
             for region in regions:
                 points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iter("Vertex")]
                 if not all(isfinite(x) and isfinite(y) for x, y in points):
