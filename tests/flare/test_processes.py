@@ -182,6 +182,21 @@ def test_stop_ends_all_processes_of_a_kit_and_no_other(kit: Path, running: subpr
         assert not (kit / "daemon_pid.fl").exists()
 
 
+def test_the_script_that_would_start_a_participant_again_ends_first(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its process has the higher number, as after the numbers of processes have begun anew."""
+    told: list[str] = []
+    found = []
+    for words in (["python3", "-u", "-m", "nvflare.private.fed.app.client.client_train"], ["/bin/bash", processes.START]):
+        one = Mock(info={"cmdline": words})
+        one.send_signal = lambda number, name=words[0]: told.append(name)
+        found.append(one)
+    looks = iter([found, []])
+    monkeypatch.setattr(processes, "processes", lambda kit, jobs_only=False: next(looks))
+    monkeypatch.setattr(processes.psutil, "wait_procs", lambda found, seconds: None)
+    processes.stop([kit])
+    assert told == ["/bin/bash", "python3"]
+
+
 def test_the_root_key_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at whenever FLARE writes a file, also into a folder that was open before."""
     seen: list[int] = []
