@@ -174,7 +174,7 @@ def test_without_a_terminal_nothing_is_approved_unless_it_is_said(tmp_path: Path
     for format in ("txt", "json"):
         code, told = run(QUICKSTART, "--kit", tmp_path / "kit", "--format", format)
         assert code == 1
-        assert told.startswith("--yes: ")
+        assert told.startswith("there is no terminal to ask at, so nothing is approved; ")
         assert not (tmp_path / "kit/local/approved.json").exists()
 
 
