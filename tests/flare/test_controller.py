@@ -87,7 +87,7 @@ def test_final_evaluation_waits_the_grace_only(tmp_path: Path) -> None:
     importlib.import_module("peft")  # which writing the adapter needs, and which takes seconds to import
     began = time.monotonic()
     federation.play_final(fl_ctx)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < federation.coordinator.job.config.federation.round_timeout / 4  # the grace is 0.05 s
     assert json.loads((tmp_path / "results.json").read_text()).keys() == {"a", "b"}
 
 

@@ -11,7 +11,7 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
 from consilium.cli.jobs import exit_code, progress_line
-from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
+from consilium.core.errors import UNEXPLAINED, ConfigError, ConsiliumError, UnreachableError
 from consilium.flare.admin.session import Admin, connect, stored_reason
 from consilium.flare.kit.heartbeat_client import KEY
 
@@ -179,9 +179,12 @@ def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
 
 def test_aborted_job_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
     """The server is told no reason, and would name the logs of sites, which a lead cannot read."""
-    left(tmp_path / "3-id" / "workspace", log=REFUSED)
-    found = Admin(Session([job(3, status="FINISHED:ABORTED", experiment="ward")], tmp_path)).status("ward")
-    assert found["reason"] == "somebody aborted it; `consilium resume ward --kit KIT` goes on from the last finished round"
+    told = "somebody aborted it; `consilium resume ward --kit KIT` goes on from the last finished round"
+    reasons = {"": told, f"{UNEXPLAINED} in round 2; see the logs of a": told, "no room": "no room"}
+    for number, (stopped, reason) in enumerate(reasons.items()):
+        left(tmp_path / f"{number}-id" / "workspace", stopped)
+        found = Admin(Session([job(number, status="FINISHED:ABORTED", experiment="ward")], tmp_path)).status("ward")
+        assert found["reason"] == reason
 
 
 def test_newest_failed_jobs_have_reasons(tmp_path: Path) -> None:

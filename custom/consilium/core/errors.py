@@ -7,6 +7,8 @@ from enum import IntEnum, StrEnum
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """Exceptions that end a process or generator. All others are failures, even those that are no Exception (a panic in Rust)."""
+UNEXPLAINED = "FLARE ended the job"
+"""The beginning of a job's reason if FLARE gave none, as for an abort."""
 
 
 class Reason(StrEnum):

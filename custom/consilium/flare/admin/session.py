@@ -20,7 +20,7 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
+from consilium.core.errors import UNEXPLAINED, ConfigError, ConsiliumError, UnreachableError
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
@@ -179,7 +179,7 @@ class Admin:
                 waiting["silent_seconds"] = {name: ages[name] for name in waiting["sites"] if ages.get(name, 0) > OVERDUE}
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._download_progress(meta["job_id"])
-        if meta["status"] == ABORTED:  # the server itself is told no reason
+        if meta["status"] == ABORTED and found.get("reason", UNEXPLAINED).startswith(UNEXPLAINED):
             found["reason"] = f"somebody aborted it; {_resume_hint(meta)}"
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
             found["reason"] = self._scheduler_text(meta["job_id"]) or NO_REASON

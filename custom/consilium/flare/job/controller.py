@@ -15,7 +15,7 @@ from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pydantic import Field, StrictBool, StrictFloat
 
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import UNEXPLAINED, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
@@ -126,7 +126,7 @@ class RoundController(Controller):
                 place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
                 place = place if c.sites else "before the first round"
                 logs = f"; see the logs of {', '.join(sorted(silent))}" if silent else ""
-                self._record_reason(f"FLARE ended the job {place}{logs}", fl_ctx)
+                self._record_reason(f"{UNEXPLAINED} {place}{logs}", fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
