@@ -20,7 +20,7 @@ WHY = "task.max_new_tokens: 508: of the model's 512 positions 4 are left for a p
 def test_a_refusal_in_the_final_evaluation_is_told_and_no_success(
     refused: bool, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one round, behind which the final evaluation comes; a refusal in a round alone is none of it."""
+    """The run has one round, so round 1 is the final evaluation. A refusal in round 0 is none in the final evaluation."""
     config = small_config("fedit", rounds=1)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     line = {"event": "refused", "site": "b", "round": int(refused), "reason": WHY, "joining": False}

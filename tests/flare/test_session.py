@@ -178,7 +178,7 @@ def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
 
 
 def test_aborted_job_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
-    """The server is told no reason, and would name the logs of sites, which a lead cannot read."""
+    """FLARE gives the server no reason. The server's own text names logs of sites, which a lead cannot read."""
     told = "somebody aborted it; `consilium resume ward --kit KIT` goes on from the last finished round"
     reasons = {"": told, f"{UNEXPLAINED} in round 2; see the logs of a": told, "no room": "no room"}
     for number, (stopped, reason) in enumerate(reasons.items()):

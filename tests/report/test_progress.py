@@ -115,7 +115,7 @@ def test_line_of_a_late_round_says_what_the_eta_counts() -> None:
     told = {"round": 2, "rounds": 5, "phase": 0, "asked": ["a", "b"], "answered": ["a"], "epsilon": None, "finished": False}
     told |= {"waiting": {"sites": ["b"], "seconds": 540.0}, "eta_seconds": 20.0}
     line = "round 3/5: 1 of 2 sites have answered; waits for b, at most 540 s; ETA 20 s"
-    assert progress_line(told) == line  # older servers do not send the key "late"
+    assert progress_line(told) == line  # a server of an older version sends no "late"
     assert progress_line(told | {"late": False}) == line
     assert progress_line(told | {"late": True}) == f"{line} after this round"
     assert progress_line(told | {"late": True, "eta_seconds": None}) == line.removesuffix("; ETA 20 s")

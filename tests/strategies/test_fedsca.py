@@ -260,7 +260,7 @@ def test_the_limit_is_where_an_independent_solver_puts_it() -> None:
 
 
 def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    assert isolation_alpha(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()  # alike: nobody is ever alone
+    assert isolation_alpha(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()  # equal sites: no alpha isolates one
     assert isolation_alpha(torch.tensor([1.0, 0.0]), torch.zeros(2, 2)).tolist() == [0, math.inf]  # all weight: alone at once
     strategy, name = FedSCA(low=0, alpha=1.0), "image_encoder.blocks.0.adapter_mlp.up.bias"
     state = strategy.initialize({name: torch.zeros(2)})

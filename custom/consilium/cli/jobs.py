@@ -105,7 +105,7 @@ def status_lines(found: dict[str, Any]) -> Iterator[Table | Text]:
     yield rich_line(progress_line(progress))
     if sites := progress["sites"]:
         told = progress["scores"]
-        leading = (*map(str, told["leading"]), "loss")  # a server can send values that are not text
+        leading = (*map(str, told["leading"]), "loss")  # because a server may send other values than texts
         scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
         score = scores.leading_name({metric for one in sites.values() for metric in reported_scores(one["metrics"])})
         rows, stages = [], (Stage.GLOBAL, Stage.PERSONALIZED)

@@ -30,7 +30,14 @@ from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.evidence_archive import pack
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.kit_contents import certificate_path, has_private_key, kit_name, kit_role, load_certificate
+from consilium.flare.kit.kit_contents import (
+    certificate_path,
+    has_private_key,
+    kit_name,
+    kit_role,
+    load_certificate,
+    participant_role,
+)
 from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit_log, ledger as ledgers
@@ -66,8 +73,8 @@ class UnknownRunError(ConsiliumError):
 
 def require_kit_role(kit: Path) -> str:
     """Return "site" or "server", the role of a kit that has pages. Raises ConfigError for any other folder."""
-    role = kit_role(kit)
-    if role is None or (kit / "startup" / "fed_admin.json").is_file():
+    role = participant_role(kit)
+    if role not in ("site", "server"):
         raise ConfigError(f"--kit: {kit}: neither a site's nor the server's startup kit; give the folder that has startup/")
     if role == "site":
         find_site_records(kit)

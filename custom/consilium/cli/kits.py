@@ -12,7 +12,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import deploy_prepare, key_lock, processes, renewal, revocation
-from consilium.flare.kit.kit_contents import LOCKED, certificate_path, has_private_key, kit_role
+from consilium.flare.kit.kit_contents import LOCKED, certificate_path, has_private_key, kit_role, participant_role
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import root_certificate_sha256 as root_fingerprint
@@ -28,7 +28,7 @@ def allow(
     `nvflare poc` made. Kits of people need no list. Restart the participants afterwards.
     """
     for folder in folders:
-        if (folder / "startup" / "fed_admin.json").is_file():
+        if participant_role(folder) == "person":
             typer.echo(f"{folder}: a person's kit; it needs no list")
         else:
             typer.echo(f"{update_local(folder)}: lists the classes that jobs may name")

@@ -51,7 +51,7 @@ def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
 
 
 def exit_interrupted(hint: str) -> None:
-    """Print "interrupted" and the hint `hint`, and exit."""
+    """Print "interrupted" and `hint`, and exit."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted{hint}", markup=False)
     raise typer.Exit(ExitCode.INTERRUPTED) from None
 

@@ -255,11 +255,10 @@ class PrivateSteps:
     def _begin_noise(self) -> Future[Tensor]:
         """Return the future of this step's noise, started now unless it already was."""
         if self._next is None:
-            self._next = self._ahead.submit(
-                lambda: (
-                    torch.from_numpy(discrete_gaussian(self._numbers, self._deviation, self._noise))
-                    if self._deviation
-                    else torch.zeros(self._numbers, dtype=torch.int64)
-                )
-            )
+            self._next = self._ahead.submit(self._draw_noise)
         return self._next
+
+    def _draw_noise(self) -> Tensor:
+        if self._deviation == 0:
+            return torch.zeros(self._numbers, dtype=torch.int64)
+        return torch.from_numpy(discrete_gaussian(self._numbers, self._deviation, self._noise))

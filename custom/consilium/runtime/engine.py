@@ -77,9 +77,8 @@ def simulate(
             RunLoop(coordinator, transport, masked, crossing, probe, pooled).run()
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
             for name in (*sites, POOLED):
-                clear_cache_if_present(
-                    folder / name
-                )  # a run's folder must hold no patients' pictures; an interrupted run needs them
+                # a run's folder must hold no patients' pictures; only an interrupted run still needs them
+                clear_cache_if_present(folder / name)
         finally:
             coordinator.close()
             for member in (*members.values(), *trainers.values()):

@@ -176,8 +176,9 @@ class Coordinator:
         """
         with self._lock:
             if len(self.trainers) < self.quorum:
-                here = count_with_noun(len(self.trainers), "site")
-                have = f"{here} {'is' if here == '1 site' else 'are'} here, federation.min_sites is {self.quorum}"
+                here = len(self.trainers)
+                have = f"{count_with_noun(here, 'site')} {'is' if here == 1 else 'are'} here"
+                have += f", federation.min_sites is {self.quorum}"
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")
@@ -262,7 +263,7 @@ class Coordinator:
         """
         reason = shown(reason, 1000)
         told = self.declined if joining else self.reasons
-        told[name] = site_reason.text if site_reason else reason  # others see only the Reason: a site's text may name data
+        told[name] = site_reason.text if site_reason else reason  # a site's text may name data, so others see its Reason only
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.record_refusal(refusal)

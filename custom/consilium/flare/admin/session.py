@@ -236,7 +236,7 @@ class Admin:
         self.session.abort_job(job_id)
         ends = time.monotonic() + ABORT_SECONDS
         while not (ended := _has_ended(self.find_job(job_id)["status"])) and time.monotonic() < ends:
-            time.sleep(1)
+            time.sleep(2)  # FLARE writes each look into its audit.log
         return ended
 
 

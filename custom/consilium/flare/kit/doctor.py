@@ -45,6 +45,7 @@ from consilium.flare.kit.kit_contents import (
     kit_name,
     kit_role,
     load_certificate,
+    participant_role,
     private_key_path,
     read_settings,
     relay_of,
@@ -76,12 +77,12 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
 
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:
-    relay = (kit / "startup" / "fed_relay.json").is_file()
-    if relay or (kit / "startup" / "fed_admin.json").is_file():  # these kits have no allow-list, policies or classes
+    role = participant_role(kit)
+    if role in ("relay", "person"):  # these kits have no allow-list, policies or classes
         yield _examine_signature(kit)
         yield run_check("key", lambda: _examine_key(kit))
         yield from _examine_certificates(kit)
-        if relay:
+        if role == "relay":
             yield run_check(
                 "port", lambda: _examine_port(kit, read_settings(kit / "local" / COMM)["internal"]["resources"]["port"])
             )

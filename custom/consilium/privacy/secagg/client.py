@@ -285,7 +285,7 @@ class Party:
 
         def make() -> Message:
             shares = {}
-            for name in told["parties"]:  # one of its two shares, never both: both together would unmask its update alone
+            for name in told["parties"]:  # only one of a site's two shares: both would unmask its update
                 own = name == self.name
                 plain = bytes.fromhex(attempt["own"]) if own else self._unseal_shares(values, attempt, told["shares"], name)
                 shares[name] = (plain[: sealing.WIDTH] if name in survivors else plain[sealing.WIDTH :]).hex()
