@@ -117,7 +117,7 @@ def test_killed_site_pays_no_budget_twice(tmp_path: Path) -> None:
         federation.until(lambda: len(federation.events("started")) == 2, 120, "round 2")
         federation.kill_job("site-3")
         federation.until(lambda: federation.concluded() == 2, 60, "round 2 to end without site-3")
-        aborted = consilium(federation, "abort", "ward-study").split(":")[0]
+        aborted = json.loads(consilium(federation, "abort", "ward-study", "--format", "json"))["aborted"]
         assert federation.wait(aborted) == "FINISHED:ABORTED"
         consilium(federation, "resume", "ward-study", "--wait")
 
