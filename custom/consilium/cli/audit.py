@@ -8,7 +8,7 @@ import typer
 
 from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import markdown_cell
+from consilium.core.sanitize import markdown_cell, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon
 from consilium.report.audit_tables import audit_tables
@@ -62,12 +62,17 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# What left " + markdown_cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
         "",
-        f"- record: {markdown_cell(found['file'])} ({len(messages)} messages; {chain})",
+        f"- record: {_code_span(found['file'])} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
         *_privacy(messages),
     ]
     tables = [one for one in audit_tables(found, "", strict=True) if one is not None]
     return "\n".join([*lines, "", markdown_of(tables)])
+
+
+def _code_span(path: str) -> str:
+    """Return a path as Markdown code, in which nothing needs an escape, so that it can be copied."""
+    return f"`{shown(path)}`" if "`" not in path else markdown_cell(path)
 
 
 def _privacy(messages: list[dict[str, Any]]) -> list[str]:

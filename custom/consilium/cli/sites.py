@@ -17,6 +17,7 @@ from consilium.flare.admin.session import connect
 from consilium.flare.kit.certificates import WARN_DAYS
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_server import read_attendance
+from consilium.flare.kit.kit_contents import participant_role
 from consilium.report.tables import Column, Table, only_true
 
 GIB, DISK_GIB = 2**30, 5.0
@@ -33,11 +34,12 @@ def sites(
     format: FormatOption = "txt",
 ) -> None:
     """Show all sites that the server has seen: last heartbeat, versions, clock, days until the certificate expires, jobs."""
-    if (kit / "startup" / "fed_admin.json").is_file():
+    role = participant_role(kit)
+    if role == "person":
         with connect(kit) as admin:
             found = admin.attendance()
         now = found["server"]["clock"]  # this machine's clock may be wrong
-    elif (kit / "startup" / "server.crt").is_file():
+    elif role == "server":
         found, now = read_attendance(kit), time.time()
     else:
         raise ConfigError(f"--kit: {kit}: neither an admin's nor the server's startup kit; give one's folder")

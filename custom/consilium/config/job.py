@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.inline_model_config import embed_architecture
-from consilium.config.overrides import apply_overrides
+from consilium.config.overrides import apply_overrides, name_overrides
 from consilium.config.privacy import (
     MOST_WEIGHT,
     DpSgdConfig,
@@ -284,9 +284,17 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
     apply_overrides(raw, overrides or {}, path, keys)
     if author:
         embed_architecture(raw, path)
-    config = validate(JobConfig, raw, path, plugins)
-    if not author:
-        return config
+    try:
+        config = validate(JobConfig, raw, path, plugins)
+        if author:
+            _check_effects(config, path)
+    except ConfigError as error:
+        raise ConfigError(name_overrides(str(error), overrides or {}, path), error.reason, error.told) from None
+    return config
+
+
+def _check_effects(config: JobConfig, path: Path) -> None:
+    """Raise ConfigError for a setting without effect, and for a checkpoint that is an adapter."""
     # Settings without effect are errors for a job's author only, so a finished run with one can still be read.
     if config.model.checkpoint and "${SITE}" not in config.model.checkpoint:
         refuse_adapter(Path(config.model.checkpoint), f"{path}: model.checkpoint")
@@ -296,7 +304,6 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
         raise ConfigError(f"{path}: training.momentum: {training.momentum} {what}")
     if most is not None and config.weighting == "uniform":
         raise ConfigError(f"{path}: federation.max_weight: {most} bounds weights, and every site counts once here; use null")
-    return config
 
 
 def job_file(path: Path) -> Path:

@@ -46,5 +46,16 @@ def apply_overrides(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Ma
                 place[section] = {keys[section]: place[section]}
             place = place[section]
         if not isinstance(place, dict):
-            raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
+            raise ConfigError(f"--set: {field}: there is no section above it; check the field's name")
         place[last] = value
+
+
+def name_overrides(message: str, overrides: Mapping[str, Any], path: Path) -> str:
+    """Return an error message about the file `path`: lines on a field of `overrides` begin with --set instead of the file."""
+    start = f"{path}: "
+    return "\n".join(
+        f"--set: {line.removeprefix(start)}"
+        if any(line.startswith((f"{start}{field}:", f"{start}{field}.")) for field in overrides)
+        else line
+        for line in message.split("\n")
+    )
