@@ -34,6 +34,16 @@ def test_looks_become_rare_until_something_changes(monkeypatch: pytest.MonkeyPat
     assert gaps[change] == 1
 
 
+def test_last_line_is_the_last_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # FLARE reports a job as RUNNING, or not at all, between the end of its process and its final status
+    done = {"finished": True, "rounds": 2}
+    looks = [("SUBMITTED", None), ("RUNNING", None), ("RUNNING", done), ("RUNNING", None), (jobs.LOST, None)]
+    found = iter([{"status": status, "progress": progress} for status, progress in [*looks, ("FINISHED:COMPLETED", None)]])
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: None))
+    jobs.watch_job(Mock(status=lambda _: next(found)), "1", Console(soft_wrap=True))
+    assert capsys.readouterr().out.splitlines() == ["SUBMITTED", "RUNNING", "2 rounds and the final evaluation are done"]
+
+
 def test_rotation_keeps_what_people_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_rotation, "MAX_BYTES", 2000)
     monkeypatch.setattr(AuditService, "the_auditor", None)

@@ -166,13 +166,17 @@ def exit_code(status: str) -> ExitCode:
 
 def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
     """Print a line at each change until the job has ended or is lost. Return its last status."""
-    said, ends, pause = "", time.monotonic() + LOST_AFTER, SOON
+    said, began, ends, pause = "", False, time.monotonic() + LOST_AFTER, SOON
     while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
         ends = ends if found["status"] == LOST else time.monotonic() + LOST_AFTER
         if time.monotonic() > ends:
             return found
-        now = progress_line(found["progress"]) if found["progress"] else found["status"]
-        if SECONDS.sub("", now) != said and now != LOST:  # LOST may be the moment between a job's end and its final status
+        began = began or bool(found["progress"])
+        if found["progress"]:
+            now = progress_line(found["progress"])
+        else:  # between the end of its process and its final status, a job without progress is RUNNING or LOST
+            now = said if began or found["status"] == LOST else found["status"]
+        if SECONDS.sub("", now) != said:
             console.print(rich_line(now))
             said, pause = SECONDS.sub("", now), SOON
         time.sleep(pause)
