@@ -102,7 +102,7 @@ def strategy_of(options: dict[str, Any]) -> Strategy:
 def initial(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Return the first values of a model's adapter."""
     live = {n: t for n, t in adapter_state.tensors(model).items() if not is_base(n)}
-    return {name: adapter_state.start(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
+    return {name: adapter_state.initial_tensor(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

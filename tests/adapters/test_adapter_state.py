@@ -89,9 +89,9 @@ def test_the_largest_adapter_has_2_to_the_29_numbers(monkeypatch: pytest.MonkeyP
 def test_first_values_are_drawn_for_what_maps_down_and_0_for_the_rest() -> None:
     down, up = ("e.lora_A", "e.local_A", "b.down.weight"), ("e.lora_B", "e.local_B", "b.up.weight")
     others = ("head.weight", "base.b.down.weight", "whole.e.lora_A")
-    drawn = [name for name in (*down, *up, *others) if adapter_state.start(name, (2, 3), 0).any()]
+    drawn = [name for name in (*down, *up, *others) if adapter_state.initial_tensor(name, (2, 3), 0).any()]
     assert drawn == ["e.lora_A", "e.local_A", "b.down.weight"]
-    assert not adapter_state.start("b.down.bias", (2,), 0).any()
+    assert not adapter_state.initial_tensor("b.down.bias", (2,), 0).any()
 
 
 def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_before() -> None:
@@ -102,9 +102,9 @@ def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_befo
         base, before, states = Two(), model(X), adapter_state.tensors(model)
         states["encoder.lora_A"].requires_grad_(False)
         trains = {n: p.requires_grad for n, p in model.named_parameters()}
-        with adapter_state.disabled(model):
+        with adapter_state.disable_adapter(model):
             assert not model(X).any()  # its head is 0 as well
-            with adapter_state.disabled(model):
+            with adapter_state.disable_adapter(model):
                 pass
             encoded = model.encoder(X)
             torch.testing.assert_close(encoded, base.encoder(X))
@@ -123,11 +123,11 @@ def test_modules_that_hold_the_adapter_and_what_switches_a_forward_pass() -> Non
         model.head,
     ]
     states = [adapter_state.forward_settings(model)]
-    lora.scale(model, 0.5)
+    lora.set_scaling(model, 0.5)
     states.append(adapter_state.forward_settings(model))
     adapter_state.leave_out(model, {"encoder"})
     states.append(adapter_state.forward_settings(model))
-    with adapter_state.disabled(model):
+    with adapter_state.disable_adapter(model):
         states.append(adapter_state.forward_settings(model))
     left = frozenset({"encoder"})
     assert states == [(None, (False, 2.0)), (None, (False, 0.5)), (left, (False, 0.5)), (left, (True, 0.5))]

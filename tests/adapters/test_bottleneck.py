@@ -39,7 +39,7 @@ def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
             if name.endswith("up.weight"):
                 parameter.normal_(std=0.1)
         assert not torch.allclose(model(images), before, atol=1e-2)
-        with adapter_state.disabled(model):
+        with adapter_state.disable_adapter(model):
             assert torch.equal(model(images), before)
         assert not torch.allclose(model(images), before, atol=1e-2)
 
@@ -105,7 +105,7 @@ def test_the_base_is_evaluated_with_its_own_decoder() -> None:
         for parameter in adapter_state.tensors(model).values():
             parameter.add_(0.01)
         moved = model(images)
-        with adapter_state.disabled(model):
+        with adapter_state.disable_adapter(model):
             assert torch.equal(model(images), before)
         assert torch.equal(model(images), moved)
     assert not torch.equal(moved, before)
@@ -120,7 +120,7 @@ def test_a_change_of_the_base_is_what_was_added_to_its_parameter() -> None:
     assert torch.allclose(
         adapter_state.values(model)["base.mask_decoder.iou_token.weight"], torch.full((1, 64), 0.25), atol=1e-6
     )
-    assert torch.equal(adapter_state.trained_base_values(model, change)["mask_decoder.iou_token.weight"], before + 0.25)
+    assert torch.equal(adapter_state.base_plus_changes(model, change)["mask_decoder.iou_token.weight"], before + 0.25)
 
 
 def test_export_holds_every_tensor(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_ranks_change_with_what_is_loaded_and_one_site_leaves_nothing_to_the_nex
         adapter_state.load(fresh, given)
         assert adapter_state.tensors(model).keys() == given.keys()
         assert torch.equal(model(x), fresh(x))
-    with adapter_state.disabled(model):
+    with adapter_state.disable_adapter(model):
         assert torch.equal(model(x), model.get_submodule(LAYER).base(x))
 
 

@@ -14,7 +14,7 @@ from consilium.adapters.kinds import LORA
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job import assemble_job
-from consilium.federation.saved_model import changes_to_parameters
+from consilium.federation.saved_model import convert_changes_to_parameters
 from consilium.federation.trainable_checks import name_base_changes
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
@@ -119,7 +119,7 @@ def test_the_head_is_trained_starts_at_zero_and_is_chance_when_disabled() -> Non
     assert start["vision_model.layers.0.attention.q_proj.lora_A"].any()
     randomize(model)
     adapted = model(images)
-    with adapter_state.disabled(model):
+    with adapter_state.disable_adapter(model):
         assert not model(images).any()
     assert torch.equal(model(images), adapted)
 
@@ -228,9 +228,9 @@ def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_pa
     direction = weight + values[f"{name}.lora_B"] @ values[f"{name}.lora_A"]  # alpha is the rank
     length = weight.norm(dim=1) + values[f"base.{name}.lora_magnitude_vector.default.weight"]
     merged = length[:, None] * direction / direction.norm(dim=1, keepdim=True)  # DoRA, Eq. 5
-    with adapter_state.disabled(model):
+    with adapter_state.disable_adapter(model):
         torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
-    LORA.export(tmp_path / "site", changes_to_parameters(model, values), config, SAM, "sam")
+    LORA.export(tmp_path / "site", convert_changes_to_parameters(model, values), config, SAM, "sam")
     tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path / "site")
     torch.testing.assert_close(tuned(images), wanted, rtol=1e-4, atol=1e-4)
     LORA.export(tmp_path / "server", name_base_changes(values), config, SAM, "sam")

@@ -24,13 +24,13 @@ from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
-from consilium.flare.job.recipe import export_job
+from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.job.simulator import Simulator
 from consilium.models.sam import SAM
 from consilium.models.sam.attention import FusedImageAttention, use_fused
 from consilium.models.sam.network import build_sam
 from consilium.privacy.discrete_gaussian import discrete_gaussian
-from consilium.privacy.mechanism import geometry, privatize
+from consilium.privacy.mechanism import geometry, privatized_coordinates
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.run_files import payload_bytes
 from consilium.runtime.engine import simulate
@@ -139,7 +139,7 @@ def _run(engine: str, rounds: int) -> float:
         began = time.perf_counter()
         if engine == "flare":
             with Simulator(sites) as simulator:
-                simulator.run(export_job(config, Path(folder)), Path(folder), lambda event: None)
+                simulator.run(export_simulation_job(config, Path(folder)), Path(folder), lambda event: None)
         else:
             simulate(assemble_job(config), {n: SiteConfig() for n in sites}, Path(folder), lambda event: None)
         return time.perf_counter() - began
@@ -235,7 +235,7 @@ def guard() -> None:
 
     def release_all() -> None:
         maps = {n: geometry(params[n[:-1] + "A"], "right", 1.0) for n in update}
-        privatize(update, maps, 1.0, round(1 / UNIT))
+        privatized_coordinates(update, maps, 1.0, round(1 / UNIT))
 
     print(f"guard: clip and noise of a vit_b update / one step at 512: {median_ratio(release_all, step, 5):.3f}")
 

@@ -29,17 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.client.evaluator import speed_up
-from consilium.client.site_data import site_data
+from consilium.client.evaluator import check_compiler_enable_cache
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError
 from consilium.estimates.flops import flops_per_sample, step_flops
-from consilium.estimates.memory import Live
+from consilium.estimates.memory import MemoryTracker
 from consilium.federation.job import Job, assemble_job, build_model, build_task
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, peak_memory, pick_device
-from consilium.training.loop import stream, train
+from consilium.training.loop import prefetched_batches, train
 
 PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "L4": 121, "RTX 4090": 165}
 """Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by a part of the device's name; the first that fits counts."""
@@ -90,7 +90,7 @@ class Way:
         """Take a step on a CPU and note the most bytes that the model and the step's tensors took."""
         storages = [one.untyped_storage() for one in (*self.model.parameters(), *self.model.buffers())]
         held = {storage._cdata: storage.nbytes() for storage in storages}
-        with Live(held.keys()) as live:
+        with MemoryTracker(held.keys()) as live:
             self.run(1)
         self.peak_bytes = float(sum(held.values()) + live.most)
 
@@ -161,7 +161,7 @@ def bench(
     if config.dpsgd is not None:
         raise ConfigError(f"privacy.unit: {config.dpsgd.unit!r}: no bare loop takes private steps; remove the section for this")
     job = assemble_job(config)
-    data, device = site_data(config, "site-1", site, folder), pick_device(site.device)
+    data, device = load_site_data(config, "site-1", site, folder), pick_device(site.device)
     task = build_task(config, data, site)
     ways = _ways(job, site, task, build_task(config, data, site), steps)
     for way in ways:
@@ -183,7 +183,7 @@ def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> li
     config, (model, params) = job.config, _loaded(job, site)
     batches = _batches(task, config, steps)
     ready: Any = PreloadedTask(task, batches, task.num_samples)
-    speed_up(config, model, task)
+    check_compiler_enable_cache(config, model, task)
     ways = [
         Way("job", lambda count: _ours(model, task, params, config, count), model),
         Way("ready", lambda count: _ours(model, ready, params, config, count), model),
@@ -206,7 +206,7 @@ def _loaded(job: Job, site: SiteConfig) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _batches(task: Task, config: JobConfig, steps: int) -> list[Batch]:
-    made = stream(task, config.training, 0, steps * config.training.accumulate)
+    made = prefetched_batches(task, config.training, 0, steps * config.training.accumulate)
     found = list(made)
     made.close()
     return found

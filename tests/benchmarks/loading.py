@@ -47,7 +47,7 @@ from consilium.data.loading import Loading
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.tasks.base import Batch
 from consilium.tasks.segmentation.task import SegmentationTask
-from consilium.training.loop import stream
+from consilium.training.loop import prefetched_batches
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 SIDE, LARGE, COUNT, BATCH = 1024, 1600, 24, 4
@@ -121,7 +121,7 @@ def waiting(folder: Path) -> None:
         epoch(made)
         shares = []
         for turn in range(TURNS):
-            with closing(stream(made, config, turn, 30)) as batches:
+            with closing(prefetched_batches(made, config, turn, 30)) as batches:
                 waited = sum(_waited(batches) for _ in range(30))
             shares.append(waited / (waited + 30 * STEP))
         print(

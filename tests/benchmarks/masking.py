@@ -87,7 +87,7 @@ class Round:
         began = time.process_time()
         attempt.unmask(parties, survivors, masks, order)
         opening = time.process_time() - began
-        self.collector.forget(attempt)
+        self.collector.delete_phase_attempts(attempt)
         return self.site, opening
 
     def _timed(self, name: str, do: Callable[[], Any]) -> Any:

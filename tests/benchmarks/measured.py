@@ -64,13 +64,13 @@ def noise_over_signal(cell: Cell) -> float:
 
 def of_the_noise(plan: Plan, sites: int) -> float:
     """Return the ratio of a sum's noise variance to the variance that the plan counts. More sites may add noise."""
-    return sites / plan.shares if plan.by_step else 1.0
+    return sites / plan.shares if plan.is_distributed_dpsgd else 1.0
 
 
 def drawn(plan: Plan, units: int) -> float:
     """Return how many records or patients a step draws on average from `units` of them."""
     divisor = getattr(plan.config, "divisor", None)
-    return divisor if plan.by_step and divisor else plan.event.sample_rate * units
+    return divisor if plan.is_distributed_dpsgd and divisor else plan.event.sample_rate * units
 
 
 NOISE = "noise / signal"
@@ -90,7 +90,7 @@ def measured(cell: Cell, measure: str) -> float:
     events = map(json.loads, (cell.folder / "metrics.jsonl").read_text().splitlines())
     values = [event["values"][measure] for event in events if event["event"] == "diagnostics" and measure in event["values"]]
     if not values:
-        raise KeyError(f"{cell.name}: measured no {measure!r}")
+        raise KeyError(f"{cell.display_name}: measured no {measure!r}")
     return float(values[-1])
 
 

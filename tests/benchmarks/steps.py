@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.client.evaluator import remember_embeddings
-from consilium.client.site_data import site_data
+from consilium.client.evaluator import enable_embedding_cache
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.federation.job import build_model, build_task
@@ -66,8 +66,8 @@ def embeddings(folder: Path) -> tuple[Step, Step]:
     raw["adapter"] = {"rank": 4, "targets": r"mask_decoder\.transformer\..*\.(q_proj|v_proj)"}
     config, site = JobConfig.model_validate(raw), SiteConfig(cache=CacheConfig(folder=folder), workers=0)
     model = build_model(config, site).train()
-    known, plain = (build_task(config, site_data(config, "site-1", site, folder), site) for _ in range(2))
-    remember_embeddings(config, model, known)
+    known, plain = (build_task(config, load_site_data(config, "site-1", site, folder), site) for _ in range(2))
+    enable_embedding_cache(config, model, known)
     batch = plain.batch([0, 1, 2, 3], 0)
     assert all(tensor.requires_grad for tensor in adapter_state.tensors(model).values())
     return lambda: known.loss(model, batch).backward(), lambda: plain.loss(model, batch).backward()

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from consilium.cli.privacy_ledger import claim_of
+from consilium.cli.privacy_ledger import privacy_claim_text
 from consilium.config.site import load_site
 from tests.conftest import JOBS, run, small_cells, small_config
 
@@ -156,12 +156,12 @@ def test_errors_are_one_line_and_exit_code_2(
 
 def test_a_private_run_has_a_claim_or_says_where_to_find_it(small: Path, tmp_path: Path) -> None:
     """Of record level only the sites know it; without privacy there is none."""
-    assert claim_of(tmp_path) is None
+    assert privacy_claim_text(tmp_path) is None
     raw = yaml.safe_load(small.read_text()) | {"privacy": {"unit": "record", "noise_multiplier": 1}}
     small.write_text(yaml.safe_dump(raw))
-    assert claim_of(tmp_path) == f"record level, each site by its own data: consilium privacy ledger {tmp_path}"
+    assert privacy_claim_text(tmp_path) == f"record level, each site by its own data: consilium privacy ledger {tmp_path}"
     (tmp_path / "privacy.json").write_text('{"claim": "epsilon 3 at delta 1e-05"}')
-    assert claim_of(tmp_path) == "epsilon 3 at delta 1e-05"
+    assert privacy_claim_text(tmp_path) == "epsilon 3 at delta 1e-05"
 
 
 def test_data_check_of_a_folder_of_all_sites_and_its_report(

@@ -36,7 +36,7 @@ from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
-from consilium.flare.job.recipe import export_job
+from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit import key_lock
 from consilium.flare.kit.evidence_archive import verify
 from consilium.flare.kit.processes import free_port
@@ -45,7 +45,7 @@ from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit_log, ledger
 from consilium.privacy.ledger.audit_log import FILE, AuditLog
-from consilium.report.tables import size
+from consilium.report.tables import size_text
 from consilium.runtime.engine import simulate
 from tests.cli.browser import Tab, browse
 from tests.conftest import run, small_config
@@ -212,7 +212,7 @@ def test_sites_page_has_numbers_of_audit_and_ledger(
     expected = [
         "secret",
         str(len(messages)),
-        size(total),
+        size_text(total),
         "clip 1.0, multiplier 2.0",
         f"{last:.4g} at delta 1e-05",
         "unaltered",
@@ -309,7 +309,7 @@ def test_no_number_is_shown_without_a_whole_ledger(how: str, kit: Path) -> None:
 def test_job_with_hostile_files_does_not_hide_the_page(content: bytes, kit: Path, tmp_path: Path) -> None:
     (kit / "local/site.yaml").write_text("approve: digest\n")
     app = kit / JOB / "app_clinic"
-    shutil.copytree(export_job(small_config("fedit"), tmp_path / "job", ["clinic"]) / "app", app)
+    shutil.copytree(export_simulation_job(small_config("fedit"), tmp_path / "job", ["clinic"]) / "app", app)
     (kit / JOB / "meta.json").write_text(json.dumps({"job_id": JOB, "name": "small"}))
     (app / "config" / "config_fed_client.json").write_bytes(content)
     assert "none: the job cannot run here" in kit_pages.overview(kit)
@@ -320,7 +320,7 @@ def test_approvals_wait_and_are_given(kit: Path, tmp_path: Path, monkeypatch: py
     assert "asks for no approval" in kit_pages.overview(kit)
     settings.write_text("approve: digest\n")
     app = kit / JOB / "app_clinic"
-    shutil.copytree(export_job(small_config("fedit"), tmp_path / "job", ["clinic"]) / "app", app)
+    shutil.copytree(export_simulation_job(small_config("fedit"), tmp_path / "job", ["clinic"]) / "app", app)
     meta = {"job_id": JOB, "name": "small", "experiment": f"{EVIL} 7", "submitter_name": "a@hub.example", "submit_time": 0}
     (kit / JOB / "meta.json").write_text(json.dumps(meta))
     page, digest = kit_pages.overview(kit), approval.digest(app, load_job(app / approval.JOB))

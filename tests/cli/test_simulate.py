@@ -19,7 +19,7 @@ from consilium.cli.main import main
 from consilium.cli.simulate import site_names
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.simulated_sites import record_sites
+from consilium.federation.simulated_sites import sites_record
 from consilium.report.live_view import LiveView
 from tests.conftest import JOBS, small_config
 
@@ -246,7 +246,7 @@ def test_what_a_run_keeps_of_its_sites() -> None:
         "settings": SiteConfig(device="cpu"),
     }
     lists = {"generated": None, "one": ["/e.json"], "two": ["/d/b.json", "/d/x.json"], "settings": []}
-    assert record_sites(sites) == (lists, {"generated": "", "one": "", "two": " ", "settings": ""})
+    assert sites_record(sites) == (lists, {"generated": "", "one": "", "two": " ", "settings": ""})
 
 
 def test_ctrl_c_before_the_first_round_and_with_flare(

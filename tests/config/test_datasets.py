@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from consilium.client.build import build_guard
-from consilium.client.site_data import ledger_dataset_name, site_data
+from consilium.client.site_data import ledger_dataset_name, load_site_data
 from consilium.config.data import DatasetConfig
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, find_site, load_site
@@ -39,13 +39,13 @@ def two(path: Path) -> SiteConfig:
 def test_a_job_gets_the_set_that_it_names(tmp_path: Path) -> None:
     both = two(tmp_path)
     for name, count in (("old", 3), ("new", 5)):
-        assert len(site_data(job(dataset=name), "a", both, tmp_path).splits["training"]) == count
+        assert len(load_site_data(job(dataset=name), "a", both, tmp_path).splits["training"]) == count
 
 
 @pytest.mark.parametrize(("wanted", "told"), [("other", "the job wants data set 'other'"), (None, "names none of several")])
 def test_a_job_that_names_another_or_none_is_refused_in_one_line(wanted: str | None, told: str, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=f"{told}.*new, old") as caught:
-        site_data(job(dataset=wanted), "a", two(tmp_path), tmp_path)
+        load_site_data(job(dataset=wanted), "a", two(tmp_path), tmp_path)
     assert "\n" not in str(caught.value)
     assert caught.value.reason is Reason.DATASET
     assert not {"old", "new", str(tmp_path)} & set(caught.value.reason.text.split())
@@ -53,19 +53,19 @@ def test_a_job_that_names_another_or_none_is_refused_in_one_line(wanted: str | N
 
 def test_the_short_form_has_no_name_to_be_asked_for(tmp_path: Path) -> None:
     one = SiteConfig(datalist=make_phantoms(tmp_path / "a", "fundus", "a", 0, 2, 1, 1, 64, 0.5, 0.5))
-    assert len(site_data(job(), "a", one, tmp_path).splits["training"]) == 2
+    assert len(load_site_data(job(), "a", one, tmp_path).splits["training"]) == 2
     with pytest.raises(RefusedError, match="it has one without a name"):
-        site_data(job(dataset="fundus"), "a", one, tmp_path)
+        load_site_data(job(dataset="fundus"), "a", one, tmp_path)
     with pytest.raises(RefusedError, match="it has none"):
-        site_data(job(dataset="fundus"), "a", SiteConfig(), tmp_path)
+        load_site_data(job(dataset="fundus"), "a", SiteConfig(), tmp_path)
 
 
 def test_a_single_named_set_needs_no_naming(tmp_path: Path) -> None:
     path = make_phantoms(tmp_path / "a", "fundus", "a", 0, 2, 1, 1, 64, 0.5, 0.5)
     one = site(tmp_path, datasets={"fundus": {"datalist": str(path)}})
     for data in ({}, {"dataset": "fundus"}):
-        assert len(site_data(job(**data), "a", one, tmp_path).splits["training"]) == 2
-        assert ledger_dataset_name(job(**data), "a", one, site_data(job(**data), "a", one, tmp_path)) == "fundus"
+        assert len(load_site_data(job(**data), "a", one, tmp_path).splits["training"]) == 2
+        assert ledger_dataset_name(job(**data), "a", one, load_site_data(job(**data), "a", one, tmp_path)) == "fundus"
 
 
 def test_phantoms_never_stand_in_for_a_set_that_is_named() -> None:
@@ -120,7 +120,9 @@ def test_budgets_are_by_set_unless_the_site_says_otherwise(tmp_path: Path) -> No
     both, named = two(tmp_path), {n: job(dataset=n) for n in ("old", "new")}
 
     def ledgers(where: SiteConfig) -> list[str]:
-        return [ledger_dataset_name(config, "a", where, site_data(config, "a", where, tmp_path)) for config in named.values()]
+        return [
+            ledger_dataset_name(config, "a", where, load_site_data(config, "a", where, tmp_path)) for config in named.values()
+        ]
 
     assert ledgers(both) == ["old", "new"]
     shared = {name: one.model_copy(update={"patients": "eyes"}) for name, one in both.datasets.items()}
@@ -160,7 +162,7 @@ def test_a_simulations_folder_may_hold_a_site_with_several(tmp_path: Path) -> No
     (tmp_path / "data" / "a").mkdir(parents=True)
     two(tmp_path / "data" / "a")
     found = find_site("a", Given(tmp_path / "data"))
-    assert len(site_data(job(dataset="new"), "a", found, tmp_path).splits["training"]) == 5
+    assert len(load_site_data(job(dataset="new"), "a", found, tmp_path).splits["training"]) == 5
 
 
 def test_a_kits_site_yaml_keeps_label_values_whole() -> None:

@@ -51,7 +51,7 @@ def test_the_jobs_of_all_studies_written_out_are_the_same_jobs() -> None:
     for path in sorted((JOBS / "studies").glob("*.yaml")):
         for cell in load(path).cells()[::7]:
             config = cell.load()
-            assert JobConfig.model_validate(config.model_dump()) == config, cell.name
+            assert JobConfig.model_validate(config.model_dump()) == config, cell.display_name
 
 
 @pytest.mark.parametrize("job", sorted(path.name for path in JOBS.iterdir() if (path / "app").is_dir()))

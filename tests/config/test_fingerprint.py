@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from consilium.config.privacy import SitePartnersConfig
-from consilium.core.schema import read_fingerprint
+from consilium.core.schema import fingerprint_digits
 
 DIGITS = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
 COLONS = "00:01:02:03:04:05:06:07:08:09:0A:0B:0C:0D:0E:0F:10:11:12:13:14:15:16:17:18:19:1A:1B:1C:1D:1E:1F"
@@ -30,7 +30,7 @@ BASE64 = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
     ],
 )
 def test_one_fingerprint_in_all_usual_forms(text: str) -> None:
-    assert read_fingerprint(text) == DIGITS
+    assert fingerprint_digits(text) == DIGITS
     assert SitePartnersConfig(partners={"clinic": text}).partners == {"clinic": DIGITS}
 
 
@@ -54,7 +54,7 @@ def test_one_fingerprint_in_all_usual_forms(text: str) -> None:
 )
 def test_what_is_no_fingerprint_is_told_as_that(text: str) -> None:
     with pytest.raises(ValueError, match="is not a SHA-256 fingerprint, which has 64 hex digits") as error:
-        read_fingerprint(text)
+        fingerprint_digits(text)
     assert "\n" not in str(error.value)
     with pytest.raises(ValidationError, match="is not a SHA-256 fingerprint"):
         SitePartnersConfig(partners={"clinic": text})

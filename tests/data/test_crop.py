@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
-from consilium.client.site_data import cropped, site_data
+from consilium.client.site_data import load_site_data, with_cropped_pictures
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
@@ -86,19 +86,19 @@ def test_what_is_checked_is_the_whole_picture(tmp_path: Path) -> None:
 
 def test_training_parts_follow_the_seed_and_scored_ones_do_not() -> None:
     data = DataList(Path("d.json"), {split: tuple(Item(Path(f"{n}.png"), None) for n in range(6)) for split in SPLITS})
-    one, again, other = (cropped(data, 32, seed) for seed in (1, 1, 2))
+    one, again, other = (with_cropped_pictures(data, 32, seed) for seed in (1, 1, 2))
     assert one == again
     assert one.splits["test"] == other.splits["test"]
     assert one.splits["validation"] == other.splits["validation"]
     assert not {i.crop for i in one.splits["training"]} & {i.crop for i in other.splits["training"]}
     assert len({i.crop for i in one.splits["training"]}) == 6
-    assert cropped(data, None, 1) is data
+    assert with_cropped_pictures(data, None, 1) is data
 
 
 def test_the_same_name_in_another_folder_is_cut_alike_and_planes_of_a_volume_too() -> None:
     items = [Item(Path("a/v.nii"), None, n) for n in (0, 1)] + [Item(Path("b/v.nii"), None, 5)]
     tiles = [Item(Path("a/p.tif"), None, tile=(x, 0, 64, 64)) for x in (0, 64)]
-    data = cropped(DataList(Path("d"), {"training": (*items, *tiles), "validation": (), "test": ()}), 16, 0)
+    data = with_cropped_pictures(DataList(Path("d"), {"training": (*items, *tiles), "validation": (), "test": ()}), 16, 0)
     planes, parts = data.splits["training"][:3], data.splits["training"][3:]
     assert len({item.crop for item in planes}) == 1
     assert len({item.crop for item in parts}) == 2
@@ -115,7 +115,7 @@ def test_tiles_and_a_crop_are_refused_together() -> None:
 def test_a_job_s_crop_reaches_its_sites(tmp_path: Path) -> None:
     raw = small_cells("fedit").model_dump()
     config = JobConfig.model_validate(raw | {"task": raw["task"] | {"crop": 32}})
-    found = site_data(config, "site-1", SiteConfig(), tmp_path).splits
+    found = load_site_data(config, "site-1", SiteConfig(), tmp_path).splits
     assert {item.crop.side for items in found.values() for item in items} == {32}
 
 
@@ -187,7 +187,7 @@ def test_a_volume_s_distances_are_of_its_crop(grid: str, tmp_path: Path) -> None
     guess[29, 19, 0] = True
     entry = volume(tmp_path, "v", guess, reference, np.diag([0.5, 2.0, 3.0, 1.0]))
     task = scored(tmp_path, [entry], Crop(8, 0.999, 0.999), 8, scores={"per": "volume", "grid": grid})
-    found = task.evaluate(Bright(), "test", 2, distances=True)
+    found = task.evaluate(Bright(), "test", 2, full=True)
     assert found["hd95_mm"] == pytest.approx(np.hypot(1.5, 6.0))
 
 

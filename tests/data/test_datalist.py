@@ -55,12 +55,12 @@ def test_errors_name_file_entry_and_remedy(content: object, message: str, tmp_pa
 def test_labels_may_be_classes(tmp_path: Path) -> None:
     entries = [{"image": "a.png", "label": label} for label in (2, "burr", "m.png")]
     path = write(tmp_path, {"training": entries}, "a.png", "m.png")
-    assert [i.label for i in read_datalist(path, classes=True).splits["training"]] == [2, "burr", "m.png"]
-    assert [i.label for i in read_datalist(path, classes=None).splits["training"]] == [2, "burr", tmp_path / "m.png"]
+    assert [i.label for i in read_datalist(path, labels_are_classes=True).splits["training"]] == [2, "burr", "m.png"]
+    assert [i.label for i in read_datalist(path, labels_are_classes=None).splits["training"]] == [2, "burr", tmp_path / "m.png"]
     with pytest.raises(DataError, match=r"training\[1\]: .*burr: no such file"):
         read_datalist(path)
     with pytest.raises(DataError, match=r"training\[0\]: label True is neither"):
-        read_datalist(write(tmp_path, {"training": [{"image": "a.png", "label": True}]}, "a.png"), classes=True)
+        read_datalist(write(tmp_path, {"training": [{"image": "a.png", "label": True}]}, "a.png"), labels_are_classes=True)
 
 
 def test_a_volume_s_file_may_have_the_four_gigabytes_that_a_volume_may(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def fill(folder: Path, *files: str) -> Path:
 
 def test_splits_by_their_usual_names_and_nothing_else(tmp_path: Path) -> None:
     fill(tmp_path, "train/b/1.png", "train/a/2.JPG", "val/a/3.tif", "test/b/4.nii.gz", "test/b/notes.txt", "README.md")
-    data = read_datalist(tmp_path, classes=True)
+    data = read_datalist(tmp_path, labels_are_classes=True)
     assert [(i.image.name, i.label) for i in data.splits["training"]] == [("2.JPG", "a"), ("1.png", "b")]
     assert [(i.image.name, i.label) for i in data.splits["validation"]] == [("3.tif", "a")]
     assert [(i.image.name, i.label) for i in data.splits["test"]] == [("4.nii.gz", "b")]

@@ -15,7 +15,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import disk_cache as cache_folder, disk_cache as fingerprint, images, nifti, volumes
-from consilium.data.check_samples import check_and_find_vanished, without_faults
+from consilium.data.check_samples import check_and_find_vanished, without_bad_samples
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.disk_cache import DiskCache
 from consilium.data.loading import Loading, prefetch
@@ -195,7 +195,7 @@ def test_a_look_finds_all_but_bad_pixels_and_names_the_file(tmp_path: Path) -> N
     Image.fromarray(np.zeros((9, 9), np.uint8)).save(items[2].label)
     Image.fromarray(np.full((40, 40), 77, np.uint8)).save(items[3].label)
     break_pixels(items[4].image)
-    found = without_faults(data, look, "", None)
+    found = without_bad_samples(data, look, "", None)
     assert [item.image for item in found.splits["training"]] == [items[n].image for n in (0, 4, 5)]
     assert found.skipped == 3
     with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
@@ -209,12 +209,12 @@ def test_what_passed_is_not_looked_at_again_until_it_changes(tmp_path: Path, mon
     data, looked = made(tmp_path / "site"), []
     for _ in range(2):
         store = DiskCache(tmp_path / cache_folder.FOLDER, 10**4)
-        without_faults(data, lambda item: looked.append(item.name) or look(item), "", store)
+        without_bad_samples(data, lambda item: looked.append(item.name) or look(item), "", store)
     assert len(looked) == 7
     data.splits["training"][2].label.write_bytes(b"no mask")
-    assert without_faults(data, look, "", store).skipped == 1
-    assert len(without_faults(data, look, "", store).splits["training"]) == 4
-    without_faults(data, lambda item: looked.append(item.name), "another job", store)
+    assert without_bad_samples(data, look, "", store).skipped == 1
+    assert len(without_bad_samples(data, look, "", store).splits["training"]) == 4
+    without_bad_samples(data, lambda item: looked.append(item.name), "another job", store)
     assert len(looked) == 14
 
 

@@ -135,7 +135,7 @@ def test_lists_summary_and_picture_are_written(pictures: Path, tmp_path: Path) -
     summary = partition(pictures, tmp_path / "out", 3, 0.5, 0, 2, ["d"])
     assert json.loads((tmp_path / "out/partition.json").read_text()) == summary
     assert summary["classes"] == ["a", "b", "c"]
-    lists = [read_datalist(tmp_path / f"out/site-{i}/datalist.json", classes=True) for i in (1, 2, 3)]
+    lists = [read_datalist(tmp_path / f"out/site-{i}/datalist.json", labels_are_classes=True) for i in (1, 2, 3)]
     for one, counts in zip(lists, summary["training"].values(), strict=True):
         labels = [item.label for item in one.splits["training"]]
         assert {c: labels.count(c) for c in "abc"} == counts
@@ -155,7 +155,8 @@ def test_without_the_test_split_all_else_is_the_same(
         assert run(monkeypatch, "data", "partition", pictures, tmp_path / name, *asked, *more) == 0
     for site in ("site-1", "site-2", "site-3"):
         whole, choosing = (
-            read_datalist(tmp_path / name / site / "datalist.json", classes=True).splits for name in ("whole", "choosing")
+            read_datalist(tmp_path / name / site / "datalist.json", labels_are_classes=True).splits
+            for name in ("whole", "choosing")
         )
         assert choosing == whole | {"test": ()}
         assert len(whole["test"]) == 8

@@ -117,7 +117,7 @@ def test_the_command_takes_a_folder_or_its_file(
 def test_local_splits_are_tenths_of_each_share_and_the_common_test_lies_beside(source: Path, tmp_path: Path) -> None:
     """1,500 records over 30 sites: 50 each, of which 40 to train, 5 to validate, 5 to test; every record once."""
     out = tmp_path / "out"
-    summary = partition_texts(source, out, 30, None, 0, 8, local=True)
+    summary = partition_texts(source, out, 30, None, 0, 8, local_splits=True)
     parts = {s: [lines(out / f"site-{i}/{s}.jsonl") for i in range(1, 31)] for s in ("training", "validation", "test")}
     assert {s: {len(one) for one in found} for s, found in parts.items()} == {"training": {40}, "validation": {5}, "test": {5}}
     everything = [line for s in ("training", "validation") for line in lines(source / f"{s}.jsonl") if line]
@@ -125,14 +125,14 @@ def test_local_splits_are_tenths_of_each_share_and_the_common_test_lies_beside(s
     assert lines(out / "common_test.jsonl") == lines(source / "test.jsonl")
     assert summary["local"] is True
     again = tmp_path / "again"
-    partition_texts(source, again, 30, None, 0, 8, local=True)
+    partition_texts(source, again, 30, None, 0, 8, local_splits=True)
     assert (again / "site-7/test.jsonl").read_bytes() == (out / "site-7/test.jsonl").read_bytes()
 
 
 def test_a_patients_records_are_at_one_site_and_in_one_of_its_splits(tmp_path: Path) -> None:
     records = ({"instruction": f"note {i}", "output": "x", "patient": f"p{i % 40}"} for i in range(120))
     write(tmp_path / "set", "training.jsonl", *records)
-    partition_texts(tmp_path / "set", tmp_path / "out", 4, None, 0, 8, local=True)
+    partition_texts(tmp_path / "set", tmp_path / "out", 4, None, 0, 8, local_splits=True)
     whose = {path: {json.loads(line)["patient"] for line in lines(path)} for path in (tmp_path / "out").glob("site-*/*.jsonl")}
     assert {path.stem: len(who) for path, who in whose.items()} == {"training": 8, "validation": 1, "test": 1}
     assert sorted(one for who in whose.values() for one in who) == sorted(f"p{i}" for i in range(40))

@@ -244,9 +244,9 @@ def test_a_name_follows_a_change_that_leaves_size_and_time(tmp_path: Path, monke
 
 def test_passed_checks_are_known_to_other_processes_and_go_with_the_cache(tmp_path: Path) -> None:
     kept = store(tmp_path)
-    assert not kept.passed(NAME)
+    assert not kept.has_passed(NAME)
     kept.note_passed(NAME)
-    assert store(tmp_path).passed(NAME)
+    assert store(tmp_path).has_passed(NAME)
     assert kept.get(NAME) is None
     cache_folder.clear_cache(kept.folder)
     assert not kept.folder.exists()

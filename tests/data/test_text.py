@@ -10,7 +10,7 @@ from consilium.config.site import Given, find_site, is_site_folder
 from consilium.core.errors import DataError
 from consilium.data.check import check_texts
 from consilium.data.text import read_records, read_texts
-from consilium.tasks.language.answers import plain_answer
+from consilium.tasks.language.answers import canonical_answer
 from tests.data.writing import write
 
 
@@ -95,7 +95,7 @@ def test_a_final_answer_may_be_a_number(tmp_path: Path) -> None:
     """As JSON has them; all are read as one exact number, see the language task."""
     given = ["12", "0.5", "1e-5", "-3"]
     write(tmp_path, "training.jsonl", *[f'{{"input": "a", "output": "b", "final_answer": {one}}}' for one in given])
-    found = [plain_answer(str(text.final_answer)) for text in read_texts(tmp_path).splits["training"]]
+    found = [canonical_answer(str(text.final_answer)) for text in read_texts(tmp_path).splits["training"]]
     assert found == ["12", "1/2", "1/100000", "-3"]
 
 

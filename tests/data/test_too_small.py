@@ -189,7 +189,7 @@ def test_a_run_says_it_before_training_and_in_its_table(tmp_path: Path) -> None:
     ]
     assert max(warned) < kinds.index("metrics")
     record = read_run(tmp_path / "run")
-    table = results_table(record.closing, record.scores, "small")
+    table = results_table(record.latest_scores, record.scores, "small")
     assert "per image, original grid" in table.title
     (note,) = (one for one in table.notes if "nothing of a class is left at the model's size" in one)
     assert note.endswith(": ward 1 test of lesion, ward 2 training of lesion")

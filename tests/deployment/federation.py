@@ -41,7 +41,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
-from consilium.flare.job.recipe import export_job
+from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit import processes
 from consilium.flare.kit.local_federation import ADMIN, LEAD, SERVER, LocalFederation
 from consilium.flare.kit.processes import free_port
@@ -152,7 +152,7 @@ class Federation(LocalFederation):
 
     def export(self, config: JobConfig) -> Path:
         """Return a config-only job folder."""
-        return export_job(config, self.folder / "jobs" / f"{config.name}-{time.monotonic_ns()}")
+        return export_simulation_job(config, self.folder / "jobs" / f"{config.name}-{time.monotonic_ns()}")
 
     def submit(self, job: Path, user: str = "") -> str:
         """Submit a job folder through FLARE's own API and return its id."""

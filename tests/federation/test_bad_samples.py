@@ -11,7 +11,7 @@ from rich.console import Console
 
 from consilium.adapters import adapter_state
 from consilium.client.build import build_guard, build_site
-from consilium.client.site_data import site_data, watch_files
+from consilium.client.site_data import load_site_data, watch_files
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import ConsiliumError, DataError
@@ -24,7 +24,7 @@ from consilium.data.text import Text
 from consilium.federation.job import assemble_job
 from consilium.privacy.dpsgd import DpSgd
 from consilium.report.results_table import results_table
-from consilium.report.tables import terminal
+from consilium.report.tables import terminal_table
 from consilium.runtime.engine import simulate
 from consilium.tasks.registry import TASKS
 from consilium.tasks.report import ReportConfig
@@ -96,12 +96,12 @@ def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: di
 def test_an_entry_without_its_file_is_left_out_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = site(tmp_path / "a", bad_samples="skip")
     (tmp_path / "a" / "Muster_Erika_training_1.png").unlink()
-    data = site_data(config(), "a", settings, tmp_path / "run")
+    data = load_site_data(config(), "a", settings, tmp_path / "run")
     assert (len(data.splits["training"]), data.skipped) == (4, 1)
-    assert site_data(config(), "a", settings, tmp_path / "run") == data
+    assert load_site_data(config(), "a", settings, tmp_path / "run") == data
     assert caplog.text.count("no such file") == 2
     with pytest.raises(DataError, match="no such file"):
-        site_data(config(), "a", settings.model_copy(update={"bad_samples": "refuse"}), tmp_path / "run")
+        load_site_data(config(), "a", settings.model_copy(update={"bad_samples": "refuse"}), tmp_path / "run")
 
 
 def test_a_task_that_leaves_no_picture_out_needs_them_all(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
     header(tmp_path / "a", 1)
     pixels(tmp_path / "a", 2)
     job, folder = assemble_job(config()), tmp_path / "run"
-    data = site_data(job.config, "a", settings, folder)
+    data = load_site_data(job.config, "a", settings, folder)
     guard = build_guard(job, "a", settings, folder, folder, quiet, data=data)
     header(tmp_path / "a", 3)  # what is found once holds for both
     made = build_site(job, "a", settings, folder, quiet, data=data)
@@ -153,7 +153,7 @@ def closing(folder: Path) -> dict[str, dict[str, float]]:
 def shown(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines below the closing table."""
     console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(terminal(results_table(results, TASKS["segmentation"].scores(config().task), "job"), 100))
+    console.print(terminal_table(results_table(results, TASKS["segmentation"].scores(config().task), "job"), 100))
     return [line.strip() for line in console.export_text().splitlines() if "left out" in line]
 
 

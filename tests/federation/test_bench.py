@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.site import SiteConfig
 from consilium.federation.job import assemble_job, build_task
 from tests.benchmarks import job_steps as benches
@@ -41,7 +41,7 @@ def test_the_medians_interval_is_that_of_its_tables(count: int, left_out: int) -
 def test_the_bare_loop_is_the_same_training(tmp_path: Path) -> None:
     """Its adapter ends where ours does, on equal batches: to what fused Adam's roundings make of lr 3e-3 in two steps."""
     config, site = small_cells("fedit", optimizer="adamw", weight_decay=0.1, accumulate=2), SiteConfig(device="cpu")
-    task, job = build_task(config, site_data(config, "site-1", site, tmp_path)), assemble_job(config)
+    task, job = build_task(config, load_site_data(config, "site-1", site, tmp_path)), assemble_job(config)
     batches = benches._batches(task, config, 2)
     (model, ours), ready = benches._loaded(job, site), benches.PreloadedTask(task, batches, task.num_samples)
     start = {name: tensor.detach().clone() for name, tensor in ours.items()}

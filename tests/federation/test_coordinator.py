@@ -18,7 +18,7 @@ from consilium.federation.job import Job, assemble_job
 from consilium.report.run_record import read_run
 from consilium.report.untrusted_files import read_lines
 from consilium.runtime.engine import LocalTransport
-from consilium.server.checks import check_next
+from consilium.server.checks import check_next_state
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
@@ -217,7 +217,7 @@ def test_a_job_that_no_site_can_run_is_to_be_changed(small_job: MakeJob, tmp_pat
         server.start()
         server.refuse("site-0", Reason.JOB.text)
         broken = Mock(side_effect=other("model.dtype: this model casts numbers"))
-        transport = LocalTransport(server, {"site-1": Mock(begin=Mock(return_value=broken))})
+        transport = LocalTransport(server, {"site-1": Mock(prepare_ask=Mock(return_value=broken))})
         transport.ask(Kind.TRAIN, {"site-1": server.sent["site-1"]}, Mock())
         with pytest.raises(ConsiliumError, match=match):
             server.conclude()
@@ -241,7 +241,7 @@ def test_who_only_tests_is_never_asked_to_train_and_makes_no_quorum(small_job: M
     server.welcome(Hello("late", 5, False, __version__))
     assert server.start().keys() == {"site-0", "late"}
     assert server.evaluation_payloads() == {}
-    assert server.final_payloads().keys() == {"site-0", "late", "aside"}
+    assert server.start_final_evaluation().keys() == {"site-0", "late", "aside"}
 
 
 def test_sampling_is_fixed_by_seed_and_round_not_by_registration_order(tmp_path: Path) -> None:
@@ -393,9 +393,9 @@ WRONG_MERGES: dict[str, Callable[[ServerState], object]] = {
 def test_a_merge_that_returns_no_next_state_is_one_line(message: str) -> None:
     before = ServerState(0, 0, {"a": torch.zeros(2, 3)}, {})
     after = replace(before, round=1)
-    check_next(FedIT(), before, after)
+    check_next_state(FedIT(), before, after)
     with pytest.raises(ConsiliumError, match=rf"strategy 'fedit': aggregate\(\) {message}"):
-        check_next(FedIT(), before, WRONG_MERGES[message](after))
+        check_next_state(FedIT(), before, WRONG_MERGES[message](after))
 
 
 def test_why_results_do_not_merge_is_said(small_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

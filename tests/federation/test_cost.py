@@ -29,7 +29,7 @@ def costs() -> dict[str, Cost]:
     ],
 )
 def test_sam_vit_b_rank_8_paper_targets(strategy: str, trainable: int, total: int, costs: dict[str, Cost]) -> None:
-    assert (costs[strategy].trainable, costs[strategy].total) == (trainable, total)
+    assert (costs[strategy].trainable, costs[strategy].total_parameters) == (trainable, total)
     assert costs[strategy].bytes_up == 4 * costs[strategy].up
 
 
@@ -62,7 +62,7 @@ def test_table_3_to_the_last_digit_printed(
     raw = load_job(JOBS / "fundus_fediat").model_dump() | {"strategy": strategy, "adapter": adapter}
     job = assemble_job(JobConfig.model_validate(raw))
     own = compare(job)[0]
-    assert (f"{own.trainable / 1e6:.2f}", f"{own.total / 1e6:.2f}") == (trainable, total)
+    assert (f"{own.trainable / 1e6:.2f}", f"{own.total_parameters / 1e6:.2f}") == (trainable, total)
     assert describe_trained_tensors(job.config.adapter, job.initial) == trains
 
 
@@ -99,8 +99,8 @@ def test_biomedclip_counts_the_head_and_leaves_out_what_does_not_fit() -> None:
     raw["adapter"] = {"rank": 8, "alpha": 8}
     found = {c.strategy: c for c in compare(assemble_job(JobConfig.model_validate(raw)))}
     pairs, head = 12 * 3 * 8 * 768, 5 * 512 + 5
-    assert found["fedit"].total == 2 * (2 * pairs + head)
-    assert found["fedsa_lora"].total == 2 * pairs
+    assert found["fedit"].total_parameters == 2 * (2 * pairs + head)
+    assert found["fedsa_lora"].total_parameters == 2 * pairs
     assert found["ffa_lora"].trainable == pairs + head
     assert not [name for name in found if name.startswith("fediat")]
 
@@ -162,5 +162,5 @@ def test_unequal_ranks_cost_by_tier_and_on_average() -> None:
     assert [costs[f"fedhera {tier}"].down / each for tier in ("low", "medium", "high")] == [8, 12, 16]
     assert costs["fedhera mean"].down == round(each * (8 + 12 + 16) / 3)
     assert costs["flexlora mean"].down == costs["flexlora mean"].up == round(each * (2 + 4 + 8) / 3)
-    assert costs["fedhomolora mean"].total == 4 * each
+    assert costs["fedhomolora mean"].total_parameters == 4 * each
     assert "fedit" not in costs

@@ -28,7 +28,7 @@ from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.costs import cost_table
 from consilium.report.live_view import LiveView, progress, refusal_time_text
 from consilium.report.page.run_page import run_page
-from consilium.report.run_record import read_finished, read_run
+from consilium.report.run_record import read_finished_run, read_run
 from consilium.report.untrusted_files import read_lines
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
@@ -93,10 +93,10 @@ def test_a_run_ends_when_the_mean_has_not_improved_and_says_so(tmp_path: Path) -
     seen: list[Mapping[str, Any]] = []
     server = opened(job_of(), tmp_path, seen=seen.append)
     for scores in FOUR:
-        assert not server.done
+        assert not server.is_done
         phase(server, scores)
-    assert server.done
-    assert {payload.round for payload in server.final_payloads().values()} == {4}
+    assert server.is_done
+    assert {payload.round for payload in server.start_final_evaluation().values()} == {4}
     expected = {"round": 4, "rounds": 10, "validations": 2, "best_round": 1}
     assert seen[-1] == {"event": "ended", **expected}
     told = progress(tmp_path)
@@ -118,17 +118,17 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
         server.close()
     last = opened(job_of(), tmp_path / "broken", resume=True)
     phase(last, FOUR[3])
-    assert (last.done, last.validations) == (True, whole.validations)
-    last.final_payloads()
+    assert (last.is_done, last.validations) == (True, whole.validations)
+    last.start_final_evaluation()
     last.close()
     again = opened(job_of(), tmp_path / "broken", resume=True)
-    assert again.done
-    again.final_payloads()
+    assert again.is_done
+    again.start_final_evaluation()
     again.finish()
     assert progress_line(progress(tmp_path / "broken")).startswith(ENDED)
     again.close()
     longer = opened(job_of(rounds=20), tmp_path / "broken", resume=True)  # it would have ended there as well
-    assert longer.done
+    assert longer.is_done
 
 
 def test_the_order_in_which_sites_report_changes_nothing(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_only_rounds_that_validate_count(tmp_path: Path) -> None:
         phase(server, scores)
     assert server.validations == Validations("dice", 0.5, 1, 0)
     phase(server, [0.4, 0.4])
-    assert server.done
+    assert server.is_done
 
 
 def test_it_goes_by_the_metric_of_the_first_validation(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_the_last_round_is_no_early_end(tmp_path: Path) -> None:
     server = opened(job_of(rounds=2, patience=1), tmp_path)
     phase(server, [0.5, 0.5])
     phase(server, [0.4, 0.4])
-    server.final_payloads()
-    assert server.done
+    server.start_final_evaluation()
+    assert server.is_done
     assert progress(tmp_path)["ended"] is None
 
 
@@ -173,9 +173,9 @@ def test_a_round_of_two_phases_is_never_cut(tmp_path: Path) -> None:
     server = opened(job_of("deer", patience=1), tmp_path)
     for scores in [(0.5, 0.5), (0.9, 0.9), (0.4, 0.4)]:
         phase(server, scores)
-    assert (server.validations, server.state.phase, server.done) == (Validations("dice", 0.5, 0, 1), 1, False)
+    assert (server.validations, server.state.phase, server.is_done) == (Validations("dice", 0.5, 0, 1), 1, False)
     phase(server, [0.9, 0.9])
-    assert (server.state.round, server.state.phase, server.done) == (2, 0, True)
+    assert (server.state.round, server.state.phase, server.is_done) == (2, 0, True)
 
 
 def test_a_warm_up_does_not_count(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_without_any_score_the_run_goes_on_and_says_it_once(tmp_path: Path) -> N
     seen: list[Mapping[str, Any]] = []
     server = opened(job_of(rounds=4, patience=1, every=2), tmp_path, seen=seen.append)
     for _ in range(4):
-        assert not server.done
+        assert not server.is_done
         phase(server, [1.0, 1.0], metric="train/loss")
     (said,) = [one["text"] for one in seen if one["event"] == "warning"]
     assert said.startswith("training.validate.patience: no site told a validation score")
@@ -265,7 +265,7 @@ def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str],
     told = json.loads(capsys.readouterr().out)["ended"]
     assert told == {"round": 2, "rounds": 6, "validations": 1, "best_round": 0}
     assert f"finished: {SAID}" in run_page(read_run(folder))
-    ((group,), _) = group_comparable([read_finished(folder)])
+    ((group,), _) = group_comparable([read_finished_run(folder)])
     sheet = cost_table(group)
     assert [row[4] for row in sheet.rows] == ["2 of 6"]
     assert f"fedit, seed 0: {SAID}" in sheet.notes
@@ -287,7 +287,7 @@ def test_a_site_forgets_its_masks_keys_at_an_early_end_too(tmp_path: Path) -> No
     record.parent.mkdir(parents=True)
     record.write_text("{}")
     for at, there in (((2, HELD_OUT), "{}"), ((2, 0), '{"ended": true}')):
-        Masking.end(guard, AuthorizedTask(Kind.EVALUATE, "run", Payload(*at, {})))
+        Masking.delete_keys_if_final(guard, AuthorizedTask(Kind.EVALUATE, "run", Payload(*at, {})))
         assert record.read_text() == there
 
 

@@ -39,8 +39,8 @@ def test_in_process_no_result_is_held_while_the_next_site_trains(
     job = small_job(strategy)
     server = coordinator(job, tmp_path, 4)
     living = watched(server, monkeypatch)
-    member = SimpleNamespace(begin=lambda what, run, payload: lambda: update(job, 0.1, payload.round))
-    RunLoop(server, LocalTransport(server, dict.fromkeys(server.sites, member))).phase()
+    member = SimpleNamespace(prepare_ask=lambda what, run, payload: lambda: update(job, 0.1, payload.round))
+    RunLoop(server, LocalTransport(server, dict.fromkeys(server.sites, member))).run_phase()
     assert len(living) == 4
     assert any(living) is keeps
     server.close()

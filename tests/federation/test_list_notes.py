@@ -7,7 +7,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
@@ -26,7 +26,7 @@ def test_a_job_validates_on_the_lowest_fold_unless_records_are_private_and_the_l
     path.write_text(json.dumps(made))
     privacy = unit and {"unit": unit, "epsilon": 8, "clip": 1.0}
     config = JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy})
-    found = site_data(config, "site-1", SiteConfig(datalist=path), tmp_path)
+    found = load_site_data(config, "site-1", SiteConfig(datalist=path), tmp_path)
     counts = {split: len(items) for split, items in found.splits.items()}
     if unit in ("record", "patient"):  # no record may decide the split of others
         assert counts == {"training": 4, "validation": 0, "test": 1}
@@ -53,6 +53,6 @@ def test_site_yaml_says_where_the_voxels_of_a_job_lie(tmp_path: Path) -> None:
     config = config.model_copy(update={"task": task})
     for affine, planes in (("sform", 4), ("qform", 6)):
         site = SiteConfig(datalist=path, nifti_affine=affine)
-        assert len(site_data(config, "site-1", site, tmp_path).splits["training"]) == planes
+        assert len(load_site_data(config, "site-1", site, tmp_path).splits["training"]) == planes
     with pytest.raises(DataError, match="nifti_affine: qform or nifti_affine: sform into site"):
-        site_data(config, "site-1", SiteConfig(datalist=path), tmp_path)
+        load_site_data(config, "site-1", SiteConfig(datalist=path), tmp_path)

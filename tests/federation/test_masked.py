@@ -141,8 +141,8 @@ class Federation:
     def run(self, resume: bool = False) -> Coordinator:
         coordinator, rounds = self.server(resume)
         try:
-            while not coordinator.done:
-                RunLoop(coordinator, LocalTransport(coordinator, self.members), rounds).phase()
+            while not coordinator.is_done:
+                RunLoop(coordinator, LocalTransport(coordinator, self.members), rounds).run_phase()
         finally:
             coordinator.close()
         return coordinator
@@ -243,10 +243,10 @@ def test_without_noise_who_comes_after_the_first_round_takes_no_part(tmp_path: P
     late = Federation(job_of(secure={}), tmp_path / "late", identities)
     newcomer = late.members.pop("site-1")
     coordinator, rounds = late.server()
-    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).run_phase()
     coordinator.welcome(newcomer.ask(Kind.HELLO, coordinator.run))
     late.members["site-1"] = newcomer
-    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).run_phase()
     three = Federation(job_of(), tmp_path / "three", identities)
     del three.members["site-1"]
     assert same_state(coordinator, three.run())
@@ -277,8 +277,8 @@ def test_where_all_sites_are_ahead_of_the_server_nobody_is_told_to_resume(
         LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
 
     assert rounds is not None
-    while not coordinator.done:
-        rounds.phase(ask, lambda: None)
+    while not coordinator.is_done:
+        rounds.run_phase(ask, lambda: None)
     coordinator.close()
     shutil.rmtree(home / "server")
     shutil.move(kept, home / "server")
@@ -293,7 +293,7 @@ def test_where_a_site_has_lost_its_state_and_a_sum_needs_it_a_new_run_is_to_be_b
     job, home = job_of(secure={"threshold": 4}), tmp_path / "run"
     first = Federation(job, home, identities)
     coordinator, rounds = first.server()
-    RunLoop(coordinator, LocalTransport(coordinator, first.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, first.members), rounds).run_phase()
     coordinator.close()
     (lost,) = (path for path in (home / "sites" / NAMES[0]).rglob("masks") if "phantoms" not in path.parts)
     shutil.rmtree(lost.parent)
@@ -316,8 +316,8 @@ def test_an_attempt_that_fails_is_cancelled_and_tried_again_once(tmp_path: Path,
         LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
 
     assert rounds is not None
-    while not coordinator.done:
-        rounds.phase(ask, lambda: None)
+    while not coordinator.is_done:
+        rounds.run_phase(ask, lambda: None)
     assert same_state(coordinator, plain())
 
 
@@ -346,9 +346,9 @@ def test_a_server_killed_amid_any_step_goes_on_to_the_same_end(
 
     assert rounds is not None
     if step != "hello":
-        rounds.phase(ask, lambda: None)
+        rounds.run_phase(ask, lambda: None)
     with pytest.raises(Killed):
-        rounds.phase(ask, lambda: None)
+        rounds.run_phase(ask, lambda: None)
     coordinator.close()
     again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=step != "hello")
     assert same_state(again.run(resume=True), plain())
@@ -365,16 +365,16 @@ def test_a_resumed_server_takes_the_update_of_a_site_that_is_gone(tmp_path: Path
 
     assert rounds is not None
     with pytest.raises(Killed):
-        rounds.phase(ask, lambda: None)
+        rounds.run_phase(ask, lambda: None)
     coordinator.close()
     again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=True)
     del again.members["site-2"]
     resumed, rounds = again.server(resume=True)
     assert rounds is not None
-    rounds.phase(LocalTransport(resumed, again.members).ask, lambda: None)
+    rounds.run_phase(LocalTransport(resumed, again.members).ask, lambda: None)
     bare = Federation(job_of(), tmp_path / "plain", identities)
     first, _ = bare.server()
-    RunLoop(first, LocalTransport(first, bare.members)).phase()
+    RunLoop(first, LocalTransport(first, bare.members)).run_phase()
     assert same_state(resumed, first)
     assert "site-2" not in resumed.sites
 
@@ -394,7 +394,7 @@ def test_the_server_sees_masks_and_in_private_jobs_no_number_of_a_site(tmp_path:
         LocalTransport(coordinator, federation.members).ask(kind, messages, look, enough)
 
     assert rounds is not None
-    rounds.phase(ask, lambda: None)
+    rounds.run_phase(ask, lambda: None)
     assert len(seen) == 4
     for payload in seen:
         assert payload.tensors.keys() == {MASKED}
@@ -440,7 +440,7 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
 def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, identities: Path) -> None:
     federation = Federation(job_of(secure={}), tmp_path, identities)
     coordinator, rounds = federation.server()
-    RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).run_phase()
     home = next((tmp_path / "sites/site-1").glob("*/masks/masks.json")).parent
     (home.parent / "state.safetensors").write_bytes(b"what a real site keeps")
     home.rename(tmp_path / "lost")
@@ -451,7 +451,7 @@ def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, ident
         Kind.MASKS, coordinator.run, {"step": "hello"}
     )  # a new key, which is not in the roster
     with pytest.raises(ConsiliumError, match="3 of 4 sites have prepared, a sum needs 4"):
-        RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
+        RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).run_phase()
     refusals = [e["reason"] for e in federation.events if e["event"] == "refused" and e["site"] == "site-1"]
     assert "the roster's entry of 'site-1' is not this site's own" in refusals[0]
 

@@ -23,7 +23,7 @@ from consilium.estimates.memory import StepMemory, memory_of, remedies, replace_
 from consilium.federation.job import assemble_job, build_model, kinds_of
 from consilium.models.low_precision import frozen_linear
 from consilium.report.private_logging import OF_DATA
-from consilium.training.device import autocast, multiplies_bf16
+from consilium.training.device import autocast, has_native_bf16
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
 
 MAKERS: dict[str, Callable[..., JobConfig]] = {"sam": small_config, "clip": small_cells, "causal_lm": small_text}
@@ -170,12 +170,12 @@ def test_fit_names_what_to_set(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_bf16_is_no_remedy_on_a_processor_that_emulates_it(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(memory, "has_native_bf16", lambda: False)
     found = [*remedies(_job("causal_lm", 2), gpu=gpu)]
     assert any("bf16" in name for name, _ in found) is gpu
     assert any(one.training.precision == "bf16" for _, one in found) is gpu
     assert ("dtype=nf4" in found[-1][0], len(found)) == (True, 4 if gpu else 3)
-    monkeypatch.setattr(memory, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(memory, "has_native_bf16", lambda: True)
     assert next(name for name, _ in remedies(_job("causal_lm", 2), gpu=False)).startswith("model.dtype=bf16")
 
 
@@ -192,12 +192,12 @@ def test_instructions_for_bf16_are_asked_of_the_own_kind_of_processor(
     machine: str, x86: bool, arm: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's answer for ARM is true on x86 processors that emulate. The names that it has them under are there."""
-    assert isinstance(multiplies_bf16(), bool)
+    assert isinstance(has_native_bf16(), bool)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: x86)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: arm)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert multiplies_bf16() is expected
+    assert has_native_bf16() is expected
 
 
 def test_on_a_cpu_the_process_is_counted_and_activations_are_those_of_32_bits() -> None:
@@ -213,8 +213,8 @@ def test_on_a_cpu_the_process_is_counted_and_activations_are_those_of_32_bits() 
 
 
 def test_fit_predicts_the_process_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.cli.cost.multiplies_bf16", lambda: False)
-    monkeypatch.setattr(memory, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr("consilium.cli.cost.has_native_bf16", lambda: False)
+    monkeypatch.setattr(memory, "has_native_bf16", lambda: False)
     assert run(monkeypatch, "fit", JOBS / "quickstart_text", "--device", "cpu") == 0
     said = capsys.readouterr().out
     assert "activations + process = peak" in said
@@ -257,7 +257,7 @@ def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(
     job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
     monkeypatch.setattr(machine_check.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr(machine_check, "pick_device", lambda wanted: torch.device("cpu"))
-    monkeypatch.setattr(memory, "multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr(memory, "has_native_bf16", lambda: multiplies)
     found = machine_check.examine_memory(job, SiteConfig())
     assert isinstance(found, str) is (remedy is None)
     if isinstance(found, Finding):

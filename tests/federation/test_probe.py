@@ -39,7 +39,9 @@ def model() -> torch.nn.Module:
 
 def measured(model: torch.nn.Module, **limits: float) -> dict[str, float]:
     ids = torch.arange(40).reshape(2, 20)
-    return capacity_probe.measured_ranks(CapacityConfig(**limits), model, WANTED.rank, lambda: model(ids, labels=ids).loss)
+    return capacity_probe.measure_affordable_ranks(
+        CapacityConfig(**limits), model, WANTED.rank, lambda: model(ids, labels=ids).loss
+    )
 
 
 def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:
@@ -105,7 +107,7 @@ def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(site.context.task, "batch", batch)
     monkeypatch.setattr(
         capacity_probe,
-        "measured_ranks",
+        "measure_affordable_ranks",
         lambda limits, model, most, measured: {"memory": float(measured().detach()) * 0 + most},
     )
     for _ in range(2):  # measured once a run

@@ -232,7 +232,7 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     main, other = (build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     values = {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in adapter_state.values(main.model).items()}
-    main.load(values)
+    main.load_values(values)
     trained = {name for name in values if name.endswith("lora_B")}
     for name, one in adapter_state.tensors(main.model).items():
         one.requires_grad_(name in trained)
@@ -252,7 +252,7 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     rank.start()
     child: Any = SimpleNamespace(pipe=own)
     made.children, made._group = [child], join_process_group(rendezvous_store(tmp_path, 2), 0, 2, SOON)
-    joint = made.joint_task(main.task, values, trained, 1.0)
+    joint = made.start_joint_task(main.task, values, trained, 1.0)
     for factor in (1.0, 3.0):  # the other rank has the values of rank 0 at each step
         with torch.no_grad():
             for one in live:
@@ -337,14 +337,14 @@ def test_a_block_is_asked_of_all_ranks_but_not_within_a_step_nor_for_gradients(j
     pipes = [Pipe() for _ in range(2)]
     children: Any = [SimpleNamespace(pipe=own) for own, _ in pipes]
     made.children, made.together = children, True
-    made._request_block(3)
+    made._request_block_parts(3)
     made.together = False
     with pytest.raises(ConsiliumError, match="wants gradients outside of its steps") as refused:
-        made._request_block(3)
+        made._request_block_parts(3)
     assert refused.value.reason is Reason.POLICY
     assert not any(other.poll() for _, other in pipes)
     with torch.no_grad():
-        made._request_block(3)
+        made._request_block_parts(3)
     assert [receive(other) for _, other in pipes] == [BlockRequest(3)] * 2
 
 

@@ -39,7 +39,7 @@ class Recorded(LocalTransport):
                 Kind.TRAIN: lambda message: update(job, 0.1, message.round),
                 Kind.EVALUATE: lambda message: Payload(message.round, message.phase, {}),
             }
-            return SimpleNamespace(begin=lambda kind, run, message: lambda: answers[kind](message))
+            return SimpleNamespace(prepare_ask=lambda kind, run, message: lambda: answers[kind](message))
 
         super().__init__(server, {name: site(name) for name in SITES})
 
@@ -64,7 +64,7 @@ def test_every_step_of_a_run_is_asked_once_and_in_order(tmp_path: Path) -> None:
     assert whom[0] == whom[5] == set(SITES)
     for held_out, trainers in (whom[1:3], whom[3:5]):
         assert (len(held_out), len(trainers), held_out & trainers) == (1, 2, set())
-    assert server.done
+    assert server.is_done
     assert (tmp_path / "results.json").is_file()
 
 
@@ -80,7 +80,7 @@ def test_a_site_that_fails_or_answers_nonsense_is_refused_and_the_others_are_ask
         raise RefusedError("site-0: its disk is full", Reason.LEDGER)
 
     answers = {"site-0": fails, "site-1": lambda: update(job, float("nan")), "site-2": lambda: update(job, 0.1)}
-    members: Any = {name: SimpleNamespace(begin=lambda *words, answer=answer: answer) for name, answer in answers.items()}
+    members: Any = {name: SimpleNamespace(prepare_ask=lambda *words, answer=answer: answer) for name, answer in answers.items()}
     payloads = server.start()
     LocalTransport(server, members).ask(Kind.TRAIN, payloads, server.accept)
     refused = {event["site"]: event["reason"] for event in events if event["event"] == "refused"}

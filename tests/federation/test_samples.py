@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from consilium.client.site_data import limit_training, site_data
+from consilium.client.site_data import limit_training, load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, Item
@@ -47,7 +47,7 @@ def test_seed_and_site_draw_other_samples_and_the_other_splits_stay() -> None:
 def test_a_job_says_how_many(tmp_path: Path) -> None:
     raw = small_cells("fedit").model_dump()
     whole, few = (JobConfig.model_validate(raw | {"data": raw["data"] | {"most_training": most}}) for most in (None, 2))
-    found = [site_data(one, "site-1", SiteConfig(), tmp_path).splits for one in (whole, few)]
+    found = [load_site_data(one, "site-1", SiteConfig(), tmp_path).splits for one in (whole, few)]
     assert len(found[0]["training"]) > 2
     assert len(found[1]["training"]) == 2
     assert set(found[1]["training"]) < set(found[0]["training"])
@@ -68,7 +68,7 @@ def test_samples_answer_no_question_in_a_private_job_and_one_of_statistics(
 ) -> None:
     config = JobConfig.model_validate(small_cells("fedit").model_dump() | sections)
     options = {"quiet": True} if asked else {}
-    assert site_data(config, "site-1", SiteConfig(), tmp_path, **options).loading.ignore_unfit is quiet
+    assert load_site_data(config, "site-1", SiteConfig(), tmp_path, **options).loading.ignore_unfit is quiet
 
 
 def test_statistics_of_a_part_are_refused() -> None:
@@ -81,8 +81,8 @@ def test_statistics_of_a_part_are_refused() -> None:
 def test_site_yaml_says_how_samples_are_read(tmp_path: Path) -> None:
     config, cache = small_cells("fedit"), tmp_path / "disk"
     given = SiteConfig(workers=3, bad_samples="skip", cache={"folder": cache, "gigabytes": 0.5})
-    found = site_data(config, "a", given, tmp_path, tmp_path / "root").loading
+    found = load_site_data(config, "a", given, tmp_path, tmp_path / "root").loading
     assert (found.folder, found.most, found.workers, found.skip) == (cache, 500_000_000, 3, True)
     for root, folder in ((tmp_path / "root", tmp_path / "root"), (None, tmp_path)):
-        found = site_data(config, "a", SiteConfig(), tmp_path, root).loading
+        found = load_site_data(config, "a", SiteConfig(), tmp_path, root).loading
         assert (found.folder, found.workers, found.skip) == (folder, min(MOST_WORKERS, torch.get_num_threads()), False)

@@ -17,7 +17,7 @@ from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.core.schema import validate
 from consilium.federation.job import assemble_job
-from consilium.server.aggregation import RoundAggregate, aggregate_results, robust_mean, step
+from consilium.server.aggregation import RoundAggregate, aggregate_results, robust_mean, server_optimizer_step
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
@@ -62,7 +62,7 @@ def test_three_rounds_are_a_plain_loops(server: dict[str, Any]) -> None:
     strategy, state = FedIT(), ServerState(0, 0, {"w": torch.zeros(3, dtype=torch.float64)}, {})
     for update in MEANS:
         before = {name: moment.clone() for name, moment in state.optimizer.items()}
-        after = strategy.aggregate(*step(ServerConfig(**server), state, {"w": torch.from_numpy(update)}))
+        after = strategy.aggregate(*server_optimizer_step(ServerConfig(**server), state, {"w": torch.from_numpy(update)}))
         assert all(torch.equal(before[name], moment) for name, moment in state.optimizer.items())  # the old state stands
         state = after
     assert state.shared["w"].numpy() == pytest.approx(numpy_loop(server), rel=1e-12)
@@ -74,17 +74,19 @@ def test_one_step_by_hand() -> None:
     state, mean = ServerState(0, 0, {"w": torch.zeros(1)}, {}), {"w": torch.tensor([3.0])}
     options = {"lr": 2.0, "beta1": 0.5, "beta2": 0.75, "tau": 1.0}
     for name, expected in (("adam", 3 / (math.sqrt(3) + 1)), ("yogi", 3 / (math.sqrt(3.25) + 1))):
-        assert step(ServerConfig(optimizer=name, **options), state, mean)[1]["w"].item() == pytest.approx(expected)
+        assert server_optimizer_step(ServerConfig(optimizer=name, **options), state, mean)[1]["w"].item() == pytest.approx(
+            expected
+        )
     momentum = ServerConfig(optimizer="momentum", lr=2.0, beta1=0.5)
-    after, steps = step(momentum, state, mean)
+    after, steps = server_optimizer_step(momentum, state, mean)
     assert steps["w"].item() == 6.0
-    assert step(momentum, after, mean)[1]["w"].item() == 9.0  # m = 0.5 3 + 3
+    assert server_optimizer_step(momentum, after, mean)[1]["w"].item() == 9.0  # m = 0.5 3 + 3
 
 
 def test_without_an_optimizer_nothing_changes() -> None:
     state, mean = ServerState(0, 0, {"w": torch.zeros(1)}, {}), {"w": torch.ones(1)}
     for server in (ServerConfig(), ServerConfig(optimizer="momentum", beta1=0.0)):
-        after, steps = step(server, state, mean)
+        after, steps = server_optimizer_step(server, state, mean)
         assert steps["w"].item() == 1.0
         assert after is state or server.optimizer
 
@@ -95,7 +97,7 @@ def test_a_tensors_state_rests_while_the_other_factor_trains() -> None:
     state = strategy.initialize({a: torch.zeros(1, 1), b: torch.zeros(1, 1)})
     for name in (b, a, b):
         assert strategy.role(name, state.round, state.phase) is Role.SHARED
-        state = strategy.aggregate(*step(server, state, {name: torch.ones(1, 1)}))
+        state = strategy.aggregate(*server_optimizer_step(server, state, {name: torch.ones(1, 1)}))
     assert (state.shared[a].item(), state.shared[b].item()) == (1.0, 2.5)
 
 
@@ -104,12 +106,12 @@ def test_ranks_that_a_round_leaves_out_keep_their_state() -> None:
     server = ServerConfig(optimizer="momentum", beta1=0.5)
     state = ServerState(0, 0, {"x.lora_A": torch.zeros(2, 3)}, {})
     for rank in (2, 1, 2):
-        state, steps = step(server, state, {"x.lora_A": torch.ones(rank, 3)})
+        state, steps = server_optimizer_step(server, state, {"x.lora_A": torch.ones(rank, 3)})
     assert steps["x.lora_A"].tolist() == [[1.75] * 3, [1.5] * 3]
     strategy = DPDyLoRA()
     full = strategy.initialize({"x.lora_A": torch.zeros(2, 3), "x.lora_B": torch.zeros(3, 2)})
     update = {n: t for n, t in strategy.payload(full, SiteInfo("a", 1)).tensors.items()}
-    assert strategy.aggregate(*step(server, full, update)).round == 1
+    assert strategy.aggregate(*server_optimizer_step(server, full, update)).round == 1
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_one_site_carries_a_mean_away_and_no_median_and_what_is_taken_is_forgott
     for name, value in (("c", 1.0), ("a", 1e4), ("b", 1.1)):
         aggregate.add(SiteInfo(name, 10**6), Payload(0, 0, {"w": torch.tensor([value])}), 1, Payload(0, 0, {}))
     assert aggregate.take()["w"].item() == pytest.approx(mean)
-    for again in (aggregate.take, aggregate.sums):
+    for again in (aggregate.take, aggregate.take_sums):
         with pytest.raises(RefusedError, match="no site's update was accepted"):
             again()
 
@@ -149,9 +151,9 @@ def test_sums_and_single_results_are_forgotten_too() -> None:
     for name, weight in (("b", 3), ("a", 1)):
         sums.add(SiteInfo(name, 1), update, weight, update)
         single.add(SiteInfo(name, 1), update, weight, update)
-    assert sums.sums()["w"].item() == 2**37
+    assert sums.take_sums()["w"].item() == 2**37
     with pytest.raises(RefusedError, match="no site's update was accepted"):
-        sums.sums()
+        sums.take_sums()
     assert [(name, result.weight) for name, result in single.take().items()] == [("a", 1), ("b", 3)]
     assert single.take() == {}
 
@@ -203,7 +205,7 @@ def test_what_travels_untrained_is_no_descent(server: dict[str, Any]) -> None:
     state = ServerState(0, 0, {lora: torch.zeros(2), MEAN: torch.zeros(2)}, {})
     after = aggregate_results(job, state, {lora: mean.double(), MEAN: mean.double()})
     assert torch.equal(after.shared[MEAN], mean)
-    assert torch.equal(after.shared[lora], step(job.config.server, state, {lora: mean})[1][lora].float())
+    assert torch.equal(after.shared[lora], server_optimizer_step(job.config.server, state, {lora: mean})[1][lora].float())
     assert not torch.equal(after.shared[lora], mean)
     assert not any(MEAN in name for name in after.optimizer)
 

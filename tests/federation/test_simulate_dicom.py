@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
@@ -87,7 +87,7 @@ def _nothing_kept() -> None:
 def test_a_job_may_bring_dicom_hospitals_along(tmp_path: Path) -> None:
     phantoms = {"kind": "organ", "files": "dicom", "training": 2, "validation": 0, "test": 1}
     config = JobConfig.model_validate(job().model_dump() | {"data": {"phantoms": phantoms}})
-    splits = site_data(config, "site-1", SiteConfig(), tmp_path).splits
+    splits = load_site_data(config, "site-1", SiteConfig(), tmp_path).splits
     training = splits["training"]
     assert {item.axis for item in training} == {"axial"}
     assert len({item.patient for item in training}) == 1  # two studies of one patient

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.client.evaluator import remember_embeddings
-from consilium.client.site_data import site_data
+from consilium.client.evaluator import enable_embedding_cache
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.data import disk_cache as cache_folder
@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 def task_of(config: JobConfig, place: Path, gigabytes: float = 1.0) -> SegmentationTask:
     site = SiteConfig(cache=CacheConfig(folder=place / "cache", gigabytes=gigabytes), workers=0)
-    task = build_task(config, site_data(config, "site-1", site, place), site)
+    task = build_task(config, load_site_data(config, "site-1", site, place), site)
     assert isinstance(task, SegmentationTask)
     return task
 
@@ -64,7 +64,7 @@ def encoded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def trained(config: JobConfig, model: nn.Module, task: SegmentationTask) -> tuple[float, dict[str, Tensor], float]:
     """Return loss, adapter and validation loss of a round from a fixed start."""
     params = adapter_state.tensors(model)
-    adapter_state.load(model, {n: adapter_state.start(n, tuple(t.shape), 0) for n, t in params.items()})
+    adapter_state.load(model, {n: adapter_state.initial_tensor(n, tuple(t.shape), 0) for n, t in params.items()})
     found = train(model, task, params, set(params), config.training, 0, lambda step: None, {}, lambda done: None)
     return found["loss"], adapter_state.values(model), task.evaluate(model, "validation", 2)["loss"]
 
@@ -72,11 +72,11 @@ def trained(config: JobConfig, model: nn.Module, task: SegmentationTask) -> tupl
 def test_a_picture_is_encoded_once_for_all_steps_and_stages(model: nn.Module, place: Path, encoded: list[int]) -> None:
     config = frozen()
     task = task_of(config, place / "once")
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
     trained(config, model, task)
     assert encoded == [1] * 5  # four to train on, in six draws, and one to validate
     again = task_of(config, place / "once")  # another process
-    remember_embeddings(config, model, again)
+    enable_embedding_cache(config, model, again)
     trained(config, model, again)
     assert len(encoded) == 5
 
@@ -88,7 +88,7 @@ def test_what_is_kept_changes_no_bit_and_encoding_one_by_one_next_to_none(
     config = frozen()
     kept, unkept, plain = (task_of(config, place / "equal", size) for size in (1.0, 0.0, 0.0))
     for task in (kept, unkept):
-        remember_embeddings(config, model, task)
+        enable_embedding_cache(config, model, task)
     (loss, end, score), (other, others, scored), (batched, by_batch, _) = (
         trained(config, model, t) for t in (kept, unkept, plain)
     )
@@ -105,7 +105,7 @@ def test_augmented_pictures_are_encoded_anew_and_validation_ones_are_not(
 ) -> None:
     config = frozen(augment=True)
     task = task_of(config, place / "augmented")
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
     for _ in range(2):
         trained(config, model, task)
     assert encoded == [2, 2, 2, 1, 2, 2, 2]
@@ -115,7 +115,7 @@ def test_augmented_pictures_are_encoded_anew_and_validation_ones_are_not(
 def test_an_encoder_in_which_something_trains_runs(adapter: dict[str, Any], place: Path) -> None:
     config = JobConfig.model_validate(frozen().model_dump() | {"adapter": adapter})
     task = task_of(config, place / "other")
-    remember_embeddings(config, build_model(config, SiteConfig()), task)
+    enable_embedding_cache(config, build_model(config, SiteConfig()), task)
     assert task._embeddings is None
 
 
@@ -126,7 +126,7 @@ def test_a_strategy_that_looks_behind_the_encoder_has_it_run(
     task = task_of(config, place / "parts")
     traits = replace(config.strategy.traits, parts=frozenset({"a shift behind the encoder"}))
     monkeypatch.setattr(type(config.strategy), "traits", traits)
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
     assert task._embeddings is None
 
 
@@ -135,7 +135,7 @@ def test_files_are_the_users_alone_and_go_with_the_samples(model: nn.Module, pla
     task = task_of(config, site)
     task._samples("validation", 0)
     before = set((site / "cache" / cache_folder.FOLDER).glob("*.sample"))
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
     task.evaluate(model, "validation", 1)
     (new,) = set((site / "cache" / cache_folder.FOLDER).glob("*.sample")) - before
     assert stat.S_IMODE(new.stat().st_mode) == 0o600
@@ -147,7 +147,7 @@ def test_files_are_the_users_alone_and_go_with_the_samples(model: nn.Module, pla
 def test_another_encoder_or_precision_has_embeddings_of_its_own(place: Path, encoded: list[int], model: Any) -> None:
     config = frozen()
     task = task_of(config, place / "keys")
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
     image = torch.zeros(1, 3, 64, 64)
     first = task._embeddings(model, image)  # type: ignore[misc]
     with torch.autocast("cpu", torch.bfloat16):
@@ -156,7 +156,7 @@ def test_another_encoder_or_precision_has_embeddings_of_its_own(place: Path, enc
     changed = build_model(config, SiteConfig())
     with torch.no_grad():
         changed.image_encoder.pos_embed.add_(1.0)
-    remember_embeddings(config, changed, task)
+    enable_embedding_cache(config, changed, task)
     assert not torch.equal(task._embeddings(changed, image), first)  # type: ignore[misc]
 
 
@@ -165,7 +165,7 @@ def test_an_altered_embedding_is_made_again(model: nn.Module, place: Path, encod
     task = task_of(config, site)
     task._samples("validation", 0)
     before = set((site / "cache" / cache_folder.FOLDER).glob("*.sample"))
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
     whole = task.evaluate(model, "validation", 1)
     (new,) = set((site / "cache" / cache_folder.FOLDER).glob("*.sample")) - before
     new.write_bytes(new.read_bytes()[:-4] + b"\0\0\xff\x7f")
@@ -175,5 +175,5 @@ def test_an_altered_embedding_is_made_again(model: nn.Module, place: Path, encod
 
 def task_again(config: JobConfig, model: nn.Module, site: Path) -> SegmentationTask:
     task = task_of(config, site)
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
     return task

@@ -18,7 +18,7 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import Job, assemble_job, build_model, build_task
 from consilium.models.unet.network import build_unet
 from consilium.runtime.engine import simulate
-from consilium.training.loop import stream
+from consilium.training.loop import prefetched_batches
 from tests.conftest import small_config
 
 UNET = {"name": "unet", "variant": "resunet", "image_size": 32, "width": 2}
@@ -57,7 +57,7 @@ def local(job: Job, model: torch.nn.Module, start: Values, name: str, site: Site
     with torch.no_grad():
         for key, value in start.items():
             live[key].copy_(value)
-    for batch in stream(task, config.training, seed, config.training.steps_per_round(task.num_samples)):
+    for batch in prefetched_batches(task, config.training, seed, config.training.steps_per_round(task.num_samples)):
         distance = sum((live[key] - value).square().sum() for key, value in start.items())
         loss = task.loss(model, batch) + mu / 2 * distance
         gradients = torch.autograd.grad(loss, [live[key] for key in start], allow_unused=True)

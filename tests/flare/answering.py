@@ -62,7 +62,7 @@ class Federation(RoundController):
 
     def play_round(self, fl_ctx: FLContext) -> None:
         """Do the next round."""
-        self.sequence(fl_ctx).phase()
+        self.sequence(fl_ctx).run_phase()
         self.register(fl_ctx)
 
     def play_final(self, fl_ctx: FLContext) -> None:

@@ -17,7 +17,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import Given
 from consilium.core.storage import load_state
 from consilium.flare.job import wire
-from consilium.flare.job.recipe import export_job
+from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.job.simulation_settings import OUTPUT, write_settings
 from consilium.flare.job.simulator import Simulator
 from tests.flare import process_state
@@ -97,7 +97,7 @@ def exported(config: JobConfig, workspace: Path, edit: Edit, data: Path | None, 
         environment.setenv("CONSILIUM_JOB", str(workspace / "flare/source/job.yaml"))
         environment.setenv(OUTPUT, str(workspace.resolve()))
         write_settings(Given(data), workspace, [])
-        job = export_job(config, workspace, sites)
+        job = export_simulation_job(config, workspace, sites)
         edit(job / "app" / "config")
         yield job
 

@@ -20,7 +20,7 @@ from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.revocation import REFUSED, revoke
-from consilium.report.prometheus_text import exposition
+from consilium.report.prometheus_text import exposition_text
 from tests.conftest import run
 
 SITES = Path(__file__).parents[2] / "provisioning" / "sites.yml"
@@ -159,7 +159,7 @@ def test_a_site_that_was_revoked_before_its_first_heartbeat_is_listed_when_it_tr
     told = capsys.readouterr().out
     assert "revoked, never" in told
     assert "hospital-a: its credential was revoked" in told
-    assert 'consilium_refused{site="hospital-a",cause="revoked"} 1' in exposition(collect_metrics(kit), HELP)
+    assert 'consilium_refused{site="hospital-a",cause="revoked"} 1' in exposition_text(collect_metrics(kit), HELP)
     again = Attendance()
     again.handle_event(EventType.SYSTEM_BOOTSTRAP, fl_ctx)
     assert again._sites == {}

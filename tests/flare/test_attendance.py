@@ -20,7 +20,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import PROTOCOL
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import health, heartbeat_server
-from consilium.flare.kit.health import DATA_PERIOD, STEP, HealthReport, checked_health, gpus
+from consilium.flare.kit.health import DATA_PERIOD, STEP, HealthReport, checked_health, gpu_memory
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
@@ -183,10 +183,10 @@ def test_gpus_by_what_nvidias_tool_prints(
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(health, "PATIENCE", 0.5 if "sleep" in script else 10.0)
-    assert gpus() == found
+    assert gpu_memory() == found
     tool.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus() == []
+    assert gpu_memory() == []
 
 
 def test_a_hanging_disk_stops_health_and_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_invalid_server_certificate_names_the_clock(kit: Path, monkeypatch: pyte
     """Not as a firewall that opens TLS."""
     aged = ssl.SSLCertVerificationError("certificate verify failed: certificate is not yet valid")
     aged.verify_code = 9
-    monkeypatch.setattr("consilium.flare.kit.certificates.server_certificate", Mock(side_effect=aged))
+    monkeypatch.setattr("consilium.flare.kit.certificates.fetch_server_certificate", Mock(side_effect=aged))
     found = examine_server_connection(kit)
     assert "its certificate is not valid now, 20" in found.found
     assert found.remedy.startswith("set the clock, or at the hub: `consilium renew")
@@ -165,13 +165,13 @@ def test_site_waits_until_its_certificate_is_valid(
     monkeypatch.setattr(heartbeat_client.time, "sleep", later)
     begins, ends = opened(kit).not_valid_before_utc, opened(kit).not_valid_after_utc
     later(0)
-    heartbeat_client.await_certificate(kit)
+    heartbeat_client.await_valid_certificate(kit)
     assert told == [0, 60, 60]
     assert caplog.text.count(f"the kit's certificate is valid from {begins:%Y-%m-%d %H:%M}") == 2
     set_clock(monkeypatch, ends + timedelta(seconds=1), "heartbeat_client")
-    heartbeat_client.await_certificate(kit)
+    heartbeat_client.await_valid_certificate(kit)
     assert len(told) == 4
-    heartbeat_client.await_certificate(kit / "local")  # nothing to wait for
+    heartbeat_client.await_valid_certificate(kit / "local")  # nothing to wait for
     monkeypatch.chdir(kit)
     monkeypatch.setattr(sys, "argv", ["/nvflare/private/fed/app/client/worker_process.py"])
     heartbeat_client.AttendanceReport()  # of a job, at a site that is connected

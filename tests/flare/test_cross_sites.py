@@ -135,7 +135,7 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     matrix = CrossSites(server, job.config.cross_site, Saved("r", None, after))
     scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
     assert matrix.owners == ["gives"]
-    sent = matrix.shared_model_payloads()["gives"]
+    sent = matrix.start_shared_model_scoring()["gives"]
     assert matrix.num_scored == 0
     told = replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})
     assert "stale" in matrix.accept("gives", replace(told, phase=1))
@@ -144,9 +144,9 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
         assert "was not asked, or has answered already" in matrix.accept(name, told)
     assert matrix.num_scored == 1
     matrix.take_model("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))
-    sent = matrix.owner_model_payloads()["gives"]
+    sent = matrix.take_owner_model_payloads()["gives"]
     told = replace(sent, tensors={}, scalars={}, metrics=scores | {"test/personalized/dice": 0.25})
-    assert matrix.owner_model_payloads() == {}  # one model is scored once
+    assert matrix.take_owner_model_payloads() == {}  # one model is scored once
     assert matrix.accept("gives", told) is None
     matrix.finish()
     server.close()

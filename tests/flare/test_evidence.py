@@ -23,7 +23,7 @@ from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
 from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.federation.run_folders import STATE
-from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, check_chains, verify
+from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, verify, verify_chains
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.root_ca import fingerprints
 from consilium.privacy.accounting.composition import DISCRETE
@@ -362,13 +362,13 @@ def test_lost_rows_need_acceptance(cut: int, tmp_path: Path) -> None:
         ledger.spend(replace(ROW, round=round), {})
         record.add({"kind": "update", "round": round, "phase": 0, "ledger": ledger.seal()})
     whole = {"audit-1.jsonl": (tmp_path / FILE).read_bytes(), LEDGER: ledger.path.read_bytes()}
-    assert check_chains(whole) == {"messages": 2, "record": None, "rows": 2, "ledger": None}
+    assert verify_chains(whole) == {"messages": 2, "record": None, "rows": 2, "ledger": None}
     seals = ledger.seals()
     with sqlite3.connect(ledger.path) as db:
         db.execute("DELETE FROM releases WHERE rowid > ?", (cut,))
     found = {"audit-1.jsonl": whole["audit-1.jsonl"]} | ({LEDGER: ledger.path.read_bytes()} if cut else {})
-    assert check_chains(found)["ledger"].startswith("lacks rows: a record names the seal ")
-    assert check_chains(found | {ACCEPTED: json.dumps(seals).encode()})["ledger"] is None
+    assert verify_chains(found)["ledger"].startswith("lacks rows: a record names the seal ")
+    assert verify_chains(found | {ACCEPTED: json.dumps(seals).encode()})["ledger"] is None
 
 
 def test_void_claims_come_first(clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from consilium.client import approval
 from consilium.config.job import JobConfig, load_job
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.flare.job.recipe import export_job
+from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit.job_review import MARGIN, Review, review
 from tests.conftest import JOBS, run, small_config
 
@@ -34,7 +34,7 @@ def received(kit: Path, tmp_path: Path, config: JobConfig) -> Path:
     app = kit / "0c5d0bd4" / "app_clinic"
     shutil.rmtree(app.parent, ignore_errors=True)
     shutil.rmtree(tmp_path / "job", ignore_errors=True)
-    shutil.copytree(export_job(config, tmp_path / "job", ["clinic"]) / "app", app)
+    shutil.copytree(export_simulation_job(config, tmp_path / "job", ["clinic"]) / "app", app)
     (app.parent / "meta.json").write_text(json.dumps(WHO))
     return app
 

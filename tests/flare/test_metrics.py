@@ -22,7 +22,7 @@ from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit_log import FILE, AuditLog
-from consilium.report.prometheus_text import Sample, exposition
+from consilium.report.prometheus_text import Sample, exposition_text
 from consilium.report.run_files import LOCK, RunLog, has_process
 from tests.conftest import run, small_config
 
@@ -73,7 +73,7 @@ def crash(kit: Path) -> None:
 
 def numbers(kit: Path) -> dict[str, float]:
     """Return every number by its name and labels, as the text says it."""
-    text = exposition(collect_metrics(kit), HELP)
+    text = exposition_text(collect_metrics(kit), HELP)
     return {name: float(value) for name, value in re.findall(r"^([^#\s].*) (\S+)$", text, re.MULTILINE)}
 
 
@@ -212,7 +212,7 @@ def test_site_metrics(site: Path) -> None:
 
 def test_labels_are_escaped() -> None:
     """By the format's rules: backslash, line feed and double quote are escaped."""
-    assert exposition([Sample("x", float("inf"), {"a": 'C:\\d "q"\nb'})], {"x": "what"}) == (
+    assert exposition_text([Sample("x", float("inf"), {"a": 'C:\\d "q"\nb'})], {"x": "what"}) == (
         "# HELP consilium_x what\n# TYPE consilium_x gauge\n" + r'consilium_x{a="C:\\d \"q\"\nb"} +Inf' + "\n"
     )
 

@@ -45,7 +45,7 @@ def test_a_changed_source_is_refused_in_one_line(patch: Patch, monkeypatch: pyte
 @pytest.mark.parametrize("gone", [{"name": "Nobody.method"}, {"name": "nothing"}, {"module": "nvflare.no_such_module"}])
 def test_a_missing_name_is_refused(patch: Patch, gone: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"pip install nvflare==2\.9\.0"):
-        replace(patch, **gone).check()
+        replace(patch, **gone).checked_owner()
 
 
 @pytest.mark.parametrize("role", PATCHES)
@@ -55,7 +55,7 @@ def test_the_installed_flare_is_the_known_one(role: str) -> None:
 
 def test_a_wrapped_method_is_still_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two components wrap a server's heartbeat; each is called with what was there before it."""
-    owner, called = patches.SERVER_HEARTBEAT.check(), list[str]()
+    owner, called = patches.SERVER_HEARTBEAT.checked_owner(), list[str]()
     monkeypatch.setattr(owner, "heartbeat", owner.heartbeat)
 
     def around(name: str, method: object, *args: object) -> object:

@@ -169,7 +169,7 @@ def test_a_copy_has_only_what_a_fresh_kit_has(kit: Path, tmp_path: Path) -> None
     ):
         (kit / name).parent.mkdir(parents=True, exist_ok=True)
         (kit / name).write_text("1")
-    copied = deploy_prepare.copy_fresh(kit, tmp_path / "copy")
+    copied = deploy_prepare.copy_without_run_files(kit, tmp_path / "copy")
     assert {path.relative_to(copied) for path in copied.rglob("*") if not path.is_dir()} == fresh
 
 

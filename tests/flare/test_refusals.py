@@ -33,7 +33,7 @@ from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.private_log import log_failure, route_to_private_log
 from consilium.flare.kit import certificates, revocation
-from consilium.flare.kit.evidence_archive import check_chains, copy_ledger
+from consilium.flare.kit.evidence_archive import copy_ledger, verify_chains
 from consilium.privacy.ledger.audit_log import FILE
 from consilium.report.private_logging import OF_DATA
 from consilium.strategies.strategy import Role
@@ -245,7 +245,7 @@ def test_unreadable_resources_check_no_revocation(text: str, tmp_path: Path) -> 
 
 def test_malformed_records_are_reported(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff\xfe", b"null\n", b'{"kind": 7}\n'):
-        found = check_chains({FILE.replace(".jsonl", "-1.jsonl"): content, "ledger.sqlite": content or b"x" * 200})
+        found = verify_chains({FILE.replace(".jsonl", "-1.jsonl"): content, "ledger.sqlite": content or b"x" * 200})
         assert found["record"] or not content.strip()
         assert found["ledger"]
         assert "/tmp" not in found["ledger"]

@@ -59,7 +59,7 @@ def test_site_with_a_slow_process_is_registered_before_the_round_ends(tmp_path: 
 
         communicator.process_dead_client_report("site-2", fl_ctx)
         until(lambda: controller.get_client_disconnect_time("site-2") is not None)
-        registration._arrived({"site-2"})  # it has logged in again, and was sent the job again
+        registration._register_again({"site-2"})  # it has logged in again, and was sent the job again
         cancelled: Task = registration.sent["site-2"]
         until(lambda: cancelled.completion_status is not None)
         assert cancelled.completion_status == TaskCompletionStatus.CLIENT_DEAD

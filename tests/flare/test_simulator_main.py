@@ -178,7 +178,7 @@ def test_sites_fork_without_a_gpu(gpu: bool, method: str, tmp_path: Path, monkey
     monkeypatch.setattr(simulator_main.SiteProcess, "context", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(simulator_runner, "subprocess", subprocess)
     monkeypatch.setattr(simulator_runner, "time", time)
-    simulator_main.fork_site_processes(multiprocessing.Pipe()[0])
+    simulator_main.make_flare_fork_sites(multiprocessing.Pipe()[0])
     assert simulator_main.SiteProcess.context.get_start_method() == method
     assert simulator_runner.subprocess.Popen is simulator_main.SiteProcess
 

@@ -16,11 +16,11 @@ from consilium.core.linalg.lowrank import (
     Update,
     add,
     balanced_factors,
-    products,
     spectra,
     spectrum,
     weighted_sum_of_changes,
-    zero,
+    weighted_sum_of_products,
+    zero_update,
 )
 
 TIERS = [(4, 8)] * 3 + [(8, 16)] * 5 + [(12, 24)] * 2
@@ -72,7 +72,7 @@ def trained(found: Spectrum, tier: tuple[int, int], weight: float, seed: int) ->
 def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through both states: factors first, dense after some rounds; the third shape by Lanczos with its certificate."""
     monkeypatch.setattr(certified, "LIMIT", 0.9)
-    update, reference = zero(*shape), torch.zeros(*shape, dtype=torch.float64)
+    update, reference = zero_update(*shape), torch.zeros(*shape, dtype=torch.float64)
     dense = []
     for number in range(10):
         found = spectrum(update, 64)
@@ -111,7 +111,7 @@ def test_sites_of_one_round_share_their_start_and_others_do_not() -> None:
 
 def test_standard_aggregation_is_the_mean_of_products() -> None:
     changes = [Change(0.25, (), (randn(5, r, seed=r), randn(r, 4, seed=r + 1))) for r in (1, 3)]
-    left, right = products(changes, SCALE)
+    left, right = weighted_sum_of_products(changes, SCALE)
     assert torch.allclose(left @ right, sum(0.5 * c.end[0] @ c.end[1] for c in changes))
 
 
@@ -171,15 +171,15 @@ def counted_widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = shaped(600, 600, torch.ones(600).double())
     widths = counted_widths(monkeypatch)
-    assert certified.certified(matrix, 8, 1e-5, None) is None
+    assert certified.certified_spectrum(matrix, 8, 1e-5, None) is None
     assert widths == [64, 128, 192, 256]  # it ends at 0.375 of 600
     easy = shaped(600, 600, 0.9 ** torch.arange(600).double())
-    assert certified.certified(easy, 8, 1e-5, None) is not None
+    assert certified.certified_spectrum(easy, 8, 1e-5, None) is not None
     near = 0.9 ** torch.arange(600).double()
     near[8] = 0.99 * near[7]  # closer than the bound on what is left can tell: a ninth triplet is kept
-    assert certified.certified(shaped(600, 600, near), 8, 1e-5, None) is not None
-    monkeypatch.setattr(certified, "_certificate", lambda *_: None)
-    assert certified.certified(easy, 8, 1e-5, None) is None
+    assert certified.certified_spectrum(shaped(600, 600, near), 8, 1e-5, None) is not None
+    monkeypatch.setattr(certified, "_certify_spectrum", lambda *_: None)
+    assert certified.certified_spectrum(easy, 8, 1e-5, None) is None
     assert torch.allclose(spectrum(as_dense(easy), 8).values, 0.9 ** torch.arange(8).double(), atol=1e-5)
 
 
@@ -187,8 +187,8 @@ def test_a_direction_that_was_missed_is_found_out() -> None:
     """A guess that is orthogonal to the first singular vector, taken as if it were the answer."""
     matrix = shaped(600, 550, 0.9 ** torch.arange(550).double())
     u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
-    assert certified._certificate(matrix, u[:, :60], vt[:60], 8, 1e-5) is not None
-    assert certified._certificate(matrix, u[:, 1:60], vt[1:60], 8, 1e-5) is None
+    assert certified._certify_spectrum(matrix, u[:, :60], vt[:60], 8, 1e-5) is not None
+    assert certified._certify_spectrum(matrix, u[:, 1:60], vt[1:60], 8, 1e-5) is None
 
 
 @pytest.mark.parametrize("power", [0.1, 0.5, 2.0])
@@ -216,7 +216,7 @@ def test_a_guess_saves_nothing_in_truth() -> None:
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_zero_and_rank_deficient_updates(dense: bool) -> None:
-    empty = as_dense(torch.zeros(20, 30)) if dense else zero(20, 30)
+    empty = as_dense(torch.zeros(20, 30)) if dense else zero_update(20, 30)
     assert not spectrum(as_dense(torch.zeros(600, 560)), 8).values.any()
     found = spectrum(empty, 8)
     assert (found.left.shape, found.right.shape) == ((20, 8), (8, 30))
@@ -242,7 +242,7 @@ def test_values_of_up_to_four_roundings_are_none() -> None:
 
 
 def test_more_ranks_than_the_layer_has_are_not_there() -> None:
-    assert spectrum(zero(4, 6), 64).values.shape == (4,)
+    assert spectrum(zero_update(4, 6), 64).values.shape == (4,)
 
 
 @pytest.mark.parametrize("rank", [1, 7, 16])
@@ -304,7 +304,7 @@ def test_the_state_is_chosen_by_cost() -> None:
     assert 200 < width < 2049
     assert lowrank.dense_width_threshold(64, 48) <= 28  # never more numbers than the dense matrix
     assert lowrank.dense_width_threshold(1024, 4096) == lowrank.dense_width_threshold(4096, 1024)
-    update = add(zero(64, 48), (torch.ones(64, 5), torch.ones(5, 48)))
+    update = add(zero_update(64, 48), (torch.ones(64, 5), torch.ones(5, 48)))
     assert update.dense is None
     whole = add(update, (torch.ones(64, 40), torch.ones(40, 48)))
     assert whole.dense is not None
@@ -344,7 +344,7 @@ def test_alignments_with_an_update_are_over_all_layers_and_0_with_nothing(dense:
     sites["one"].append((torch.ones(1, 1), 3 * unit[:1]))
     sites["two"].append((torch.ones(1, 1), 0 * unit[1:]))
     assert lowrank.alignments_with(sites, updates) == pytest.approx([1, -1, 0, 5**-0.5])
-    assert lowrank.alignments_with(sites, {n: zero(1, 2) for n in rows}) == [0] * 4
+    assert lowrank.alignments_with(sites, {n: zero_update(1, 2) for n in rows}) == [0] * 4
 
 
 def test_the_margin_solves_its_equation() -> None:

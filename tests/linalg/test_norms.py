@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consilium.core.errors import RefusedError
-from consilium.core.linalg.norms import concat_small, non_finite, norm, norms
+from consilium.core.linalg.norms import concat_small, non_finite_names, norm, norms
 from consilium.server.aggregation import ExactMean
 
 SMALL = 2**14
@@ -43,13 +43,13 @@ def test_masked_integers_have_a_norm_too() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_holds_no_finite_number_is_named_and_nothing_beside_it(bad: float) -> None:
-    assert non_finite(MIXED) == []
+    assert non_finite_names(MIXED) == []
     wrong = {name: MIXED[name].clone() for name in ("b", "large", "half")}
     for one in wrong.values():
         one.view(-1)[-1] = bad
         assert not math.isfinite(norm({"one": one}))
-    assert sorted(non_finite(MIXED | wrong)) == ["b", "half", "large"]
-    assert non_finite(MIXED | {"b": wrong["b"]}) == ["b"]
+    assert sorted(non_finite_names(MIXED | wrong)) == ["b", "half", "large"]
+    assert non_finite_names(MIXED | {"b": wrong["b"]}) == ["b"]
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -74,7 +74,7 @@ def test_rotary_positions_that_follow_the_longest_text_are_refused_for_records(k
         {"default_rope_type": kind},
     ):
         config = _text({"model_type": "llama"} | one)
-        assert config.packs() == static
+        assert config.supports_packing() == static
         if static:
             config.check_per_sample_gradients()
             continue

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from consilium.adapters import adapter_state
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
@@ -34,7 +34,7 @@ def _step(config: JobConfig, precision: str, tmp_path: Any) -> tuple[float, dict
     """Return loss and gradients of the adapter after one batch."""
     torch.manual_seed(0)  # PEFT draws the first factors
     model = build_model(config, SiteConfig())
-    task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
+    task = build_task(config, load_site_data(config, "site-1", SiteConfig(), tmp_path))
     for name, tensor in adapter_state.tensors(model).items():
         if name.endswith(("lora_B", "up.weight")):
             torch.manual_seed(len(name))

@@ -20,7 +20,7 @@ from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from consilium.adapters import adapter_state
 from consilium.client.machine_check import examine_memory
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
@@ -129,7 +129,7 @@ def test_steps_are_those_over_a_float32_base_of_the_same_numbers(
     raw = MAKERS[kind]("fedit", local_steps=2, optimizer="sgd").model_dump()
     raw["adapter"]["dora"] = dora
     whole = JobConfig.model_validate(raw)
-    config, task = kept_as(whole, dtype), build_task(whole, site_data(whole, "site-1", SiteConfig(), tmp_path))
+    config, task = kept_as(whole, dtype), build_task(whole, load_site_data(whole, "site-1", SiteConfig(), tmp_path))
     packed, plain = build_model(config, SiteConfig()), build_model(whole, SiteConfig())
     with torch.no_grad():
         for name, weight in _numbers(packed).items():
@@ -137,14 +137,14 @@ def test_steps_are_those_over_a_float32_base_of_the_same_numbers(
     trained = [adapter_state.tensors(model) for model in (packed, plain)]
     kept = {n: p.detach().clone() for n, p in packed.named_parameters() if p.dtype in (torch.uint8, torch.int8)}
     for model, params in zip((packed, plain), trained, strict=True):
-        adapter_state.load(model, {n: adapter_state.start(n, tuple(t.shape), 0) for n, t in params.items()})
+        adapter_state.load(model, {n: adapter_state.initial_tensor(n, tuple(t.shape), 0) for n, t in params.items()})
         train(model, task, params, set(params), whole.training, 0, lambda step: None, {}, lambda done: None)
     now = dict(packed.named_parameters())
     assert len(kept) > 8
     assert all(torch.equal(tensor, now[name]) for name, tensor in kept.items())
     assert {tensor.dtype for tensor in trained[0].values()} == {torch.float32}
     assert all(torch.allclose(trained[0][n], trained[1][n], atol=1e-5) for n in trained[0])
-    assert any(not torch.equal(t, adapter_state.start(n, tuple(t.shape), 0)) for n, t in trained[0].items())
+    assert any(not torch.equal(t, adapter_state.initial_tensor(n, tuple(t.shape), 0)) for n, t in trained[0].items())
 
 
 @pytest.mark.parametrize("dtype", ["nf4", "int8"])

@@ -191,7 +191,7 @@ def test_code_of_a_recipe_is_as_clean_as_the_package(block: Any) -> None:
 
 @pytest.mark.parametrize("page", list(reference.PAGES))
 def test_tables_of_fields_are_those_of_the_package(page: str) -> None:
-    wanted = reference.rewritten(text_of(page), reference.PAGES[page]())
+    wanted = reference.replace_tables(text_of(page), reference.PAGES[page]())
     assert text_of(page) == wanted, "stale; run python -m consilium.config.reference"
 
 

@@ -23,7 +23,7 @@ from consilium.core.registry import Registry
 from consilium.core.schema import validate
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
-from consilium.flare.job.recipe import export_job
+from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.job.simulator import Simulator
 from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
@@ -143,7 +143,9 @@ def test_flares_processes_use_it_too(packages: Path, tmp_path: Path, monkeypatch
     simulate(assemble_job(config), SITES, tmp_path / "inprocess", lambda event: None)
     events: list[str] = []
     with Simulator(list(SITES)) as simulator:
-        simulator.run(export_job(config, tmp_path / "flare"), tmp_path / "flare", lambda e: events.append(e["event"]))
+        simulator.run(
+            export_simulation_job(config, tmp_path / "flare"), tmp_path / "flare", lambda e: events.append(e["event"])
+        )
     assert "refused" not in events
     for group in ("shared", "optimizer"):
         ours, theirs = server(tmp_path / "inprocess", group), server(tmp_path / "flare", group)
@@ -214,7 +216,7 @@ def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytes
     assert type(config.strategy) is FedIT
     assert config.packages == {}
     assert "plugin_thief" not in sys.modules
-    assert STRATEGIES.known(None).count("fedit") == 1
+    assert STRATEGIES.known_names(None).count("fedit") == 1
 
 
 def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.storage import load_state
 from consilium.federation.job import Job
-from consilium.flare.kit.evidence_archive import check_chains
+from consilium.flare.kit.evidence_archive import verify_chains
 from consilium.privacy.accounting.accountant import gaussian_epsilon
 from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger, summary
@@ -202,7 +202,7 @@ def test_a_record_is_verified_without_counting_what_it_spent(tmp_path: Path, mon
     """A signed archive may hold any number of costs, each of which takes an accountant a while."""
     path = spends(tmp_path, *(SPEND | {"noise_multiplier": 1 + n / 7, "sample_rate": 0.1} for n in range(50)))
     monkeypatch.setattr(audit_log, "epsilon_of", lambda *_: pytest.fail("counted"))
-    assert check_chains({"audit-1.jsonl": path.read_bytes()}) == {"messages": 50, "record": None, "rows": 0, "ledger": None}
+    assert verify_chains({"audit-1.jsonl": path.read_bytes()}) == {"messages": 50, "record": None, "rows": 0, "ledger": None}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_
     path.write_text(path.read_text() + json.dumps(line) + "\n")
     for found in (audit_log.load_record(path), audit_log.read_with_epsilon(path)):
         assert (found["broken_line"], len(found["messages"])) == (2, 1)
-    assert check_chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
+    assert verify_chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
 
 
 @pytest.mark.parametrize(

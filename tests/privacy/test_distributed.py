@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -28,8 +28,8 @@ from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
-from consilium.server.aggregation import gradient_step
-from consilium.server.masked_round import sums_and_divisor
+from consilium.server.aggregation import training_optimizer_step
+from consilium.server.masked_round import with_divisor_and_maps
 from consilium.strategies.strategy import ServerState
 from consilium.training.joint_dpsgd_step import step_update
 from tests.conftest import Snapshot, assembled, small_cells, training_only
@@ -138,7 +138,7 @@ def test_the_servers_steps_are_those_of_pytorch_with_a_state_that_lasts(optimize
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     theirs = kinds[optimizer]([weight], lr=0.1, **options)
     for gradient in gradients:
-        state, steps = gradient_step(config, state, {"w": -gradient.double()})
+        state, steps = training_optimizer_step(config, state, {"w": -gradient.double()})
         state = ServerState(0, 0, {"w": (state.shared["w"].double() + steps["w"]).float()}, {}, optimizer=state.optimizer)
         weight.grad = gradient
         theirs.step()
@@ -266,7 +266,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
         for n, part in privatize_update(plan(config), update, maps, as_sums=True)[0].items():
             sums[n] += part
             expected[n] += products[n] * min(1.0, 0.5 / norm) / 3
-    opened, divisor, back = sums_and_divisor(made, state, sums, 3)
+    opened, divisor, back = with_divisor_and_maps(made, state, sums, 3)
     mean = restore_update(back, {n: t.double() * UNIT / divisor for n, t in opened.items()})
     for n in names:
         assert torch.allclose(scale * mean[n] @ state.shared[n[:-1] + "A"].double(), expected[n], atol=1e-8)
@@ -276,7 +276,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
 def test_sums_of_steps_are_divided_by_the_jobs_constant_and_others_by_the_sites(privacy: dict, divisor: float) -> None:
     made = assembled(job(privacy))
     state = made.strategy.initialize(made.initial)
-    assert sums_and_divisor(made, state, {}, 3)[1] == divisor
+    assert with_divisor_and_maps(made, state, {}, 3)[1] == divisor
 
 
 def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan() -> None:
@@ -313,7 +313,7 @@ def test_a_run_without_noise_is_dpsgd_on_all_sites_data_together(tmp_path: Path,
     tasks = []
     for number, name in enumerate(SITES):
         folder = tmp_path / "run" / "sites" / name
-        tasks.append((number, build_task(config, site_data(config, name, SiteConfig(), folder))))
+        tasks.append((number, build_task(config, load_site_data(config, name, SiteConfig(), folder))))
     for _ in range(2):
         values = one_step(model, values, tasks, picked)
     assert found.keys() == values.keys()

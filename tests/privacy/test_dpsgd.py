@@ -14,7 +14,7 @@ from torch import nn
 
 from consilium.adapters import adapter_state
 from consilium.cli.audit import markdown
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.client.trainer import dpsgd_of
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
@@ -105,12 +105,12 @@ def test_a_private_loss_that_is_no_number_is_left_out_and_another_ends_the_round
     found = LossAccumulator(torch.device("cpu"), 0.1, private=True)
     for value in (1.0, float("nan"), float("inf"), 2.0):
         found.add(torch.tensor(value), 0.5)
-    assert found.end_step(True)
+    assert found.end_step_and_read(True)
     assert found.total == 1.5
     found = LossAccumulator(torch.device("cpu"), 0.1)
     found.add(torch.tensor(float("nan")))
     with pytest.raises(ConsiliumError, match="the loss became nan"):
-        found.end_step(True)
+        found.end_step_and_read(True)
 
 
 def test_noise_is_secret_or_by_the_sites_seed_anew_for_each_site_place_and_fit() -> None:
@@ -189,7 +189,7 @@ def test_training_moves_only_what_is_trained_and_leaves_the_model_as_it_was(tmp_
     config = private_config(epsilon=8)
     model = build_model(config, SiteConfig())
     adapter_state.load(model, assemble_job(config).initial)
-    task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
+    task = build_task(config, load_site_data(config, "site-1", SiteConfig(), tmp_path))
     before, keys = {n: t.clone() for n, t in model.state_dict().items()}, list(model.state_dict())
     trained = {n for n in adapter_state.tensors(model) if n.endswith("lora_B")}
     dp = DpSgd(1.0, 1.0, 0.5, seed=3)

@@ -12,7 +12,7 @@ from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
 from consilium.privacy.accounting.accountant import gaussian_delta
 from consilium.privacy.discrete_gaussian import Bits, share_deviation
-from consilium.privacy.mechanism import Geometry, Outcome, geometry, in_reals, privatize, restore_update
+from consilium.privacy.mechanism import Geometry, Outcome, geometry, privatized_coordinates, restore_update, to_real_numbers
 from consilium.privacy.randomness import Randomness, secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
 
@@ -29,9 +29,9 @@ def released_of(
     update: Tensors, maps: dict[str, Geometry], clip: float, std: float, bits: Bits, each: bool = False
 ) -> tuple[Tensors, Outcome]:
     """Return a release as an update, with noise of a deviation in the update's units, and what was done to it."""
-    coordinates, outcome = privatize(update, maps, clip, share_deviation(std, 1.0, 1), bits, each)
+    coordinates, outcome = privatized_coordinates(update, maps, clip, share_deviation(std, 1.0, 1), bits, each)
     assert all(tensor.dtype is torch.int64 for tensor in coordinates.values())
-    return restore_update(maps, in_reals(coordinates)), outcome
+    return restore_update(maps, to_real_numbers(coordinates)), outcome
 
 
 def no_noise(update: dict, maps: dict, clip: float = 1e6) -> tuple[dict, float]:
@@ -163,7 +163,7 @@ def test_a_peer_of_zeros_releases_zeros_of_no_dimension() -> None:
 def test_the_product_of_a_large_layer_is_never_formed() -> None:
     size, rank = 8192, 4
     update, maps = {"w": torch.zeros(size, rank)}, {"w": geometry(draw(rank, size), "right", 1.0)}
-    coordinates, outcome = privatize(update, maps, 1.0, 2**36, seeded(0))
+    coordinates, outcome = privatized_coordinates(update, maps, 1.0, 2**36, seeded(0))
     assert coordinates["w"].shape == (size, rank)
     assert outcome.dimensions == size * rank
     assert maps["w"].forward.shape == (rank, rank)
@@ -210,7 +210,7 @@ def test_an_attack_finds_less_than_is_claimed_and_far_more_without_noise() -> No
 
 def test_noise_is_gaussian_of_the_grids_deviation_and_never_repeats() -> None:
     zero = {"w": torch.zeros(200, 100)}
-    one, other = (privatize(zero, NONE, 1.0, 2**36)[0]["w"] for _ in range(2))
+    one, other = (privatized_coordinates(zero, NONE, 1.0, 2**36)[0]["w"] for _ in range(2))
     assert not torch.equal(one, other)
     assert kstest((one.double() * UNIT).flatten().numpy(), "norm").pvalue > 1e-4
 
@@ -237,6 +237,6 @@ def test_clipping_factors_as_the_paper_prints_breaks_the_bound_and_ours_keeps_it
 
 
 def test_seeded_noise_repeats_and_differs_by_seed() -> None:
-    one, again, other = (privatize({"w": torch.zeros(9)}, NONE, 1.0, 2**36, seeded(n))[0]["w"] for n in (1, 1, 2))
+    one, again, other = (privatized_coordinates({"w": torch.zeros(9)}, NONE, 1.0, 2**36, seeded(n))[0]["w"] for n in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)

@@ -237,11 +237,11 @@ def test_an_adapter_of_ones_own_learns_and_switched_off_it_is_the_base(install: 
     assert isinstance(base, ClipClassifier)
     images = 255 * torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     adapter_state.load(model, values)
-    with torch.no_grad(), adapter_state.disabled(base):
+    with torch.no_grad(), adapter_state.disable_adapter(base):
         features = base.features(images)
     with torch.no_grad():
         assert not torch.allclose(model.features(images), features)
-        with adapter_state.disabled(model):
+        with adapter_state.disable_adapter(model):
             assert torch.equal(model.features(images), features)
         assert not torch.allclose(model.features(images), features)
 

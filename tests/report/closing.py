@@ -6,7 +6,7 @@ from rich.console import Group
 
 from consilium.report.results_table import NO_SCORES, results_table
 from consilium.report.run_record import Results
-from consilium.report.tables import terminal
+from consilium.report.tables import terminal_table
 from consilium.tasks.registry import Scores
 
 
@@ -20,4 +20,4 @@ def result_table(
     refused: Sequence[str] = (),
 ) -> Group:
     """Return the closing table as `simulate` prints it."""
-    return terminal(results_table(results, scores, title, apart, refused, losses), width, "results.json has them")
+    return terminal_table(results_table(results, scores, title, apart, refused, losses), width, "results.json has them")

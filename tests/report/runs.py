@@ -11,7 +11,7 @@ import yaml
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import Group, group_comparable
 from consilium.report.compare.score_statistics import GroupScores, scores_of
-from consilium.report.run_record import RunRecord, read_finished
+from consilium.report.run_record import RunRecord, read_finished_run
 from tests.conftest import small_cells
 
 Scores = Mapping[str, float]
@@ -57,7 +57,7 @@ def change(folder: Path, site: str, **values: float) -> None:
 
 
 def read(*folders: Path) -> list[RunRecord]:
-    return [read_finished(folder, folder.name) for folder in folders]
+    return [read_finished_run(folder, folder.name) for folder in folders]
 
 
 def group_of(*folders: Path) -> Group:
@@ -97,6 +97,8 @@ def noted(run: Path, values: Sequence[float]) -> Path:
 def study_runs(folder: Path) -> list[RunRecord]:
     """Return two methods of a study in two data sets."""
     return [
-        read_finished(make(folder / f"{m}-{d}", {"s": v}, m, n=n), f"{m}-{d}", {"method": m.upper(), "data": d, "rank": "4"})
+        read_finished_run(
+            make(folder / f"{m}-{d}", {"s": v}, m, n=n), f"{m}-{d}", {"method": m.upper(), "data": d, "rank": "4"}
+        )
         for (m, v), (d, n) in itertools.product({"fedit": 0.5, "ffa_lora": 0.6}.items(), {"easy": 10, "hard": 20}.items())
     ]

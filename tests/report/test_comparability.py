@@ -14,7 +14,7 @@ from consilium.core.messages import Stage
 from consilium.core.storage import save_state
 from consilium.report.compare.comparability import MissingRun, group_comparable
 from consilium.report.compare.score_statistics import ranks, scores_of
-from consilium.report.run_record import RunRecord, read_finished
+from consilium.report.run_record import RunRecord, read_finished_run
 from tests.conftest import small_cells
 from tests.report.runs import PRIVATE, Scores, accuracy, change, group_of, make, read, study_runs
 
@@ -68,7 +68,7 @@ def test_runs_on_other_data_do_not_compare_though_the_frozen_model_scores_alike(
     assert [[run.name for run in group.runs.values()] for group in groups] == [["x", "z"], ["y"]]  # of z nobody knows
     assert why == ["y: its data at b are not those of x"]
     (tmp_path / "x" / "simulation.json").write_text('{"content": {"a": "1"}}')
-    assert read_finished(tmp_path / "x").content == {"a": "1"}
+    assert read_finished_run(tmp_path / "x").content == {"a": "1"}
 
 
 def test_runs_from_other_frozen_weights_are_two_methods_wherever_the_files_lie(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_study_names_methods_and_data_by_its_axes(tmp_path: Path) -> None:
 
 
 def test_a_failed_cell_is_called_as_the_runs_of_its_labels_are(tmp_path: Path) -> None:
-    runs = [read_finished(make(tmp_path / d, {"s": 0.5}, n=n), d, {"data": d}) for d, n in (("easy", 10), ("hard", 20))]
+    runs = [read_finished_run(make(tmp_path / d, {"s": 0.5}, n=n), d, {"data": d}) for d, n in (("easy", 10), ("hard", 20))]
     groups, _ = group_comparable(runs, [MissingRun({"data": "hard"}, 1, "failed: no memory")])
     assert [(group.name, group.methods) for group in groups] == [("easy", ["fedit"]), ("hard", ["fedit"])]
     assert groups[1].absent == {("fedit", "1"): "failed: no memory"}

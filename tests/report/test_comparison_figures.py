@@ -18,8 +18,8 @@ from consilium.report.compare.figures import (
     STYLE,
     Drawn,
     Plot,
-    against_bytes,
     axis_figure,
+    bytes_figure,
     curves,
     first_numeric_axis,
     heat_map,
@@ -28,7 +28,7 @@ from consilium.report.compare.figures import (
     style,
 )
 from consilium.report.compare.score_statistics import scores_of
-from consilium.report.run_record import read_finished
+from consilium.report.run_record import read_finished_run
 from tests.conftest import run, small_cells
 from tests.report.runs import accuracy, change, group_of, made, make, result
 
@@ -104,9 +104,9 @@ def test_long_names_stay_inside_a_column(tmp_path: Path) -> None:
         folder = make(
             tmp_path / str(index), {"a rather long name of a hospital": 0.5, "b": 0.6}, {"name": "fedprox", "mu": 0.1 + index}
         )
-        runs.append(read_finished(folder, str(index), {"method": f"{'a rather long name of a method, ' * 2}{index}"}))
+        runs.append(read_finished_run(folder, str(index), {"method": f"{'a rather long name of a method, ' * 2}{index}"}))
     scores = scores_of(group_comparable(runs)[0][0], Stage.GLOBAL, "accuracy")
-    for make_one in (curves, heat_map, against_bytes):
+    for make_one in (curves, heat_map, bytes_figure):
         with rc_context(STYLE):
             figure = drawing(make_one(scores, 3.5)).figure
             figure.draw_without_rendering()
@@ -139,7 +139,7 @@ def test_no_two_of_96_methods_look_alike() -> None:
 def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6]], "ffa_lora": [[0.1, 0.1]]})
     change(folders[1], "s1", test__global__accuracy=math.nan)
-    figure = drawing(against_bytes(accuracy(*folders))).figure
+    figure = drawing(bytes_figure(accuracy(*folders))).figure
     texts = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_legend().get_texts()]
     assert texts == ["fedit", "ffa_lora (not drawn: see what is missing)"]
 
@@ -147,7 +147,7 @@ def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> Non
 def test_bytes_that_nobody_knows_are_not_none_sent(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
     (folders[1] / "metrics.jsonl").write_text("")
-    figure = drawing(against_bytes(accuracy(*folders))).figure
+    figure = drawing(bytes_figure(accuracy(*folders))).figure
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert texts == ["fedit", "ffa_lora (not drawn: not known)"]
 
@@ -170,7 +170,7 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
         data = {"phantoms": None, "dataset": None, "most_training": None if images == "all" else int(images)}
         task = small_cells().model_dump()["task"] | {"balance": "prior" if method == "B" else "none"}
         folder = make(tmp_path / f"{images}-{method}", {"a": score, "b": score + 0.1}, data=data, task=task)
-        runs.append(read_finished(folder, folder.name, {"images": images, "method": method}))
+        runs.append(read_finished_run(folder, folder.name, {"images": images, "method": method}))
     groups, why = group_comparable(runs, [MissingRun({"images": "3", "method": "A"}, 1, "not done")])
     assert (len(groups), why) == (1, [])
     table = scores_of(groups[0], Stage.GLOBAL, "accuracy")
@@ -196,7 +196,7 @@ def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -
     runs = []
     for sites in ("2", "3"):
         folder = make(tmp_path / sites, {f"s{i}": 0.5 for i in range(int(sites))})
-        runs.append(read_finished(folder, folder.name, {"method": "FedIT", "sites": sites}))
+        runs.append(read_finished_run(folder, folder.name, {"method": "FedIT", "sites": sites}))
     groups, _ = group_comparable(runs)
     told = "the values of sites are other data, which do not share a picture"
     assert [axis_figure(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [told] * 2

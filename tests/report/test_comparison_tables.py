@@ -16,7 +16,7 @@ from consilium.report.compare.diagnostics import correlate_diagnostics_with_scor
 from consilium.report.compare.published import published_for, published_table, read_published
 from consilium.report.compare.score_statistics import scores_of
 from consilium.report.compare.tables import as_csv, comparison_tables, records, scores_table
-from consilium.report.run_record import read_finished
+from consilium.report.run_record import read_finished_run
 from tests.conftest import small_cells
 from tests.report.runs import PRIVATE, accuracy, change, group_of, made, make, note_in, noted, read, study_runs
 
@@ -177,7 +177,7 @@ def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
 
 
 def test_a_frozen_decoder_is_in_no_trained_set(tmp_path: Path) -> None:
-    run = read_finished(make(tmp_path / "a", {"s": 0.5}))
+    run = read_finished_run(make(tmp_path / "a", {"s": 0.5}))
     assert run.settings["adapter.decoder"] == "freeze"
     assert "decoder" not in trained_set(run)
     assert trained_set(replace(run, settings={**run.settings, "adapter.decoder": "share"})).endswith(", decoder share")
@@ -224,7 +224,7 @@ def test_published_drift_stands_beside_that_of_the_last_round(tmp_path: Path) ->
     runs = [make(tmp_path / str(seed), {"s": 0.5}, "fedit", seed) for seed in (0, 1)]
     groups, _ = group_comparable(
         [
-            read_finished(noted(folder, values), str(values), {"method": "A"})
+            read_finished_run(noted(folder, values), str(values), {"method": "A"})
             for folder, values in zip(runs, ([1.0, 7.0], [9.0]), strict=True)
         ]
     )
@@ -245,7 +245,7 @@ def test_what_was_printed_of_sites_not_asked_to_train_stands_beside_theirs(tmp_p
         metrics = {"validation/global/accuracy": score}
         lines.append(json.dumps({"event": "held_out", "site": site, "round": round, "metrics": metrics}) + "\n")
     path.write_text(path.read_text() + "".join(lines))
-    groups, _ = group_comparable([read_finished(folder, "run", {"method": "A"})])
+    groups, _ = group_comparable([read_finished_run(folder, "run", {"method": "A"})])
     rows: list[dict[str, str | float]] = [{"method": "A", "held_out_accuracy": 0.55, "held_out_f1": 0.3}]
     (sheet,) = published_table(scores_of(groups[0], Stage.GLOBAL, "accuracy"), read_published(rows, ["method"]))
     assert [list(row) for row in sheet.rows] == [

@@ -98,7 +98,7 @@ def test_a_run_is_a_file_for_each_site_and_between_two_entries_none_is_open_and_
     files = {name: EventFile(tmp_path / name) for name in "abc"}
     for step in range(3):
         for number, file in enumerate(files.values()):
-            file.scalars({"loss": number + step, "dice": 0.5}, step)
+            file.add_scalars({"loss": number + step, "dice": 0.5}, step)
     assert (one.num_fds(), one.num_threads()) == before
     for number, name in enumerate(files):
         assert scalars(tmp_path / name, "loss") == [(step, number + step) for step in range(3)]
@@ -135,7 +135,7 @@ def test_what_cannot_be_written_costs_a_line_and_no_bit_of_the_result(done: Path
 @pytest.mark.parametrize("rounds", [1, 7, 20, 21, 200, 1000])
 def test_a_long_run_has_pictures_of_few_rounds_with_the_first_and_the_last(rounds: int) -> None:
     site = SiteEvents(Path("unused"), rounds, Mock())
-    drawn = [round for round in range(rounds) if site.draws(round)]
+    drawn = [round for round in range(rounds) if site.is_picture_round(round)]
     assert drawn[0] == 0
     assert drawn[-1] == rounds - 1
     assert min(rounds, PICTURES // 2) <= len(drawn) <= PICTURES + 1
@@ -144,9 +144,9 @@ def test_a_long_run_has_pictures_of_few_rounds_with_the_first_and_the_last(round
 def test_a_site_without_pictures_draws_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     complain = Mock()
     site = SiteEvents(tmp_path / "tb_events", 1, complain)
-    site.pictures(0, Stage.GLOBAL, lambda: None)
-    site.pictures(0, Stage.GLOBAL, Mock(side_effect=RuntimeError("CUDA out of memory")))
-    site.scalars({"train/loss": 1.0}, 0)
+    site.write_pictures(0, Stage.GLOBAL, lambda: None)
+    site.write_pictures(0, Stage.GLOBAL, Mock(side_effect=RuntimeError("CUDA out of memory")))
+    site.write_scalars({"train/loss": 1.0}, 0)
     assert complain.call_args_list == [call("tb_events: RuntimeError")]
     assert "out of memory" in caplog.text
 

@@ -13,7 +13,7 @@ from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.figures import draw_examples
 from consilium.report.predictions import LAYOUT, write_predictions
-from consilium.report.run_record import read_finished
+from consilium.report.run_record import read_finished_run
 from consilium.tasks.base import Classified, Segmented
 from tests.report.runs import group_of, made, make
 
@@ -99,7 +99,7 @@ def test_long_names_that_end_apart_are_written_apart_beside_pictures(kind: str, 
         folder = make(tmp_path / str(i), {"s0": 0.2}, strategy)
         said = dict.fromkeys((Stage.PRETRAINED, Stage.GLOBAL), masks(1) if kind == "masks" else classes)
         write_predictions(folder / "sites" / "s0" / "predictions.png", said)
-        runs.append(read_finished(folder, str(i), {"method": f"a rather long name of a WIDE method with setting {i}"}))
+        runs.append(read_finished_run(folder, str(i), {"method": f"a rather long name of a WIDE method with setting {i}"}))
     (tmp_path / "out").mkdir()
     ((path,), _) = draw_examples(tmp_path / "out", group_comparable(runs)[0][0], Stage.GLOBAL, "")
     with Image.open(path) as page:

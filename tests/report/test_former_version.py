@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 def test_tables_pages_and_what_left_open(folder: Path) -> None:
     found = read_run(folder)
     assert (found.damaged, found.lost_lines) == (set(), 0)
-    accuracy = {line["site"]: line["metrics"]["test/global/accuracy"] for line in found.of("final")}
+    accuracy = {line["site"]: line["metrics"]["test/global/accuracy"] for line in found.lines_of("final")}
     assert accuracy == {"site-1": pytest.approx(7 / 30), "site-2": pytest.approx(5 / 30)}
     said = CliRunner().invoke(app, ["compare", str(folder)])
     assert said.exit_code == 0

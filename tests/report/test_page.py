@@ -20,8 +20,8 @@ from consilium.federation.job import assemble_job
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import comparison_tables
 from consilium.report.page import site_section
-from consilium.report.page.run_page import ledger_of, run_page, site_page, study_page
-from consilium.report.run_record import read_finished, read_run
+from consilium.report.page.run_page import ledger_path, run_page, site_page, study_page
+from consilium.report.run_record import read_finished_run, read_run
 from consilium.runtime.engine import simulate
 from tests.conftest import run, small_cells, small_config, small_text
 from tests.report.pages import SITES, Page, make_run
@@ -201,11 +201,11 @@ def test_damaged_files_are_named_and_cost_themselves_only(tmp_path: Path) -> Non
     assert "cases.json is damaged, so nothing is shown of: south" in page.text
     assert page.source.count("data:image/jpeg") == 3 * 4  # the other site's
     with pytest.raises(ConfigError, match=r"results\.json: is damaged; delete its folder and run the job anew$"):
-        read_finished(folder)
+        read_finished_run(folder)
     (folder / "results.json").rename(tmp_path / "away.json")
     (folder / "results.json").symlink_to(tmp_path / "away.json")
     with pytest.raises(ConfigError, match=r"results\.json: is a link, which may lead anywhere; put the file itself there$"):
-        read_finished(folder)
+        read_finished_run(folder)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -311,7 +311,7 @@ def test_a_hospital_reads_what_left_it(tmp_path: Path) -> None:
     for said, known in (("privacy: {ledger: ../mine.sqlite}", tmp_path / "kit/local/../mine.sqlite"), ("privacy: 3", None)):
         settings.write_text(said)
         (tmp_path / "kit/mine.sqlite").touch()
-        assert ledger_of(place) == known
+        assert ledger_path(place) == known
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -399,7 +399,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("shown")
     scores = {f"hospital of the town number {i}": 0.5 + 0.01 * i for i in range(9)}
     runs = [
-        read_finished(make(place / f"{name}-{seed}", scores, name, seed), f"{name}-{seed}", {"method": f"a method, {name}"})
+        read_finished_run(make(place / f"{name}-{seed}", scores, name, seed), f"{name}-{seed}", {"method": f"a method, {name}"})
         for name in ("fedit", "ffa_lora")
         for seed in range(3)
     ]

@@ -21,7 +21,7 @@ from consilium.report.predictions import (
     RIGHT,
     WRONG,
     colours,
-    fit,
+    fit_text,
     font,
     join_predictions,
     overlay,
@@ -161,14 +161,14 @@ def test_twelve_odd_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert all(shares(key, colour) >= 22 * 22 for colour in colours(12))
     write_predictions(tmp_path / "c.png", {Stage.PRETRAINED: classified(*range(6), classes=ODD)})
     face = font(24)
-    assert fit("$x^2$ [red]", 500, face) == "$x^2$ [red]"
-    assert fit("a\nb\x1b[1m", 500, face) == "a\\nb\\x1b[1m"
+    assert fit_text("$x^2$ [red]", 500, face) == "$x^2$ [red]"
+    assert fit_text("a\nb\x1b[1m", 500, face) == "a\\nb\\x1b[1m"
     long = "words and words and words"
-    cut = fit(long, 200, face)
+    cut = fit_text(long, 200, face)
     assert long.startswith(cut[:-1])
     assert cut[-1] == "…"
     assert face.getlength(cut) <= 200 < face.getlength(long[: len(cut)] + "…")
-    assert all(face.getlength(fit(name, 60, face)) <= 60 for name in ODD)
+    assert all(face.getlength(fit_text(name, 60, face)) <= 60 for name in ODD)
 
 
 def test_no_two_classes_have_one_colour() -> None:

@@ -13,7 +13,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Stage
 from consilium.federation.job import assemble_job
 from consilium.report.run_files import RunLog
-from consilium.report.run_record import read_finished, read_run
+from consilium.report.run_record import read_finished_run, read_run
 from consilium.report.untrusted_files import LINES, as_finite_float, read_events, read_lines
 from consilium.runtime.engine import simulate
 from consilium.strategies.strategy import Role, ServerState
@@ -39,20 +39,20 @@ def test_a_record_that_no_run_writes_is_told_in_a_line(name: str, text: str, tmp
     folder = make(tmp_path / "a", {"s0": 0.5}, privacy=PRIVATE)
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=rf"{name}: is damaged; delete its folder and run the job anew$"):
-        read_finished(folder)
+        read_finished_run(folder)
 
 
 def test_a_torn_line_is_no_damage(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", {"s0": 0.5})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"event": "resul\n12\n{"site": "s0"}\n')
-    assert read_finished(folder).rounds == read_finished(make(tmp_path / "b", {"s0": 0.5})).rounds
+    assert read_finished_run(folder).round_metrics == read_finished_run(make(tmp_path / "b", {"s0": 0.5})).round_metrics
 
 
 def test_a_run_is_read_with_what_it_cost(tmp_path: Path) -> None:
-    one = read_finished(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7}))
+    one = read_finished_run(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7}))
     assert (one.seed, one.split, one.metric, one.bytes, one.seconds, one.epsilon) == (0, "test", "accuracy", 900.0, 12.0, None)
-    assert one.validation(Stage.GLOBAL)["s1"][2] == pytest.approx(0.2)
+    assert one.validation_curves(Stage.GLOBAL)["s1"][2] == pytest.approx(0.2)
     assert one.sites == {"s0", "s1"}
 
 
@@ -63,11 +63,11 @@ def test_a_learning_curve_ends_with_the_model_that_the_table_scores(tmp_path: Pa
         raw["data"]["phantoms"] |= {"training": 5, "validation": 5, "test": 5}
         config = JobConfig.model_validate(raw)
         simulate(assemble_job(config), {"a": SiteConfig(), "b": SiteConfig()}, tmp_path / str(rounds), lambda event: None)
-    short, long = (read_finished(tmp_path / name) for name in ("1", "2"))
-    curve, longer = (one.validation(Stage.GLOBAL, "loss")["a"] for one in (short, long))
+    short, long = (read_finished_run(tmp_path / name) for name in ("1", "2"))
+    curve, longer = (one.validation_curves(Stage.GLOBAL, "loss")["a"] for one in (short, long))
     assert (sorted(curve), sorted(longer)) == ([0, 1], [0, 1, 2])
     assert curve[1] == pytest.approx(longer[1], rel=1e-6)
-    assert [sorted(one.validation(Stage.PERSONALIZED, "loss")["a"]) for one in (short, long)] == [[1], [1, 2]]
+    assert [sorted(one.validation_curves(Stage.PERSONALIZED, "loss")["a"]) for one in (short, long)] == [[1], [1, 2]]
     assert (short.split, short.score("a", Stage.GLOBAL, "n")) == ("test", 5)  # the table still has test scores
 
 
@@ -76,19 +76,19 @@ def test_what_a_resumption_repeats_counts_once(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as file:
         again = [{"event": "resumed", "round": 1, "phase": 0}, result("s0", 1, 0.7)]
         file.write("".join(json.dumps(line) + "\n" for line in again))
-    one = read_finished(folder)
+    one = read_finished_run(folder)
     assert one.bytes == 300.0
-    assert one.validation(Stage.GLOBAL) == {"s0": {0: 0.0, 1: 0.7}}
+    assert one.validation_curves(Stage.GLOBAL) == {"s0": {0: 0.0, 1: 0.7}}
 
 
 def test_a_record_without_all_rounds_or_of_a_site_that_keeps_its_metrics_has_no_costs(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", {"s0": 0.5, "s1": 0.5})
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:-4]))  # the last two rounds' results
-    run = read_finished(folder)
+    run = read_finished_run(folder)
     assert (run.bytes, run.seconds) == (None, None)
     (folder / "metrics.jsonl").write_text("".join(lines).replace('"train/seconds"', '"test/n"', 1))
-    run = read_finished(folder)
+    run = read_finished_run(folder)
     assert (run.bytes, run.seconds) == (900.0, None)
 
 
@@ -99,9 +99,9 @@ def test_a_kept_decoder_counts_among_the_parameters_that_a_run_has_recorded(tmp_
         "task": {"name": "segmentation", "classes": ["disc"]},
     }
     run = make(tmp_path / "a", {"s": 0.5}, "fedsca", **adapter, **model)
-    assert read_finished(run).parameter_counts is None  # a run of before
+    assert read_finished_run(run).parameter_counts is None  # a run of before
     note_in(run, {"event": "parameters", "round": 0, "phase": 0, "shared": 10, "local": 5, "frozen": 0})
-    assert read_finished(run).parameter_counts == {Role.SHARED: 10, Role.LOCAL: 5, Role.FROZEN: 0}
+    assert read_finished_run(run).parameter_counts == {Role.SHARED: 10, Role.LOCAL: 5, Role.FROZEN: 0}
 
 
 STATE, SITES = ServerState(0, 0, {}, {}), ["north", "south"]

@@ -11,8 +11,8 @@ from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.score_statistics import comparisons, interval, patients_interval, ranks, scores_of
 from consilium.report.compare.tables import comparison_tables, scores_table
-from consilium.report.run_record import read_finished
-from consilium.report.tables import markdown
+from consilium.report.run_record import read_finished_run
+from consilium.report.tables import markdown_text
 from tests.report.runs import accuracy, change, group_of, made, make, note_in
 
 
@@ -32,7 +32,7 @@ def test_sites_on_one_test_split_are_one_pair_a_seed_and_none_narrows_the_other(
     one = comparisons(table, "wilcoxon")[0]
     assert (one.pairs, one.wins, one.losses) == (4, 2, 0)  # not 6, of which 4
     assert one.difference == pytest.approx(0.4 / 3)
-    assert "sites on one test split as one, others independent" in markdown(comparison_tables([table.group], Stage.GLOBAL))
+    assert "sites on one test split as one, others independent" in markdown_text(comparison_tables([table.group], Stage.GLOBAL))
 
 
 def test_a_head_that_starts_at_zero_makes_no_common_test_split(tmp_path: Path) -> None:
@@ -44,9 +44,9 @@ def test_a_head_that_starts_at_zero_makes_no_common_test_split(tmp_path: Path) -
 
 def test_a_site_called_as_a_column_of_many_sites_is_not_taken_for_it(tmp_path: Path) -> None:
     table = accuracy(make(tmp_path / "a", {"worst site": 0.9, "s": 0.1}))
-    assert table.under("fedit", "worst site") == [0.9]
+    assert table.scores_in_column("fedit", "worst site") == [0.9]
     many = accuracy(make(tmp_path / "b", {"worst site": 0.9, **{f"s{i}": 0.1 + i / 100 for i in range(20)}}))
-    assert many.under("fedit", "worst site") == [0.1]
+    assert many.scores_in_column("fedit", "worst site") == [0.1]
 
 
 def test_means_spread_and_weights_by_hand(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_seed_without_all_sites_is_in_no_mean_and_what_is_missing_is_listed(sc
         ("fedprox", "1", "s0"): "no run with this seed",
         ("fedprox", "1", "s1"): "no run with this seed",
     }
-    page = markdown(comparison_tables([table.group], Stage.GLOBAL))
+    page = markdown_text(comparison_tables([table.group], Stage.GLOBAL))
     assert "| fedit | 1/2 | 0.300 ± 0.141 | 0.600\\* | 0.400\\* |" in page
     assert "| fedit | 1 | s1 | not finite |" in page
 
@@ -157,13 +157,13 @@ def test_where_less_is_better_the_worst_site_has_the_most(tmp_path: Path) -> Non
     for i in range(21):
         change(folder, f"s{i}", test__global__loss=1.0 + i)
     table = scores_of(group_of(folder), Stage.GLOBAL, "loss")
-    assert [table.under(table.methods[0], heading) for heading in table.columns] == [[21.0], [11.0], [1.0]]
+    assert [table.scores_in_column(table.methods[0], heading) for heading in table.columns] == [[21.0], [11.0], [1.0]]
 
 
 def test_ranks_over_data_sets(tmp_path: Path) -> None:
     here = made(tmp_path / "x", {"fedit": [[0.5, 0.6]], "ffa_lora": [[0.4, 0.7]]})
     there = [make(tmp_path / name, {"t": s}, name, n=12) for name, s in (("fedit", 0.9), ("ffa_lora", 0.1))]
-    groups, why = group_comparable([read_finished(folder) for folder in [*here, *there]])
+    groups, why = group_comparable([read_finished_run(folder) for folder in [*here, *there]])
     assert len(why) == 1
     last = comparison_tables(groups, Stage.GLOBAL)[-1]
     assert [list(row) for row in last.rows] == [["fedit", "1.50", "1.00", "1.25"], ["ffa_lora", "1.50", "2.00", "1.75"]]

@@ -10,7 +10,7 @@ import pytest
 from consilium.core.messages import Stage
 from consilium.report.compare.score_statistics import comparisons, holm, p_value
 from consilium.report.compare.tables import comparison_tables, p_text
-from consilium.report.tables import markdown
+from consilium.report.tables import markdown_text
 from tests.report.runs import accuracy, change, group_of, made
 
 
@@ -51,7 +51,7 @@ def test_only_common_pairs_are_tested_and_too_few_are_not(tmp_path: Path) -> Non
     }
     only = comparisons(accuracy(*folders), "wilcoxon", "fedprox")
     assert [(c.one, c.other) for c in only] == [("fedit", "fedprox"), ("ffa_lora", "fedprox")]
-    assert "too few: under 6 pairs" in markdown(comparison_tables([group_of(*folders)], Stage.GLOBAL))
+    assert "too few: under 6 pairs" in markdown_text(comparison_tables([group_of(*folders)], Stage.GLOBAL))
 
 
 def test_equal_scores_have_p_1() -> None:

@@ -15,8 +15,8 @@ from rich.console import Console
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
-from consilium.report.run_record import read_finished
-from consilium.report.tables import Column, Table, difference, latex, markdown, terminal
+from consilium.report.run_record import read_finished_run
+from consilium.report.tables import Column, Table, difference_text, latex_text, markdown_text, terminal_table
 from tests.conftest import small_config
 from tests.report.pages import make_run
 from tests.report.runs import make
@@ -24,23 +24,23 @@ from tests.report.runs import make
 
 def test_what_prints_no_digit_has_no_sign() -> None:
     values = [-0.0004, 0.0004, 0.0, -0.0006, 0.25]
-    assert [difference(value) for value in values] == ["0.000", "0.000", "0.000", "-0.001", "+0.250"]
+    assert [difference_text(value) for value in values] == ["0.000", "0.000", "0.000", "-0.001", "+0.250"]
 
 
 EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40
 
 
 def test_names_are_text_in_every_format(tmp_path: Path) -> None:
-    runs = [read_finished(make(tmp_path / m, {EVIL: 0.5}, m), m, {"method": f"{EVIL}{m}"}) for m in ("fedit", "ffa_lora")]
+    runs = [read_finished_run(make(tmp_path / m, {EVIL: 0.5}, m), m, {"method": f"{EVIL}{m}"}) for m in ("fedit", "ffa_lora")]
     groups, _ = group_comparable(runs)
     found = comparison_tables(groups, Stage.GLOBAL)
-    tex = latex(found).replace(r"\allowbreak{}", "")
+    tex = latex_text(found).replace(r"\allowbreak{}", "")
     assert r"=SUM(A1)\textbar{}50\%\_of \$x \& \{y\}\#\textasciitilde{}\textasciicircum{}\textbackslash{} nnn" in tex
     for tabular in re.findall(r"\\begin{tabular}{([^\n]*)}\n(.*?)\\end{tabular}", tex, re.DOTALL):
         count = len(re.findall(r"[lr]|p(?={)", re.sub(r">{[^}]*}", "", tabular[0])))
         rows = [line for line in tabular[1].splitlines() if line.endswith(r" \\")]
         assert {line.replace(r"\&", "").count("&") for line in rows} == {count - 1}
-    page = markdown(found)
+    page = markdown_text(found)
     assert r"=SUM(A1)\|50%\_of \$x" in page
     assert "ffa_lora" in page  # amid a word it is no emphasis
     rows = list(csv.DictReader(io.StringIO(as_csv(groups))))
@@ -51,7 +51,7 @@ def test_names_are_text_in_every_format(tmp_path: Path) -> None:
 
 def test_latex_reads_no_name_as_an_option_and_letters_it_lacks_become_signs() -> None:
     rows = [["[a] 50%", "0.5"], ["*star", "0.6"], ["ε≥3 – Ünïcode µ", "Ω→σ ς ο Α"], ['"q" −5', "x [b]"]]
-    page = latex([Table("β", [Column("[method]"), Column("*")], rows, best=frozenset({(1, 0)}))], ["Привет"])
+    page = latex_text([Table("β", [Column("[method]"), Column("*")], rows, best=frozenset({(1, 0)}))], ["Привет"])
     assert page.splitlines() == [
         "% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches",
         "% Привет",
@@ -70,7 +70,7 @@ def test_latex_reads_no_name_as_an_option_and_letters_it_lacks_become_signs() ->
         r"\end{tabular}",
         r"\end{table}",
     ]
-    cyrillic = latex([Table("ба", [Column("m")], [["你"]])])
+    cyrillic = latex_text([Table("ба", [Column("m")], [["你"]])])
     assert "% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has аб你" in cyrillic
 
 
@@ -95,9 +95,9 @@ def test_latex_prints_tables_that_no_paper_cuts_off(sites: int, method: str, tmp
     for seed, name in itertools.product(range(3), ("fedit", "ffa_lora", "fedprox")):
         scores = {f"{'Klinikum der Stadt ' * (site % 2)}{site}": 0.5 + 0.01 * site + 0.001 * seed for site in range(sites)}
         folder = make(tmp_path / f"{name}-{seed}", scores, name, seed)
-        runs.append(read_finished(folder, folder.name, {"method": f"{method} {name}"}))
+        runs.append(read_finished_run(folder, folder.name, {"method": f"{method} {name}"}))
     found = comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)
-    tex = latex(found)
+    tex = latex_text(found)
     assert "resizebox" not in tex
     log = printed(tmp_path, tex)
     assert not [line for line in log.splitlines() if line.startswith("Overfull")]
@@ -110,8 +110,8 @@ def test_a_papers_main_table_has_means_and_an_appendix_has_the_sites(tmp_path: P
         folder = make(
             tmp_path / f"{name}-{seed}", {"north": 0.5 + 0.1 * seed, "south": 0.6 - 0.1 * (name == "fedit")}, name, seed
         )
-        runs.append(read_finished(folder, folder.name, {"method": name}))
-    main, appendix = latex(comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)).split("% Appendix")
+        runs.append(read_finished_run(folder, folder.name, {"method": name}))
+    main, appendix = latex_text(comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)).split("% Appendix")
     assert "north" not in main
     assert re.search(r"^method & (north & south|.*north.*south) \\\\$", appendix, re.MULTILINE)
     # by hand: sites' means over seeds .6 and .6 for ffa_lora, over both .55, .6, .65: .6 with deviation .05
@@ -127,7 +127,7 @@ def test_a_papers_main_table_has_means_and_an_appendix_has_the_sites(tmp_path: P
 @pytest.mark.parametrize(("grid", "named"), [("original", "original grid"), ("resized", "model grid")])
 def test_a_papers_caption_names_the_grid_of_masks(grid: str, named: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", task=small_config("fedit").model_dump(mode="json")["task"] | {"scores": {"grid": grid}})
-    tex = latex(comparison_tables(group_comparable([read_finished(folder, "run")])[0], Stage.GLOBAL))
+    tex = latex_text(comparison_tables(group_comparable([read_finished_run(folder, "run")])[0], Stage.GLOBAL))
     captions = [one for one in re.findall(r"\\caption{(.*)}\\smallskip", tex) if "Dice" in one]
     assert captions
     assert all(named in one for one in captions)
@@ -138,12 +138,14 @@ def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -
     runs = []
     for i in range(40):
         folder = make(tmp_path / str(i), scores, {"name": "fedprox", "mu": 0.01 * (i + 1)})
-        runs.append(read_finished(folder, str(i), {"method": f"{'a rather long name of a method, ' * 2}{i}".rjust(60)[:66]}))
+        runs.append(
+            read_finished_run(folder, str(i), {"method": f"{'a rather long name of a method, ' * 2}{i}".rjust(60)[:66]})
+        )
     groups, _ = group_comparable(runs)
     assert len(groups[0].methods) == 40
     console = Console(file=io.StringIO(), width=80)
     for sheet in comparison_tables(groups, Stage.GLOBAL):
-        console.print(terminal(sheet, 80))
+        console.print(terminal_table(sheet, 80))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.rstrip().endswith("…")], "nothing is cut off unseen"
@@ -156,7 +158,7 @@ def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -
 def test_headings_are_whole_then_in_two_lines_then_short(width: int, heading: str) -> None:
     table = Table("t", [Column("method", right=False), Column("Klinikum rechts der Elbe")], [["FedIT", "0.5"]])
     console = Console(width=width, file=io.StringIO())
-    console.print(terminal(table, width))
+    console.print(terminal_table(table, width))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[2].split("  ")[-1].strip() == heading
     assert ("der Elbe" in lines[3]) is (width == 25)
@@ -168,7 +170,7 @@ def test_a_table_that_no_name_can_be_shortened_for_has_a_line_per_cell_and_loses
     table = Table("t", heads, [["a hospital", *(f"0.{i}11" for i in range(6)), "9"]])
     for width, dropped in ((60, True), (24, False)):
         console = Console(width=width, file=io.StringIO())
-        console.print(terminal(table, width, "see results.json"))
+        console.print(terminal_table(table, width, "see results.json"))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert max(map(len, text.splitlines())) <= width
         assert all(f"0.{i}11" in text for i in range(6))

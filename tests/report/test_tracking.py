@@ -19,7 +19,7 @@ from consilium.core.messages import Payload
 from consilium.core.schema import validate
 from consilium.report import tracking
 from consilium.report.run_files import RunLog
-from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, metric_name, settings_of
+from consilium.report.tracking import ENVIRONMENT, Tracker, metric_name, name_with_dotted_class, settings_of
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import run as command, small_config
@@ -112,7 +112,7 @@ def test_a_server_that_never_answers_delays_no_round_and_the_end_only_so_long(
         tracker = Tracker(f"http://127.0.0.1:{port}", tmp_path, CONFIG, observer)
         began = time.monotonic()
         for number in range(1000):
-            tracker.metrics("site-1", {"train/loss": 1.0}, number)
+            tracker.send_metrics("site-1", {"train/loss": 1.0}, number)
         assert time.monotonic() - began < 1
         tracker.close(finished=True)
         assert time.monotonic() - began < 5
@@ -173,9 +173,9 @@ def test_a_wrong_address_stops_the_command_before_anything_is_made(
 
 def test_a_class_stands_behind_a_dot() -> None:
     """A folder of MLflow's has a file per metric, and none can be a folder too."""
-    assert flat_name("test/global/dice") == "test/global/dice"
-    assert flat_name("test/global/dice/cup") == "test/global/dice.cup"
-    assert flat_name("train/loss") == "train/loss"
+    assert name_with_dotted_class("test/global/dice") == "test/global/dice"
+    assert name_with_dotted_class("test/global/dice/cup") == "test/global/dice.cup"
+    assert name_with_dotted_class("train/loss") == "train/loss"
 
 
 @pytest.mark.parametrize("name", ["a/", "a//b", "/abs", "", "..", "x" * 300, "ü" * 200, "/".join("y" * 70 for _ in range(9))])

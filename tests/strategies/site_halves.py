@@ -81,7 +81,7 @@ def site(name: str, strategy: Strategy, model: nn.Module) -> ClientContext:
         training=training, adapter=LoraConfig(rank=RANK, alpha=ALPHA), adapter_kind=LORA, privacy=None, dpsgd=None
     )
     found = ClientContext(name, config, strategy, model, Points(name), Path("unused"), lambda event: None)
-    events: Any = SimpleNamespace(scalars=lambda values, step: None)
+    events: Any = SimpleNamespace(write_scalars=lambda values, step: None)
     found.events = events
     return found
 

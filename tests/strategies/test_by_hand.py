@@ -9,7 +9,7 @@ from torch import Tensor
 
 from consilium.core.linalg import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.fedhello import FedHeLLo, odds, places
+from consilium.strategies.fedhello import FedHeLLo, chosen_layer_indices, odds
 from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedprox import FedProx
 from consilium.strategies.heterogeneous_ranks.ranks import Tier
@@ -54,7 +54,7 @@ def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
     strategy = FedHL(tiers=EACH, profile={"all": 1.0}, floor=0.1)
     state = strategy.initialize({A: torch.eye(2), B: torch.zeros(2, 2)})
     layer = A.removesuffix(".lora_A")
-    update = lowrank.add(lowrank.zero(2, 2), (matrix((3.0, 0.0), (0.0, 1.0)), torch.eye(2)))
+    update = lowrank.add(lowrank.zero_update(2, 2), (matrix((3.0, 0.0), (0.0, 1.0)), torch.eye(2)))
     state = strategy._with_spectra(replace(state, round=1), {layer: update})
     low = SiteInfo("low", 1, capacity={"time": 1.0, "memory": 1.0, "download": 1.0})
     high = SiteInfo("high", 1, capacity={"time": 2.0, "memory": 2.0, "download": 2.0})
@@ -103,12 +103,16 @@ def test_fedhello_takes_the_layers_that_its_authors_configurations_name() -> Non
 
     bottleneck: all three groups of sites train the three at each end (odds of 3/27 each), two groups 3, 4 and 8, one 5 to 7.
     """
-    assert places("spread", 12, 6) == [0, 2, 4, 6, 8, 10]
-    assert places("spread", 12, 9) == [0, 1, 2, 4, 5, 6, 8, 9, 10]
-    trained = [sum(block in places("ends", 12, count) for count in (6, 9, 12)) for block in range(12)]
+    assert chosen_layer_indices("spread", 12, 6) == [0, 2, 4, 6, 8, 10]
+    assert chosen_layer_indices("spread", 12, 9) == [0, 1, 2, 4, 5, 6, 8, 9, 10]
+    trained = [sum(block in chosen_layer_indices("ends", 12, count) for count in (6, 9, 12)) for block in range(12)]
     assert trained == [3, 3, 3, 2, 2, 1, 1, 1, 2, 3, 3, 3]
-    assert [sum(block in places("bottom", 12, n) for n in (6, 9, 12)) for block in range(12)] == [3] * 6 + [2] * 3 + [1] * 3
-    assert [sum(block in places("top", 12, n) for n in (6, 9, 12)) for block in range(12)] == [1] * 3 + [2] * 3 + [3] * 6
+    assert [sum(block in chosen_layer_indices("bottom", 12, n) for n in (6, 9, 12)) for block in range(12)] == [3] * 6 + [
+        2
+    ] * 3 + [1] * 3
+    assert [sum(block in chosen_layer_indices("top", 12, n) for n in (6, 9, 12)) for block in range(12)] == [1] * 3 + [
+        2
+    ] * 3 + [3] * 6
 
 
 def test_fedhello_s_fisher_scores_are_of_the_last_trainers_and_survive_a_missed_round() -> None:

@@ -15,10 +15,10 @@ from consilium.core.messages import Observer, Payload, SiteInfo, Tensors
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.privacy.guard.release import geometries
-from consilium.privacy.mechanism import in_reals, privatize, restore_update
+from consilium.privacy.mechanism import privatized_coordinates, restore_update, to_real_numbers
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
-from consilium.strategies.deer import DEeR, rebalance_factors
+from consilium.strategies.deer import DEeR, orthonormalize_frozen_factor
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, Strategy
 from tests.conftest import Snapshot, small_cells, small_config, strategy_of, training_only
@@ -47,7 +47,7 @@ def exchange(strategy: Strategy, state: ServerState, sites: int = 4) -> tuple[Se
         end = begin | {n: begin[n] + torch.randn(begin[n].shape, generator=generator) for n in trained}
         aggregate.add(SiteInfo(str(site), 1), update_of(strategy, begin, end, payload), 1, payload)
         products.append(end[B].double() @ end[A].double())
-    return strategy.aggregate(state, aggregate.mean()), torch.stack(products).mean(0)
+    return strategy.aggregate(state, aggregate.take_mean()), torch.stack(products).mean(0)
 
 
 def deviation(strategy: Strategy, phases: int) -> float:
@@ -86,7 +86,7 @@ def test_a_schedule_keeps_its_share_of_eight_exchanges_and_trains_both_factors(s
 def test_rebalancing_keeps_the_product_and_makes_the_frozen_factor_orthonormal(frozen: str) -> None:
     before = start()
     before[A] *= torch.tensor([[100.0], [1.0], [0.01]])
-    after = rebalance_factors(before, frozen)
+    after = orthonormalize_frozen_factor(before, frozen)
     assert torch.allclose(after[B] @ after[A], before[B] @ before[A], rtol=1e-4, atol=1e-4)
     gram = after[A] @ after[A].T if frozen == "A" else after[B].T @ after[B]
     assert torch.allclose(gram, torch.eye(3), atol=1e-5)
@@ -94,11 +94,14 @@ def test_rebalancing_keeps_the_product_and_makes_the_frozen_factor_orthonormal(f
 
 def test_rebalancing_leaves_a_factor_without_rank_alone() -> None:
     state = start() | {B: torch.zeros(6, 3)}
-    assert rebalance_factors(state, "B") == {}  # A would be multiplied by R = 0 and lost
-    assert rebalance_factors(state, "A").keys() == {A, B}
-    assert rebalance_factors({A: torch.ones(3, 8), B: torch.eye(3)[:2]}, "B") == {}  # three columns in two rows
+    assert orthonormalize_frozen_factor(state, "B") == {}  # A would be multiplied by R = 0 and lost
+    assert orthonormalize_frozen_factor(state, "A").keys() == {A, B}
+    assert orthonormalize_frozen_factor({A: torch.ones(3, 8), B: torch.eye(3)[:2]}, "B") == {}  # three columns in two rows
     for least, moved in ((1.5e-6, {A, B}), (0.7e-6, set())):  # of the largest on R's diagonal
-        assert rebalance_factors({A: torch.ones(3, 8), B: torch.diag(torch.tensor([1.0, 1.0, least]))}, "B").keys() == moved
+        assert (
+            orthonormalize_frozen_factor({A: torch.ones(3, 8), B: torch.diag(torch.tensor([1.0, 1.0, least]))}, "B").keys()
+            == moved
+        )
 
 
 def test_the_factor_that_the_next_phase_freezes_is_the_orthonormal_one() -> None:
@@ -189,8 +192,8 @@ def test_without_the_eliminator_both_factors_are_clipped_and_noised_by_what_all_
     for b in (sent[B], start()[B]):
         public = sent | {B: b}
         maps = geometries(strategy, config, moved, public, 0, 0)
-        coordinates, outcome = privatize(moved, maps, 1e6, 0)
-        released = restore_update(maps, in_reals(coordinates))
+        coordinates, outcome = privatized_coordinates(moved, maps, 1e6, 0)
+        released = restore_update(maps, to_real_numbers(coordinates))
         norm = ((moved[B] @ public[A]).norm() ** 2 + (public[B] @ moved[A]).norm() ** 2) ** 0.5
         assert outcome.norm == pytest.approx(float(norm), rel=1e-5)  # alpha 4 over rank 4: s = 1
         assert bool(released[A].any()) == bool(b.any())

@@ -16,7 +16,7 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.federation.job import assemble_job, build_model
 from consilium.server.aggregation import ExactMean
 from consilium.strategies.dp_dylora import DPDyLoRA
-from consilium.strategies.strategy import scaling_of
+from consilium.strategies.strategy import scaling_multiplier
 from tests.conftest import small_cells, small_config, small_text, strategy_of
 from tests.strategies.scripted import update_of
 
@@ -43,7 +43,7 @@ def test_only_active_ranks_travel_train_and_change(round: int) -> None:
     state = replace(strategy.initialize(start()), round=round)
     rank, payload = strategy.rank(4, round), strategy.payload(state, SITE)
     assert {n: tuple(t.shape) for n, t in payload.tensors.items()} == {A: (rank, 5), B: (6, rank)}
-    assert scaling_of(strategy, payload) == pytest.approx(4 / rank)
+    assert scaling_multiplier(strategy, payload) == pytest.approx(4 / rank)
     begin = strategy.receive({}, payload)
     product = state.shared[B][:, :rank] @ state.shared[A][:rank]
     assert torch.allclose(begin[B] @ begin[A], product, atol=1e-6)
@@ -76,11 +76,11 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
     images = torch.rand(1, 3, 64, 64) * 255
     values = {n: torch.randn_like(t) * 0.05 for n, t in job.initial.items()}
     adapter_state.load(model, values)
-    lora.scale(model, 2.0)
+    lora.set_scaling(model, 2.0)
     with torch.no_grad():
         doubled = model(images)
         adapter_state.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
-        lora.scale(model, 1.0)
+        lora.set_scaling(model, 1.0)
         assert torch.allclose(model(images), doubled, atol=1e-4)
 
 
@@ -93,7 +93,7 @@ def test_every_choice_is_the_cut_model_at_its_own_scale() -> None:
     for rank, one in zip((4, 3, 2), found.values(), strict=True):
         assert {n: t.shape for n, t in one.tensors.items()} == {n: t.shape for n, t in payload.tensors.items()}
         cut = alpha / rank * payload.tensors[B][:, :rank] @ payload.tensors[A][:rank]
-        assert scaling_of(strategy, one) == 1
+        assert scaling_multiplier(strategy, one) == 1
         assert torch.allclose(alpha / 4 * one.tensors[B] @ one.tensors[A], cut, atol=1e-5)
     assert torch.equal(found["rank 4"].tensors[B], payload.tensors[B])
     assert all(torch.equal(payload.tensors[n], t) for n, t in start().items())  # the last broadcast is at full rank
@@ -169,7 +169,7 @@ def test_the_last_broadcast_is_at_full_rank_and_scale() -> None:
     strategy = DPDyLoRA()
     payload = strategy.final(replace(strategy.initialize(start()), round=2), SITE)
     assert torch.equal(payload.tensors[A], start()[A])
-    assert scaling_of(strategy, payload) == 1
+    assert scaling_multiplier(strategy, payload) == 1
 
 
 def test_a_rank_below_one_is_named() -> None:

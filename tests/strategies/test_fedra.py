@@ -86,7 +86,7 @@ def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp
     state = job.strategy.initialize(job.initial)
     state = replace(state, shared={n: t + 0.1 for n, t in state.shared.items()})
     sent = job.strategy.payload(state, SiteInfo("a", 1))
-    site.context.receive({}, sent)
+    site.context.load_payload({}, sent)
     whole = build_model(config, SiteConfig())
     adapter_state.load(whole, state.shared)
     encoder: Any = whole.image_encoder
@@ -102,7 +102,7 @@ def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp
         expected, found = whole(images), site.context.model(images)
         assert torch.equal(found, expected)
         assert not torch.equal(found, full)
-        site.context.receive({}, job.strategy.final(state, SiteInfo("a", 1)))
+        site.context.load_payload({}, job.strategy.final(state, SiteInfo("a", 1)))
         assert torch.equal(site.context.model(images), full)
 
 
@@ -113,7 +113,7 @@ def test_a_missing_tensor_of_no_block_is_an_error(tmp_path: Path) -> None:
     sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("a", 1))
     lost = next(name for name in sent.tensors if name.startswith("mask_decoder"))
     with pytest.raises(CheckpointError, match="no value for 'mask_decoder"):
-        site.context.receive({}, replace(sent, tensors={n: t for n, t in sent.tensors.items() if n != lost}))
+        site.context.load_payload({}, replace(sent, tensors={n: t for n, t in sent.tensors.items() if n != lost}))
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
-from consilium.strategies.fedsca import MATRIX, FedSCA, isolation_alpha, similarities
+from consilium.strategies.fedsca import MATRIX, FedSCA, similarities, smallest_isolating_alpha
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 from consilium.strategies.trainer import LocalStep
 from tests.conftest import Snapshot, small_config, strategy_of, training_only
@@ -241,7 +241,7 @@ def test_from_which_alpha_a_site_mixes_nobody() -> None:
     """10 and 30 samples: v = (1/4 - a/2, 3/4) is (0, 1) projected from a = 1 on; the smaller's from a = 3 on."""
     prior = torch.tensor([0.25, 0.75], dtype=torch.float64)
     similar = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], dtype=torch.float64)
-    assert isolation_alpha(prior, similar).tolist() == pytest.approx([3.0, 1.0])
+    assert smallest_isolating_alpha(prior, similar).tolist() == pytest.approx([3.0, 1.0])
     assert mixture_weights(prior, similar, 1.0)[1].tolist() == pytest.approx([0.0, 1.0])
     assert mixture_weights(prior, similar, 0.9)[1].tolist() == pytest.approx([0.025, 0.975])  # by hand: (-0.2, 0.75) + 0.225
 
@@ -250,7 +250,7 @@ def test_the_limit_is_where_an_independent_solver_puts_it() -> None:
     draw = torch.Generator().manual_seed(0)
     flat, prior = torch.randn(5, 9, generator=draw, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 10.0]).double() / 20
     similar = similarities(flat, "l2", True)
-    for site, limit in enumerate(isolation_alpha(prior, similar).tolist()):
+    for site, limit in enumerate(smallest_isolating_alpha(prior, similar).tolist()):
         for alpha, alone in ((limit * 0.98, False), (limit * 1.02, True)):
             found = minimize(
                 lambda w, a=alpha, s=site: ((w - prior.numpy()) ** 2).sum() - a * (w * similar[s].numpy()).sum(),
@@ -260,8 +260,13 @@ def test_the_limit_is_where_an_independent_solver_puts_it() -> None:
 
 
 def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    assert isolation_alpha(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()  # equal sites: no alpha isolates one
-    assert isolation_alpha(torch.tensor([1.0, 0.0]), torch.zeros(2, 2)).tolist() == [0, math.inf]  # all weight: alone at once
+    assert (
+        smallest_isolating_alpha(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()
+    )  # equal sites: no alpha isolates one
+    assert smallest_isolating_alpha(torch.tensor([1.0, 0.0]), torch.zeros(2, 2)).tolist() == [
+        0,
+        math.inf,
+    ]  # all weight: alone at once
     strategy, name = FedSCA(low=0, alpha=1.0), "image_encoder.blocks.0.adapter_mlp.up.bias"
     state = strategy.initialize({name: torch.zeros(2)})
     sent = Payload(0, 0, {name: torch.zeros(2)})

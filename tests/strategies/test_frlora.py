@@ -18,7 +18,7 @@ from consilium.models.sam.network import build_sam
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.server.run_start import server_start
-from consilium.strategies.frlora import FRLoRA, principal
+from consilium.strategies.frlora import FRLoRA, principal_factors
 from consilium.strategies.strategy import ServerState
 from tests.conftest import small_config
 from tests.strategies.scripted import update_of
@@ -54,12 +54,12 @@ def trained(start: Tensors, round: int, site: str) -> Tensors:
 
 
 def test_the_start_is_the_best_approximation_and_the_model_is_its_base() -> None:
-    b, a = principal(weights()[LAYER], RANK, SCALE)
+    b, a = principal_factors(weights()[LAYER], RANK, SCALE)
     u, s, vt = np.linalg.svd(weights()[LAYER].double().numpy())
     np.testing.assert_allclose(SCALE * (b @ a).numpy(), (u[:, :RANK] * s[:RANK]) @ vt[:RANK], atol=1e-5)
     np.testing.assert_allclose((b.T @ b).numpy(), (a @ a.T).numpy(), atol=1e-4)  # half the values in each factor
     for sign in (1, -1):  # whatever the solver's signs
-        left = principal(sign * weights()[LAYER], OUT - 2, SCALE)[0]
+        left = principal_factors(sign * weights()[LAYER], OUT - 2, SCALE)[0]
         assert (left.gather(0, left.abs().argmax(0, keepdim=True)) > 0).all()
     strategy, state = begin()
     start = strategy.receive({}, strategy.payload(state, SiteInfo("a", 1)))

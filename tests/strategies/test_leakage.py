@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from consilium.strategies.heterogeneity_leakage import Move, leakage
+from consilium.strategies.heterogeneity_leakage import Move, drift_and_leakage
 
 ENC, DEC = "image_encoder.blocks.0.attn.qkv", "mask_decoder.transformer.layers.0.self_attn.q_proj"
 
@@ -24,16 +24,16 @@ def test_two_sites_of_single_numbers_by_hand() -> None:
     (3 * 1 * (-.5) - 3 * 1.5) / 4 = -1.5.
     """
     ends = {"one": (scalar(1, 1), scalar(1, 2)), "two": (scalar(3, 1), scalar(3, 0))}
-    even = leakage({name: Move(*pair, 1) for name, pair in ends.items()}, {ENC: "B"})
+    even = drift_and_leakage({name: Move(*pair, 1) for name, pair in ends.items()}, {ENC: "B"})
     assert even["proposition 3.2/common drift"] == pytest.approx(2)
     assert even["proposition 3.2/leakage"] == pytest.approx(2)
     assert even["leaked share/of both"] == pytest.approx(0.5)
     assert even["assumption 3.3/smallest singular value"] == pytest.approx(1)
-    uneven = leakage({name: Move(*pair, 3 if name == "one" else 1) for name, pair in ends.items()}, {ENC: "B"})
+    uneven = drift_and_leakage({name: Move(*pair, 3 if name == "one" else 1) for name, pair in ends.items()}, {ENC: "B"})
     assert uneven["proposition 3.2/common drift"] == pytest.approx(0)
     assert uneven["proposition 3.2/leakage"] == pytest.approx(1.5)
     assert uneven["leaked share/of both"] == pytest.approx(1)
-    still = leakage({"one": Move(scalar(1, 1), scalar(1, 1), 1)}, {ENC: "B"})
+    still = drift_and_leakage({"one": Move(scalar(1, 1), scalar(1, 1), 1)}, {ENC: "B"})
     assert still["leaked share/of both"] == 0
 
 
@@ -59,7 +59,7 @@ def test_both_sharings_equal_the_printed_sums_on_dense_gradients() -> None:
             for i, factor in enumerate((mean, one.start[private].double() - mean)):
                 parts[i] = parts[i] + weights[n] / 8 * (gradient @ factor.T if which == "B" else factor.T @ gradient)
         common, leaked = common + float(parts[0].square().sum()), leaked + float(parts[1].square().sum())
-    found = leakage(moves, {ENC: "B", DEC: "A"})
+    found = drift_and_leakage(moves, {ENC: "B", DEC: "A"})
     assert found["proposition 3.2/common drift"] == pytest.approx(common**0.5, rel=1e-9)
     assert found["proposition 3.2/leakage"] == pytest.approx(leaked**0.5, rel=1e-9)
     least = min(float(torch.linalg.matrix_norm(t.double(), -2)) for one in moves.values() for t in one.start.values())
@@ -69,6 +69,6 @@ def test_both_sharings_equal_the_printed_sums_on_dense_gradients() -> None:
 def test_equal_private_factors_leak_nothing_and_assumption_3_3_fails_at_zero() -> None:
     """The paper's first vanishing condition; B = 0, where every run starts, has no singular value over 0."""
     a, b = torch.eye(2), torch.zeros(3, 2)
-    found = leakage({n: Move(factors(a, b), factors(a, b + k), 1) for k, n in enumerate("xyz")}, {ENC: "B"})
+    found = drift_and_leakage({n: Move(factors(a, b), factors(a, b + k), 1) for k, n in enumerate("xyz")}, {ENC: "B"})
     assert found["proposition 3.2/leakage"] == 0
     assert found["assumption 3.3/smallest singular value"] == 0

@@ -103,5 +103,5 @@ def test_training_begins_with_all_that_was_loaded_and_the_first_failure_is_kept(
     with pytest.raises(ConfigError, match=r"calls fit\(\) more than 1 times") as first:
         trainer.fit()
     with pytest.raises(ConfigError, match="calls probe"):
-        trainer.probe()
+        trainer.gradient_probe()
     assert report.failure is first.value

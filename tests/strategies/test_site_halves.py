@@ -27,7 +27,7 @@ from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.strategy import Role
 from consilium.strategies.traits import Interpolation
-from consilium.training.interpolation import fixed_share, interpolate_adapter, sample_shares
+from consilium.training.interpolation import fixed_weight, interpolate_adapter, sample_weights
 from tests.conftest import small_cells, small_config, small_text
 from tests.strategies.scripted import Scripted, Unread
 from tests.strategies.site_halves import (
@@ -112,20 +112,20 @@ def test_fedala_ends_its_first_learning_and_leaves_new_sites_alone() -> None:
         {"x.lora_A": torch.ones(2), "y.lora_A": torch.ones(2)},
         {"x.lora_A": torch.zeros(2), "y.lora_A": torch.zeros(2)},
     )
-    begin, kept = strategy.mixed(own, start, {}, look)
+    begin, kept = strategy.learn_mixture(own, start, {}, look)
     assert look.calls == 30 * 3
     assert kept.keys() == {"y.lora_A"}
     assert begin["x.lora_A"].tolist() == [0, 0]
-    strategy.mixed(own, start, kept, look)
+    strategy.learn_mixture(own, start, kept, look)
     assert look.calls == 31 * 3
-    assert strategy.mixed({}, start, {}, look) == (start, {})
-    assert strategy.mixed(own, {}, {}, look) == ({}, {})
+    assert strategy.learn_mixture({}, start, {}, look) == (start, {})
+    assert strategy.learn_mixture(own, {}, {}, look) == ({}, {})
     assert look.calls == 31 * 3
-    assert strategy.mixed(own, start, {}, Unread()) == (start, {})  # no batch to learn from
+    assert strategy.learn_mixture(own, start, {}, Unread()) == (start, {})  # no batch to learn from
     all_layers = FedALA(layers=None, most_passes=1)
-    assert all_layers.mixed(own, start, {}, look)[1].keys() == start.keys()
+    assert all_layers.learn_mixture(own, start, {}, look)[1].keys() == start.keys()
     # The gradients of 1 towards a global tensor that is larger by 1: w goes from 1 to 0 in one batch, and stays there.
-    begin, kept = all_layers.mixed(start, own, {}, look)
+    begin, kept = all_layers.learn_mixture(start, own, {}, look)
     assert (begin["y.lora_A"].tolist(), kept["y.lora_A"].tolist()) == ([0, 0], [0, 0])
 
 
@@ -143,16 +143,16 @@ def test_fedala_has_settled_when_its_last_ten_losses_differ_by_less_than_the_thr
 def test_fedala_counts_layers_of_the_adapter_from_the_output() -> None:
     block = "image_encoder.blocks.0.adapter_mlp"
     names = ["e.q.lora_A", "e.q.lora_B", *(f"{block}.{p}.{w}" for p in ("down", "up") for w in ("weight", "bias")), *HEAD]
-    assert FedALA(layers=1).upper(names) == HEAD
-    assert FedALA(layers=2).upper(names) == names[2:]
-    assert FedALA(layers=None).upper(names) == names == FedALA(layers=9).upper(names)
+    assert FedALA(layers=1).top_layer_tensors(names) == HEAD
+    assert FedALA(layers=2).top_layer_tensors(names) == names[2:]
+    assert FedALA(layers=None).top_layer_tensors(names) == names == FedALA(layers=9).top_layer_tensors(names)
 
 
 def test_fedala_mixes_a_decoder_that_trains_whole() -> None:
     """SAM lists last the layers that rate masks, which no mask depends on: mixed alone they would change nothing."""
     raw = small_config("fedala").model_dump() | {"adapter": {"kind": "bottleneck", "decoder": "share"}}
     job = assemble_job(JobConfig.model_validate(raw))
-    upper = FedALA().upper(job.initial)
+    upper = FedALA().top_layer_tensors(job.initial)
     assert {name.rpartition(".mask_decoder.")[0] for name in upper} == {"base"}
     assert any("output_upscaling" in name for name in upper)
     assert len(upper) == sum(name.startswith("base.") for name in job.initial)
@@ -294,7 +294,7 @@ def test_a_site_compares_samples_where_its_strategy_weighs_by_their_likeness(wei
     job = assemble_job(small_cells({"name": "feddpa", "weighting": weighting}))
     made, generator = build_site(job, "b", SiteConfig(), tmp_path, lambda event: None), torch.Generator().manual_seed(0)
     context = made.context
-    context.load({name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in job.initial.items()})
+    context.load_values({name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in job.initial.items()})
     batch = context.task.batch([0, 1, 2], 0)
     with torch.no_grad():
         context.set_local_share(0.5)
@@ -362,15 +362,15 @@ def test_what_cannot_carry_a_local_adapter_is_refused() -> None:
 def test_feddpa_s_similarity_counts_what_points_away_as_nothing() -> None:
     """References at cosine 1 and -1: the mean of 1 and 0, where the mean of both would be 0."""
     found, known = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [-3.0, 0.0]])
-    assert sample_shares(Interpolation(1.0, 2), found, known).tolist() == [0.5]
+    assert sample_weights(Interpolation(1.0, 2), found, known).tolist() == [0.5]
 
 
 def test_feddpa_as_in_code_gives_what_is_alike_to_the_global_adapter() -> None:
     """Cosines 1 and 0.6: the code's weight 0.5 * 0.8 goes to the global adapter, so 0.6 is left; cosine -1 leaves 1.5."""
     blend = Interpolation(0.5, 2, as_in_code=True)
-    found = sample_shares(blend, torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
+    found = sample_weights(blend, torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
     torch.testing.assert_close(found, torch.tensor([0.6]))
-    assert sample_shares(blend, torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]])).tolist() == [1.5]
-    assert fixed_share(blend) == 0.5
-    assert fixed_share(Interpolation(0.3, 0, as_in_code=True)) == pytest.approx(0.7)
+    assert sample_weights(blend, torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]])).tolist() == [1.5]
+    assert fixed_weight(blend) == 0.5
+    assert fixed_weight(Interpolation(0.3, 0, as_in_code=True)) == pytest.approx(0.7)
     assert FedDPA(reading="as_in_code").traits.interpolation == Interpolation(0.5, 5, as_in_code=True)

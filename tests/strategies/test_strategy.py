@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from consilium.adapters.bottleneck import PLACES
-from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_twin
+from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_factor_name
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import ExactMean, RoundAggregate
@@ -44,7 +44,7 @@ def parts_of(strategy: Strategy, seed: int) -> Tensors:
     """Return what the strategy asks for beside the adapter."""
     generator, found = torch.Generator().manual_seed(100 + seed), Tensors()
     if LOCAL_ADAPTER in strategy.traits.parts:
-        found |= {local_twin(name): torch.randn(t.shape, generator=generator) for name, t in adapter(seed).items()}
+        found |= {local_factor_name(name): torch.randn(t.shape, generator=generator) for name, t in adapter(seed).items()}
     if FEATURE_SHIFT in strategy.traits.parts:
         found |= {name: torch.randn(5, generator=generator) for name in (SHIFT, MEAN)}
     return found

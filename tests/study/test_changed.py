@@ -16,7 +16,7 @@ from consilium import strategies as package
 from consilium.config.code_digest import strategy_code_digest
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
-from consilium.report.run_record import KEPT, cell_folder, earlier_cells, save_cells, study_cells
+from consilium.report.run_record import KEPT, cell_folder, orphaned_cells, save_cells, study_cells
 from consilium.study.definition import Cell, Study, load
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, current_record
@@ -133,8 +133,8 @@ def test_studies_that_share_a_workspace_keep_their_own_and_damage_is_as_nothing(
     for cell in (*one.cells(), *other.cells()):
         done(cell, 0.5)
     assert [cell.name for cell in study_cells(w)] == ["method=A", "method=B", "lr=2"]
-    assert earlier_cells(w, one.title, ["x"]) == sorted(cell.folder for cell in one.cells())
-    assert earlier_cells(w, "third", []) == []
+    assert orphaned_cells(w, one.title, ["x"]) == sorted(cell.folder for cell in one.cells())
+    assert orphaned_cells(w, "third", []) == []
     for damaged in ("{", "[]", '{"tiny": 3}', '{"tiny": {"axes": ["seed"], "cells": {"a": {}}}}', '{"tiny": {"a": {"b": 1}}}'):
         (w / KEPT).write_text(damaged)
         assert {cell.name for cell in study_cells(w)} == {"method=A", "method=B", "lr=2"}
@@ -219,7 +219,7 @@ def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
     swap_stored_run(planned(rerun=True)[1])  # the place is taken: both are kept
     assert (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}-former" / "results.json").is_file()
     record = current_record(first[0].cell.folder)
-    assert not replace(record, code="").outdated("any")  # of a version that noted none
+    assert not replace(record, code="").is_outdated("any")  # of a version that noted none
 
 
 class Gone(BaseException):

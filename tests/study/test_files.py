@@ -23,7 +23,7 @@ def test_every_cell_of_a_study_is_a_valid_job(path: Path) -> None:
     """`cells` raises for a field, a value or a cell that is not right."""
     for size in SIZES:
         study = load(path, size)
-        assert len(study.cells()) == len(study.grid()) - len(study.excluded()) > 0
+        assert len(study.cells()) == len(study.unfiltered_grid()) - len(study.excluded()) > 0
 
 
 OTHER_LAYERS = {"fedhera_table14", "iat_figure3", "privacy_utility_rbc12"}
@@ -67,7 +67,7 @@ def test_the_small_size_of_a_study_runs(path: Path, tmp_path: Path) -> None:
 
 def _run(path: Path, size: Size, folder: Path) -> None:
     planned = Planner(Given(None, None), folder).plan(load(path, size, folder).cells())
-    ended = {one.cell.name: run_cell(one, lambda event: None) for one in planned}
+    ended = {one.cell.display_name: run_cell(one, lambda event: None) for one in planned}
     assert {name: record.reason for name, record in ended.items() if record.state != "done"} == {}
     assert all((one.cell.folder / "results.json").is_file() for one in planned)
 

@@ -64,14 +64,14 @@ def test_what_is_left_out_says_why(study_file: MakeStudy) -> None:
     study = load(
         study_file(axes={"method": METHODS, "seed": SEEDS}, exclude=[{"when": {"method": "FFA", "seed": 2}, "reason": "no"}])
     )
-    assert [cell.name for cell in study.cells()] == ["method=FedIT seed=1", "method=FedIT seed=2", "method=FFA seed=1"]
+    assert [cell.display_name for cell in study.cells()] == ["method=FedIT seed=1", "method=FedIT seed=2", "method=FFA seed=1"]
     assert study.excluded() == [({"method": "FFA", "seed": "2"}, "no")]
 
 
 def test_only_takes_a_union_on_an_axis_and_all_axes_together(study_file: MakeStudy) -> None:
     study = load(study_file(axes={"method": METHODS, "seed": {"training.seed": [1, 2, 3]}}))
     found = pick(study, ["seed=1", "seed=3", "method=FFA"])
-    assert [cell.name for cell in found] == ["method=FFA seed=1", "method=FFA seed=3"]
+    assert [cell.display_name for cell in found] == ["method=FFA seed=1", "method=FFA seed=3"]
     with pytest.raises(ConfigError, match=r"--only: no axis 'sed'; there are method, seed \(did you mean 'seed'\?\)"):
         pick(study, ["sed=1"])
     with pytest.raises(ConfigError, match="--only: no value '4' on axis 'seed'; it has 1, 2, 3"):
@@ -81,9 +81,9 @@ def test_only_takes_a_union_on_an_axis_and_all_axes_together(study_file: MakeStu
 
 
 def test_a_changed_study_changes_only_the_cells_it_changed(study_file: MakeStudy) -> None:
-    before = {cell.name: cell.id for cell in cells_of(study_file(axes={"method": METHODS}))}
+    before = {cell.display_name: cell.id for cell in cells_of(study_file(axes={"method": METHODS}))}
     path = study_file(about="other words", axes={"method": METHODS | {"FFA": {"strategy": "ffa_lora", "training.lr": 0.125}}})
-    after = {cell.name: cell.id for cell in cells_of(path)}
+    after = {cell.display_name: cell.id for cell in cells_of(path)}
     assert before["method=FedIT"] == after["method=FedIT"]
     assert before["method=FFA"] != after["method=FFA"]
     longer = cells_of(study_file(set={"sites": 2, "training.rounds": 9}, axes={"method": METHODS}))

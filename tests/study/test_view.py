@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.config.site import Given
-from consilium.report.tables import terminal
+from consilium.report.tables import terminal_table
 from consilium.study.definition import load
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord
@@ -53,7 +53,7 @@ def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_fi
     view(cells[1], CellRecord("locked"))
     view(cells[1], CellRecord("done", seconds=40.0))
     view(cells[2], CellRecord("failed", "no \x1b[31mdisk"))
-    names = [one.cell.name for one in cells]
+    names = [one.cell.display_name for one in cells]
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         f"1/4 {names[0]}: done in 1.7 min, ETA 2.5 min",
         f"{names[1]}: another process is at it; waiting",
@@ -86,13 +86,13 @@ def test_in_a_pipe_running_cells_are_a_line_now_and_then(
     monkeypatch.setattr(view, "said_at", view.said_at - OFTEN)
     view(cells[0], (0.02, "round 2/4"))
     view(cells[0], (0.03, "round 2/4"))
-    assert console.file.getvalue() == f"0/2 {cells[0].cell.name}: round 2/4\n"  # type: ignore[attr-defined]
+    assert console.file.getvalue() == f"0/2 {cells[0].cell.display_name}: round 2/4\n"  # type: ignore[attr-defined]
 
 
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
     records = {cell.id: CellRecord("done", seconds=3600.0) for cell in cells}
-    text = printed(80, False, terminal(cells_table("t", cells, records, {cell.id: 5 * 2**19 for cell in cells}), 80))
+    text = printed(80, False, terminal_table(cells_table("t", cells, records, {cell.id: 5 * 2**19 for cell in cells}), 80))
     assert max(map(cell_len, text.splitlines())) <= 80
     assert text.count("2.50") == len(cells)
     assert all(cell.id in text for cell in cells)

@@ -51,4 +51,4 @@ def task_of(folder: Path, entries: list[dict[str, Any]], side: int = 8, **settin
 
 def evaluated(task: SegmentationTask, batch_size: int = 3) -> dict[str, float]:
     """Return the closing metrics of Bright."""
-    return task.evaluate(Bright(len(task.classes)), "test", batch_size, distances=True)
+    return task.evaluate(Bright(len(task.classes)), "test", batch_size, full=True)

@@ -6,12 +6,12 @@ import pytest
 
 from consilium.tasks.language.answers import (
     MOST,
+    answer_label,
+    canonical_answer,
     final_answer,
-    first_label,
     gsm8k_answer,
     metamath_answer,
     metamath_reference,
-    plain_answer,
 )
 
 
@@ -26,11 +26,11 @@ from consilium.tasks.language.answers import (
     ],
 )
 def test_the_first_valid_label_counts(text: str, label: str | None) -> None:
-    assert first_label(text, ["true", "false", "option 1", "option 10"]) == label
+    assert answer_label(text, ["true", "false", "option 1", "option 10"]) == label
 
 
 def test_of_two_labels_at_one_place_the_longer_counts() -> None:
-    assert first_label("very urgent", ["very", "very urgent"]) == "very urgent"
+    assert answer_label("very urgent", ["very", "very urgent"]) == "very urgent"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_of_two_labels_at_one_place_the_longer_counts() -> None:
     ],
 )
 def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str | None) -> None:
-    assert first_label(text, ["A", "B", "C", "D"]) == label
+    assert answer_label(text, ["A", "B", "C", "D"]) == label
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str
     ],
 )
 def test_what_stands_behind_not_is_no_answer(text: str, answer: str | None) -> None:
-    assert first_label(text, ["yes", "no", "B", "C", "entailment", "not entailment"]) == answer
+    assert answer_label(text, ["yes", "no", "B", "C", "entailment", "not entailment"]) == answer
 
 
 @pytest.mark.parametrize(
@@ -196,11 +196,11 @@ def test_a_long_equation_without_an_end_is_read_at_once(part: str) -> None:
     ],
 )
 def test_a_given_answer_equals_the_same_one_written(given: str, written: str) -> None:
-    assert plain_answer(given) == final_answer(written) is not None
+    assert canonical_answer(given) == final_answer(written) is not None
 
 
 def test_of_a_long_answer_the_first_32768_characters_are_read() -> None:
-    assert plain_answer("x" * 2**15 + "y") == "x" * 2**15
+    assert canonical_answer("x" * 2**15 + "y") == "x" * 2**15
 
 
 ALIKE = [
@@ -218,7 +218,7 @@ ALIKE = [
 
 
 def test_answers_are_equal_however_they_are_spelt_and_others_are_not() -> None:
-    read = [{plain_answer(one) for one in line} | {final_answer(f"so #### {one}") for one in line} for line in ALIKE]
+    read = [{canonical_answer(one) for one in line} | {final_answer(f"so #### {one}") for one in line} for line in ALIKE]
     assert [len(one) for one in read] == [1] * len(ALIKE)
     assert None not in set.union(*read)
     assert len(set.union(*read)) == len(ALIKE)
@@ -245,7 +245,7 @@ def test_answers_are_equal_however_they_are_spelt_and_others_are_not() -> None:
 )
 def test_what_is_more_than_a_number_is_compared_whole(different: tuple[str, ...]) -> None:
     assert (
-        len({plain_answer(one) for one in different})
+        len({canonical_answer(one) for one in different})
         == len({final_answer(f"#### {one}") for one in different})
         == len(different)
     )
@@ -253,28 +253,28 @@ def test_what_is_more_than_a_number_is_compared_whole(different: tuple[str, ...]
 
 @pytest.mark.parametrize("text", ["The answer is __B__", "The answer is _B_", "_B_", "__B__, not A"])
 def test_marks_of_markdown_are_no_part_of_a_label(text: str) -> None:
-    assert first_label(text, ["A", "B"]) == "B"
-    assert first_label("A_1 or B_2", ["A", "B"]) is None
+    assert answer_label(text, ["A", "B"]) == "B"
+    assert answer_label("A_1 or B_2", ["A", "B"]) is None
 
 
 @pytest.mark.parametrize(
     ("given", "written"), [("2x+3", "#### 2"), (r"\frac{x}{2}", r"\boxed{2}"), ("1, 2", "#### 12"), ("1,2", "#### 1, 3")]
 )
 def test_a_part_of_an_answer_is_not_the_answer(given: str, written: str) -> None:
-    assert plain_answer(given) != final_answer(written)
+    assert canonical_answer(given) != final_answer(written)
 
 
 def test_a_text_is_read_up_to_32768_characters_from_the_side_of_its_answer() -> None:
     most = 2**15
     assert final_answer("7 " + "a" * (most - 2)) == "7"
     assert final_answer("7 " + "a" * (most - 1)) is None
-    assert plain_answer("b" * (most + 5)) == "b" * most
+    assert canonical_answer("b" * (most + 5)) == "b" * most
     assert metamath_answer("The answer is: " + "x" * (most - 1) + "7") == "7"
     assert metamath_answer("The answer is: " + "x" * most + "7") is None
     blank = " " * (most - 1)
-    assert first_label(f"{blank}yes{blank[:-1]}", ["yes"]) == "yes"  # 65,536 characters
-    assert first_label(f"{blank}yes{blank}", ["yes"]) is None  # one more: its middle is cut
-    assert first_label(f"yes{blank * 3}", ["yes"]) == first_label(f"{blank * 3}yes", ["yes"]) == "yes"
+    assert answer_label(f"{blank}yes{blank[:-1]}", ["yes"]) == "yes"  # 65,536 characters
+    assert answer_label(f"{blank}yes{blank}", ["yes"]) is None  # one more: its middle is cut
+    assert answer_label(f"yes{blank * 3}", ["yes"]) == answer_label(f"{blank * 3}yes", ["yes"]) == "yes"
 
 
 def test_numbers_words_and_characters_at_the_ends_of_what_is_known() -> None:
@@ -285,5 +285,5 @@ def test_numbers_words_and_characters_at_the_ends_of_what_is_known() -> None:
     assert final_answer(f"{zeros}5") == "5"
     assert final_answer(f"{zeros}05") == f"{zeros}05"  # of 401 characters
     assert (final_answer("\u00bc"), final_answer("\u2189")) == ("1/4", "0")  # the first and the last fraction of one character
-    assert plain_answer("5\uff01") == "5"  # full-width, the first and the last
-    assert plain_answer("\uff5ex") == "~x"
+    assert canonical_answer("5\uff01") == "5"  # full-width, the first and the last
+    assert canonical_answer("\uff5ex") == "~x"

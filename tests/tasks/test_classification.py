@@ -20,9 +20,9 @@ from consilium.tasks.classification.task import (
     ClassificationTask,
     balanced_loss,
     class_index,
+    count_and_intervals,
     pick_across_classes,
     score,
-    summary,
 )
 from consilium.tasks.registry import TASKS
 from consilium.training.loop import batches
@@ -48,13 +48,13 @@ def make_task(folder: Path, labels: list[object], values: list[int], **options: 
         Image.fromarray(np.full((8, 8), value, np.uint8)).save(folder / f"{index}.png")
         entries.append({"image": f"{index}.png", "label": label})
     (folder / "d.json").write_text(json.dumps({"training": entries, "test": entries}))
-    return ClassificationTask(read_datalist(folder / "d.json", classes=True), CLASSES, 8, **options)
+    return ClassificationTask(read_datalist(folder / "d.json", labels_are_classes=True), CLASSES, 8, **options)
 
 
 def test_metrics_of_known_answers(tmp_path: Path) -> None:
     """Two round called round and long, two long both called long: F1 of round 2/3, of long 4/5; nothing is spiky."""
     task = make_task(tmp_path, ["round", 0, "long", 1], [0, 10, 10, 10])
-    found = task.evaluate(ByBrightness(5.0), "test", 3, distances=True)
+    found = task.evaluate(ByBrightness(5.0), "test", 3, full=True)
     right, wrong = (math.log(math.exp(5) + 2) - sure for sure in (5, 0))
     assert found["loss"] == pytest.approx((3 * right + wrong) / 4)
     assert found["accuracy"] == 0.75
@@ -81,7 +81,7 @@ def test_a_false_alarm_of_an_absent_class_is_a_class_of_macro_f1_as_in_scikit_le
     found = score(logits, labels, CLASSES, f1=f1)
     assert found["f1"] == pytest.approx(wanted)
     assert found["accuracy"] == 0.5
-    of_all = summary(logits.repeat(2, 1), labels.repeat(2), np.array([0, 0, 1, 1]), f1)
+    of_all = count_and_intervals(logits.repeat(2, 1), labels.repeat(2), np.array([0, 0, 1, 1]), f1)
     assert of_all["f1_low"] == of_all["f1_high"] == pytest.approx(wanted)
 
 
@@ -248,7 +248,7 @@ def test_a_patient_s_class_is_that_of_its_mean_probability(tmp_path: Path) -> No
     """Patient a: light by .6, .6 and .05, on average .42: dark, where two images of three say light. Patient b: light, sure."""
     shares = [0.6, 0.9, 0.6, 0.05]
     task = by_patient(tmp_path, ["a", "b", "a", "a"], ["dark", "light", "dark", "dark"])
-    found = task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in shares]), "test", 3, distances=True)
+    found = task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in shares]), "test", 3, full=True)
     assert (found["accuracy"], found["f1"], found["n"]) == (1, 1, 2)
     assert found["confusion/dark/dark"] == 1
     mean = (0.6 + 0.6 + 0.05) / 3
@@ -274,12 +274,12 @@ def test_the_job_says_whether_images_or_patients_are_scored(per: str, accuracy: 
 
 def test_the_probability_of_the_true_class_ranks_units_the_largest_first(tmp_path: Path) -> None:
     task = by_patient(tmp_path, ["a", "b"], ["dark", "light"])
-    task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.2, 0.9)]), "test", 2, distances=True)
+    task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.2, 0.9)]), "test", 2, full=True)
     assert task.scored is not None
     assert (task.scored.score, task.scored.lower) == ("probability of the true class", False)
     assert task.scored.values == pytest.approx((0.8, 0.9))
     task = by_patient(tmp_path, ["a", "a", "b", "a"], ["dark", "dark", "light", "dark"])
-    task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.2, 0.4, 0.9, 0.6)]), "test", 2, distances=True)
+    task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.2, 0.4, 0.9, 0.6)]), "test", 2, full=True)
     assert task.scored.values == pytest.approx((1 - (0.2 + 0.4 + 0.6) / 3, 0.9))  # of a patient its first picture stands for it
     assert (task.scored.samples, task.scored.names) == ((0, 2), ("0.png", "2.png"))
 
@@ -300,5 +300,5 @@ def test_a_patient_of_two_classes_is_refused(tmp_path: Path) -> None:
 def test_intervals_of_accuracy_and_f1_draw_patients(tmp_path: Path) -> None:
     """Patient a is all right, patient b all wrong: resamples are 1, 1/2, 0. F1 is then 1, of one class 2/3 and 0, or 0."""
     logits = torch.tensor([[2.0, 0], [2, 0], [2, 0], [2, 0]])
-    found = summary(logits, torch.tensor([0, 0, 1, 1]), np.array([0, 0, 1, 1]))
+    found = count_and_intervals(logits, torch.tensor([0, 0, 1, 1]), np.array([0, 0, 1, 1]))
     assert found == {"n": 4, "accuracy_low": 0, "accuracy_high": 1, "f1_low": 0, "f1_high": 1}

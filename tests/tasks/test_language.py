@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.adapter_state import disabled
+from consilium.adapters.adapter_state import disable_adapter
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
@@ -191,7 +191,7 @@ def test_answers_are_written_with_a_cache_of_keys_and_values(tmp_path: Path) -> 
     task._encoder.ends = [len(TOKENIZER) - 1]  # a random model rarely writes this token
     embed = model.get_input_embeddings()
     handle = embed.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
-    answers = task.write(model, "test", 2)
+    answers = task.predict(model, "test", 2)
     handle.remove()
     assert widths[0] > 1
     assert widths[1:] == [1] * 5
@@ -201,15 +201,15 @@ def test_answers_are_written_with_a_cache_of_keys_and_values(tmp_path: Path) -> 
         with torch.no_grad():
             ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     assert answers[1] == task._encoder.decode(ids[given:])
-    with disabled(model):
-        assert task.write(model, "test", 2) != answers
+    with disable_adapter(model):
+        assert task.predict(model, "test", 2) != answers
 
 
 def test_written_answers_do_not_depend_on_their_batch() -> None:
     model = build_causal_lm("tiny", None)
     texts = [text("What does the heart do?", "x"), text("Write the word before the colon.", "x"), text("Say it again.", "x")]
     task = make_task(*texts, max_new_tokens=6)
-    assert task.write(model, "test", 1) == task.write(model, "test", 3)
+    assert task.predict(model, "test", 1) == task.predict(model, "test", 3)
     assert task._batch_dependent is False
 
 
@@ -237,10 +237,10 @@ def test_a_model_that_minds_who_is_beside_answers_one_by_one(kind: str) -> None:
     task = make_task(*texts, max_new_tokens=6)
     sizes, generate = list[int](), model.generate
     model.generate = lambda **given: sizes.append(len(given["input_ids"])) or generate(**given)
-    together = task.write(model, "test", 4)
+    together = task.predict(model, "test", 4)
     assert sizes == [1, 2] + [1] * 5
     assert len(set(together)) == 3
-    assert together == task.write(model, "test", 1)
+    assert together == task.predict(model, "test", 1)
 
 
 def test_prompts_of_one_length_tell_nothing_of_who_minds_the_padding() -> None:
@@ -248,10 +248,10 @@ def test_prompts_of_one_length_tell_nothing_of_who_minds_the_padding() -> None:
     config = {"model_type": "bart", "vocab_size": len(TOKENIZER), **ALONE["bart"]}
     model: Any = build_causal_lm("folder", None, config, weights=False)
     task = make_task(*[text("word", "x")] * 3, max_new_tokens=2)
-    task.write(model, "test", 3)
+    task.predict(model, "test", 3)
     assert task._batch_dependent is None
     task = make_task(text("word", "x"), text("word word word", "x"), max_new_tokens=2)
-    task.write(model, "test", 2)
+    task.predict(model, "test", 2)
     assert task._batch_dependent is True
 
 
@@ -259,7 +259,7 @@ def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.Monke
     texts = [text("q", "soon: a"), text("q", "urgent: b"), text("q", "c it is", labels=("c", "d")), text("q", "soon")]
     task = make_task(*texts, evaluate="label", labels=["urgent", "soon"])
     written = ["Soon, not urgent", "soon", "d? no, c", "sooner"]
-    monkeypatch.setattr(task, "write", lambda *_: written)
+    monkeypatch.setattr(task, "predict", lambda *_: written)
     assert task.evaluate(Uniform(), "test", 2)["accuracy"] == 0.25
     found = task.evaluate(Uniform(), "test", 2)
     per_token = {"perplexity", "token_loss", "bits_per_token"}
@@ -274,8 +274,8 @@ def test_the_final_evaluation_says_how_many_and_how_sure_over_patients(monkeypat
     texts = [Text(f"test.jsonl:{i}", "q", "", (said,), patient=whose) for i, (whose, said) in enumerate(own)]
     for given, low in ((texts, 0.5), ([replace(one, patient="") for one in texts], 0.0)):
         task = make_task(*given, evaluate="label", labels=["a", "b"])
-        monkeypatch.setattr(task, "write", lambda *_: ["a"] * 3)
-        found = task.evaluate(Uniform(), "test", 2, distances=True)
+        monkeypatch.setattr(task, "predict", lambda *_: ["a"] * 3)
+        found = task.evaluate(Uniform(), "test", 2, full=True)
         assert (found["n"], found["accuracy_low"], found["accuracy_high"]) == (3, low, 1)
         assert found["loss_low"] == pytest.approx(found["loss"]) == found["loss_high"]
         assert found.keys() == metric_names(task.config)
@@ -284,15 +284,15 @@ def test_the_final_evaluation_says_how_many_and_how_sure_over_patients(monkeypat
 def test_exact_match_of_final_answers_in_the_final_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text("q", "1 + 1 = 2\n#### 2"), text("q", "half", final_answer="1,000.0"), text("q", "#### 5")]
     task = make_task(*texts, evaluate="exact")
-    monkeypatch.setattr(task, "write", lambda *_: ["so #### 2", "It makes 1000", "none"])
+    monkeypatch.setattr(task, "predict", lambda *_: ["so #### 2", "It makes 1000", "none"])
     assert "exact" not in task.evaluate(Uniform(), "test", 2)
-    assert task.evaluate(Uniform(), "test", 2, distances=True)["exact"] == pytest.approx(2 / 3)
+    assert task.evaluate(Uniform(), "test", 2, full=True)["exact"] == pytest.approx(2 / 3)
 
 
 def test_generation_scores_against_all_references(monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_task(text("q", "one", "a dog runs fast"), Text("t:2", "q", "", ("one",)), evaluate="generation")
-    monkeypatch.setattr(task, "write", lambda *_: ["a dog runs fast", "one"])
-    found = task.evaluate(Uniform(), "test", 2, distances=True)
+    monkeypatch.setattr(task, "predict", lambda *_: ["a dog runs fast", "one"])
+    found = task.evaluate(Uniform(), "test", 2, full=True)
     assert found.keys() == metric_names(LanguageConfig(name="language", evaluate="generation"))
     assert found["rouge_l"] == 1
     assert task.scored is not None
@@ -311,15 +311,15 @@ def test_an_answer_is_right_by_any_reference(
 ) -> None:
     for one, expected in zip(written, right, strict=True):
         task = make_task(text("q", *outputs), evaluate=kind, labels=["A", "B", "C"])
-        monkeypatch.setattr(task, "write", lambda *_, said=one: [said])
-        found = task.evaluate(Uniform(), "test", 1, distances=True)
+        monkeypatch.setattr(task, "predict", lambda *_, said=one: [said])
+        found = task.evaluate(Uniform(), "test", 1, full=True)
         assert found["exact" if kind == "exact" else "accuracy"] == expected
 
 
 def test_what_a_record_s_score_is_of() -> None:
     for learn, said in (("answer", "loss per answer token"), ("sequence", "loss per token")):
         task = make_task(text("q", "yes"), learn=learn)
-        task.evaluate(Uniform(), "test", 1, distances=True)
+        task.evaluate(Uniform(), "test", 1, full=True)
         assert task.scored is not None
         assert (task.scored.score, task.scored.lower) == (said, True)
 

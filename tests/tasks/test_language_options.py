@@ -70,7 +70,7 @@ def test_options_are_ranked_as_lm_evaluation_harness_ranks_them(monkeypatch: pyt
     monkeypatch.setattr(language, "log_likelihoods", lambda *given: seen.append(whole(*given)) or seen[-1])
     task = make_task(records())
     for size in (1, 4, 64):
-        found = task.evaluate(model, "test", size, distances=True)
+        found = task.evaluate(model, "test", size, full=True)
         for own, (*_, theirs) in zip(seen[-1], MADE_UP, strict=True):
             assert own == pytest.approx(theirs, abs=2e-3)
         assert (found["accuracy"], found["accuracy_norm"]) == (2 / 4, 1 / 4)

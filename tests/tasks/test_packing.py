@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.job import build_model, build_task
@@ -109,7 +109,7 @@ def job(**task: Any) -> JobConfig:
 
 
 def task_of(config: JobConfig, place: Path) -> LanguageTask:
-    found = build_task(config, site_data(config, "site-1", SiteConfig(), place))
+    found = build_task(config, load_site_data(config, "site-1", SiteConfig(), place))
     assert isinstance(found, LanguageTask)
     return found
 
@@ -146,7 +146,7 @@ def test_answers_are_written_in_batches_with_what_was_read_remembered(model: nn.
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    task.write(model, "test", 6)
+    task.predict(model, "test", 6)
     handle.remove()
     assert {rows for rows, _ in seen} == {6}
     assert seen[0][1] > 1

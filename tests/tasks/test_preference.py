@@ -82,7 +82,7 @@ def test_loss_and_gradients_are_the_papers(beta: float) -> None:
 
 def test_the_scores_are_of_each_record() -> None:
     model, task = adapted().eval(), task_of(*PAIRS)
-    found = task.evaluate(model, "test", 1, distances=True)
+    found = task.evaluate(model, "test", 1, full=True)
     margins = [one.item() for one in worked_margins(model, 0.1)]
     assert found["reward_margin"] == pytest.approx(sum(margins) / 2, abs=2e-5)
     assert found["preferred"] == sum(one > 0 for one in margins) / 2
@@ -99,7 +99,7 @@ def test_the_base_prefers_nothing() -> None:
     task = task_of(*PAIRS)
     assert task.evaluate(fresh, "test", 2)["loss"] == pytest.approx(math.log(2), abs=1e-6)
     trained = adapted()
-    with adapter_state.disabled(trained):
+    with adapter_state.disable_adapter(trained):
         assert task.evaluate(trained, "test", 1)["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(task.evaluate(trained, "test", 1)["loss"] - math.log(2)) > 1e-3
 

@@ -195,7 +195,7 @@ def test_teacher_forced_scores_count_prompt_and_answer() -> None:
     expected = sum(one == two for one, two in itertools.pairwise(ids)) / (len(ids) - 1)
     model = Shifted(len(tokenizer))
     assert "token_accuracy" not in task.evaluate(model, "test", 1)
-    found = task.evaluate(model, "test", 1, distances=True)
+    found = task.evaluate(model, "test", 1, full=True)
     assert found["token_accuracy"] == pytest.approx(expected)
     assert 0 < expected < 1
 
@@ -215,14 +215,14 @@ def test_a_checkpoints_generation_settings_do_not_touch_greedy_answers(tmp_path:
     record = Text("t:1", "Say it again and again.", "", ("x",))
     task = task_of(record, 200, max_new_tokens=16)
     plain, odd = build_causal_lm("tiny", None), build_causal_lm("folder", folder, config)
-    assert task.write(plain, "test", 1) == task.write(odd, "test", 1)
+    assert task.predict(plain, "test", 1) == task.predict(odd, "test", 1)
     batch = task._encoder.collate_prompts([task._encoder.prompt(record, 200)[0]])
     tokens = batch["input_ids"]
     for _ in range(16):  # the likeliest token, one after the other
         tokens = torch.cat([tokens, plain(tokens).logits[:, -1].argmax(-1, keepdim=True)], 1)
         if tokens[0, -1] == task._encoder.tokenizer.eos_token_id:
             break
-    assert task.write(odd, "test", 1) == [task._encoder.decode(tokens[0, batch["input_ids"].shape[1] :].tolist())]
+    assert task.predict(odd, "test", 1) == [task._encoder.decode(tokens[0, batch["input_ids"].shape[1] :].tolist())]
 
 
 def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None:
@@ -236,7 +236,7 @@ def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None
             return input_ids
 
     task = task_of(record, 128, max_new_tokens=512)
-    task.write(Writing(len(tokenizer)), "test", 1)
+    task.predict(Writing(len(tokenizer)), "test", 1)
     assert seen[0][0].tolist() == Encoder(tokenizer, 128).prompt(record, 128)[0]
 
 
@@ -251,12 +251,12 @@ def test_a_prompt_that_the_model_has_no_positions_for_is_told(caplog: pytest.Log
     model = Short(len(tokenizer))
     model.config = SimpleNamespace(max_position_embeddings=64)
     task = task_of(record, 512, max_new_tokens=16, evaluate="generation")
-    found = [task.evaluate(model, "test", 1, distances=True) for _ in range(3)]
+    found = [task.evaluate(model, "test", 1, full=True) for _ in range(3)]
     assert [(one["cut_prompts"], one["cut_answers"], one["cut_asked"]) for one in found] == [(0, 0, 1)] * 3
     told = "prompts lose their middle to be answered: the model has positions for 48 tokens beside task.max_new_tokens 16"
     assert caplog.text.count(told) == 1
     with pytest.raises(ConfigError, match=r"task.max_new_tokens: 60: of the model's 64 positions 4 are left .* use 56 or less"):
-        task_of(record, 512, max_new_tokens=60).write(model, "test", 1)
+        task_of(record, 512, max_new_tokens=60).predict(model, "test", 1)
 
 
 def test_words_that_a_tokenizer_normalizes_to_a_special_token_are_none() -> None:

@@ -45,7 +45,7 @@ def test_metrics_of_a_known_prediction(tmp_path: Path) -> None:
     """Disc: 32 true pixels, 48 guessed, 32 shared: Dice 64/80, IoU 32/48. Cup: 16 true, none guessed: 0."""
     logits = torch.full((2, 8, 8), -5.0)
     logits[0, :6] = 5
-    found = make_task(tmp_path).evaluate(Fixed(logits), "test", 2, distances=True)
+    found = make_task(tmp_path).evaluate(Fixed(logits), "test", 2, full=True)
     assert found["dice/disc"] == pytest.approx(0.8)
     assert found["iou/disc"] == pytest.approx(2 / 3)
     assert found["dice/cup"] == 0
@@ -182,8 +182,8 @@ def test_logits_are_enlarged_in_strips_as_all_at_once(strip: int, monkeypatch: p
     monkeypatch.setattr(task_module, "STRIP", strip)
     logits = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
     whole = nn.functional.interpolate(logits[None], (11, 9), mode="bilinear", align_corners=False)[0]
-    assert torch.equal(task_module._enlarge_to_mask(logits, (11, 9)), whole > 0)
-    assert not task_module._enlarge_to_mask(torch.zeros(1, 2, 2), (3, 3)).any()
+    assert torch.equal(task_module._enlarged_mask(logits, (11, 9)), whole > 0)
+    assert not task_module._enlarged_mask(torch.zeros(1, 2, 2), (3, 3)).any()
 
 
 def test_masks_stay_in_memory_as_long_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

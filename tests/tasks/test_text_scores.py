@@ -6,7 +6,16 @@ import unicodedata
 
 import pytest
 
-from consilium.tasks.language.text_scores import bleu, cider, corpus_scores, meteor, nist, record_scores, rouge_l, words
+from consilium.tasks.language.text_scores import (
+    bleu,
+    cider,
+    corpus_scores,
+    meteor,
+    nist,
+    record_scores,
+    rouge_l,
+    words_and_punctuation,
+)
 
 WRITTEN = ["the cat sat on the mat", "a dog"]
 REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]
@@ -137,7 +146,7 @@ def test_cider_is_the_coco_caption_evaluations() -> None:
     "text", ["बिल्ली चटाई पर बैठी है", "தமிழ் மொழி மிகவும் பழமையான", "עִבְרִית שָׂפָה עַתִּיקָה מְאֹד", "مَرْحَبًا بِكَ فِي المَدِينَة"]
 )
 def test_a_letter_and_its_marks_are_one_word(text: str) -> None:
-    assert words(text) == text.split()
+    assert words_and_punctuation(text) == text.split()
 
 
 def test_a_letter_and_its_mark_are_the_same_as_both_in_one() -> None:
@@ -152,7 +161,7 @@ def test_a_letter_and_its_mark_are_the_same_as_both_in_one() -> None:
 def test_empty_answers_score_nothing() -> None:
     assert record_scores(["", ""], REFERENCES) == {"rouge_l": [0.0, 0.0], "meteor": [0.0, 0.0]}
     assert corpus_scores(["", ""], REFERENCES) == {"bleu": 0.0, "nist": 0.0, "cider": 0.0}
-    assert words("It's 5.") == ["it", "'", "s", "5", "."]
+    assert words_and_punctuation("It's 5.") == ["it", "'", "s", "5", "."]
 
 
 def test_nist_weighs_rare_words_more() -> None:

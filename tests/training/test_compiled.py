@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
@@ -60,9 +60,9 @@ def test_a_compiled_round_is_the_round(make: Callable[..., JobConfig], tmp_path:
     found = []
     for wanted in (False, True):
         job = make("fedit", local_steps=3, compile=wanted)
-        model, task = build_model(job, SiteConfig()), build_task(job, site_data(job, "site-1", SiteConfig(), tmp_path))
+        model, task = build_model(job, SiteConfig()), build_task(job, load_site_data(job, "site-1", SiteConfig(), tmp_path))
         params = adapter_state.tensors(model)
-        adapter_state.load(model, {n: adapter_state.start(n, tuple(t.shape), 0) for n, t in params.items()})
+        adapter_state.load(model, {n: adapter_state.initial_tensor(n, tuple(t.shape), 0) for n, t in params.items()})
         loss = train(model, task, params, set(params), job.training, 0, lambda step: None, {}, lambda done: None)["loss"]
         assert all(module._compiled_call_impl is None for module in model.modules())
         found.append((loss, adapter_state.values(model)))

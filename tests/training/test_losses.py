@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from consilium.adapters import adapter_state
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
@@ -47,7 +47,7 @@ def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_step_waits_for_the_device(make: Callable[..., JobConfig], seldom: None, tmp_path: Path) -> None:
     """By SGD: Adam reads its own step counts, which PyTorch keeps on the CPU wherever the parameters are."""
     job = make("fedit", local_steps=3, optimizer="sgd")
-    model, task = build_model(job, SiteConfig()), build_task(job, site_data(job, "site-1", SiteConfig(), tmp_path))
+    model, task = build_model(job, SiteConfig()), build_task(job, load_site_data(job, "site-1", SiteConfig(), tmp_path))
     params, seen = adapter_state.tensors(model), list[Progress]()
     with Waits() as found:
         train(model, task, params, set(params), job.training, 0, lambda step: None, {}, seen.append)

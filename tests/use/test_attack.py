@@ -31,12 +31,12 @@ from consilium.use.attack import (
     attack,
     draw_units,
     epsilon_bound,
-    epsilon_of_record,
     judge_guesses,
     key_of,
     likelihood_ratio,
     logit_confidence,
     read_samples,
+    record_level_epsilon,
     with_all_samples,
 )
 from consilium.use.model import TrainedModel, open_model
@@ -89,7 +89,7 @@ def test_of_a_site_s_promise_a_record_keeps_what_half_the_noise_does(monkeypatch
     def kept(**options: object) -> float | None:
         privacy = {"clip": 1.0, "noise_multiplier": 4.0, "delta": 1e-5} | options
         opened = SimpleNamespace(config=JobConfig.model_validate(raw | {"privacy": privacy}), model=nn.Linear(1, 1))
-        return epsilon_of_record(cast(TrainedModel, opened))
+        return record_level_epsilon(cast(TrainedModel, opened))
 
     def delta(mu: float, epsilon: float) -> float:
         return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))

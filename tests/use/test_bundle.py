@@ -90,7 +90,7 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
         own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
         wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
     bound = merge.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
-    _, difference = bundle_export.write(folder, model, PADDED, card(PADDED))
+    _, difference = bundle_export.merge_and_write(folder, model, PADDED, card(PADDED))
     assert difference <= bound
     metadata = json.loads((folder / "configs/metadata.json").read_text())
     assert all(isinstance(metadata[key], str) and metadata[key] for key in TEXTS)
@@ -113,7 +113,7 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     folder.mkdir()
     file = picture(tmp_path / "a cell.png", (64, 64, 3))
     logits = merge.logits_of(model, {"images": read_picture(Item(file, None), 64, CELLS.task)[None]})[0]  # type: ignore[arg-type]
-    bundle_export.write(folder, model, CELLS, card(CELLS))
+    bundle_export.merge_and_write(folder, model, CELLS, card(CELLS))
     run(folder, file)
     with open(folder / "out/classes.csv", encoding="utf-8", newline="") as lines:
         head, row = csv.reader(lines)
@@ -125,7 +125,7 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
 
 def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point", "resize": "stretch"})
-    made = bundle_export.inference(config)
+    made = bundle_export.inference_config(config)
     assert (made["points"], made["datalist"]["prompts"]) == ("", "@points")
     file = picture(tmp_path / "one.png", (128, 96, 3))
     (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
@@ -142,7 +142,7 @@ def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> No
 def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window: Any, tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a"], "resize": resize, "window": window})
     settings: Any = config.task
-    made = bundle_export.inference(config)["preprocessing"]["transforms"][0]
+    made = bundle_export.inference_config(config)["preprocessing"]["transforms"][0]
     reader = bundle_scripts.ReadPicture(made["side"], made["resize"], made["padding"], made["window"])
     files = [picture(tmp_path / "colours.png", (33, 90, 3)), picture(tmp_path / "grey.png", (90, 33))]
     files += [picture(tmp_path / "deep.png", (70, 70), np.uint16), picture(tmp_path / "deep.tif", (40, 64), np.float32)]

@@ -17,7 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job import build_model
 from consilium.federation.model_card import Card
-from consilium.federation.saved_model import SavedModel, changes_to_parameters, write_adapter_folder
+from consilium.federation.saved_model import SavedModel, convert_changes_to_parameters, write_adapter_folder
 from consilium.models.sam.network import build_sam
 from consilium.use import merge
 from consilium.use.export import export
@@ -34,7 +34,7 @@ def kept(folder: Path, config: JobConfig, base_sha256: str = "", **forward: Any)
     model = trained(config)
     values = adapter_state.values(model)
     card = Card.of(config, "global", 1, base_sha256)
-    write_adapter_folder(folder, SavedModel(values, 1, **forward), changes_to_parameters(model, values), config, card)
+    write_adapter_folder(folder, SavedModel(values, 1, **forward), convert_changes_to_parameters(model, values), config, card)
     return folder
 
 

@@ -230,7 +230,7 @@ def test_a_record_that_cannot_be_used_costs_no_other(tmp_path: Path, monkeypatch
         asked = data.splits["training"]
         if bad := [text.name for text in asked if text.input == "bad"]:
             raise DataError(f"{bad[0]}: cannot be used")
-        return SimpleNamespace(write=lambda *given: [text.input.upper() for text in asked])
+        return SimpleNamespace(predict=lambda *given: [text.input.upper() for text in asked])
 
     monkeypatch.setattr(predicting, "build_task", build)
     model = TrainedModel(small_text(), nn.Linear(1, 1), Path(), None, None, HERE)  # type: ignore[arg-type]

@@ -45,9 +45,9 @@ def compare(config: JobConfig, model: nn.Module, folder: Path, monkeypatch: pyte
     if "images" in inputs:
         inputs["images"] = inputs["images"].flip(-1) * 0.5
     wanted = merge.logits_of(model, inputs)
-    with adapter_state.disabled(model):
+    with adapter_state.disable_adapter(model):
         base = merge.logits_of(model, inputs)
-    page, difference = merge.write(folder, model, config, tokenizer)
+    page, difference = merge.merge_and_write(folder, model, config, tokenizer)
     with torch.no_grad():
         found = loaded(page, folder, monkeypatch)(**inputs)
     bound = merge.tolerance(model, wanted)
@@ -155,6 +155,6 @@ def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
 
 def test_merged_sam_has_the_names_and_shapes_of_the_unchanged_one(tmp_path: Path) -> None:
     config = PICTURES["q and v apart, four classes"]
-    merge.write(tmp_path, trained(config), config, None)
+    merge.merge_and_write(tmp_path, trained(config), config, None)
     plain = build_sam("tiny", None, 64, 4).state_dict()
     assert {n: t.shape for n, t in load_file(tmp_path / "model.safetensors").items()} == {n: t.shape for n, t in plain.items()}

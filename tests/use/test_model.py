@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from consilium.client.model_store import keep_shared
-from consilium.client.site_data import site_data
+from consilium.client.model_store import write_shared_model
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
@@ -38,7 +38,7 @@ from tests.use.conftest import SITES
 
 
 def dice(opened: TrainedModel, folder: Path, site: str) -> float:
-    task = build_task(opened.config, site_data(opened.config, site, SiteConfig(), folder))
+    task = build_task(opened.config, load_site_data(opened.config, site, SiteConfig(), folder))
     return task.evaluate(opened.model, "test", opened.config.training.batch_size)["dice"]
 
 
@@ -90,7 +90,7 @@ def test_the_global_card_has_means_over_the_sites_that_train(tmp_path: Path) -> 
         (["aside"], (0.125,) * 3),
     ):
         told = {name: results[name] for name in scored}
-        keep_shared(tmp_path, job.config, SavedModel(job.initial, 2), sites, told, None, None, ())
+        write_shared_model(tmp_path, job.config, SavedModel(job.initial, 2), sites, told, None, None, ())
         _, card = read_adapter_folder(tmp_path / "adapters/global")
         assert card.scores is not None
         assert tuple(card.scores["dice"]) == expected

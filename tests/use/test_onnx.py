@@ -29,7 +29,7 @@ def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkey
     model = trained(config)
     inputs = {key: torch.cat([value, value.flip(0)])[:3] for key, value in merge.random_inputs(config, None).items()}
     wanted = merge.logits_of(model, inputs)
-    page, _ = onnx_export.write(tmp_path, model, config)
+    page, _ = onnx_export.merge_and_write(tmp_path, model, config)
     graphs = {"model.onnx"} if config is CELLS else {"image_encoder.onnx", "mask_decoder.onnx"}
     assert {path.name for path in tmp_path.iterdir()} == graphs
     run: Any = loaded(page, tmp_path, monkeypatch)

@@ -57,11 +57,11 @@ class AdapterModule(nn.Module):
 
     enabled: bool = True
 
-    def frozen(self) -> dict[str, Tensor]:
+    def frozen_tensors(self) -> dict[str, Tensor]:
         """Return the module's adapter tensors that are not parameters, by their names in the module."""
         return {}
 
-    def fit(self, values: Mapping[str, Tensor]) -> None:
+    def allocate_tensors(self, values: Mapping[str, Tensor]) -> None:
         """Allocate tensors for this module's `values`, if its shapes may change. The caller then writes the numbers."""
 
 
@@ -70,7 +70,7 @@ def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = 
 
     `trained`: names as in PEFT or in names.py. `base`: names as in names.py, with the prefix `base.` or `whole.`.
     """
-    own, of_base = {_short(n) for n in trained} | set(_head(model)), {_parameter(n): n for n in base}
+    own, of_base = {_short(n) for n in trained} | set(_head(model)), {_base_parameter_name(n): n for n in base}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_short(name) in own or name in of_base)
     kept = {of_base[n]: p.detach().clone() for n, p in model.named_parameters() if n in of_base}
@@ -96,7 +96,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     locations = _locations(model)
     found: dict[str, Tensor] = {name: getattr(module, own) for name, module, own in locations.parameters}
     for name, part in locations.modules:
-        found |= {f"{name}.{own}": tensor for own, tensor in part.frozen().items()}
+        found |= {f"{name}.{own}": tensor for own, tensor in part.frozen_tensors().items()}
     return found
 
 
@@ -112,7 +112,7 @@ def _locations(model: nn.Module) -> Locations:
     """Return the cached locations of the adapter. The cache is renewed after names are added or a module is replaced."""
     adapted, found = _adapted_record(model), vars(model).get(_LOCATIONS)
     if not isinstance(found, Locations):
-        of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Locations([], [], {})
+        of_base, seen, found = {_base_parameter_name(n): n for n in adapted.base}, set[nn.Parameter](), Locations([], [], {})
         for name, module in model.named_modules():
             if isinstance(module, AdapterModule):
                 found.modules.append((name, module))
@@ -168,13 +168,13 @@ def initial_base_changes(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in _adapted_record(model).base.items()}
 
 
-def trained_base_values(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def base_plus_changes(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the values of the base's trained parameters: the base plus the changes in `values`.
 
     The result's names are those of the base's own parameters. Other tensors in `values` are ignored.
     """
     base = _adapted_record(model).base
-    return {_parameter(name): base[name].cpu() + change.cpu() for name, change in values.items() if name in base}
+    return {_base_parameter_name(name): base[name].cpu() + change.cpu() for name, change in values.items() if name in base}
 
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -187,7 +187,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         module, _, own = name.rpartition(".")
         by_module.setdefault(module, {})[own] = tensor
     for own, part in _locations(model).modules:
-        part.fit(by_module.get(own, {}))
+        part.allocate_tensors(by_module.get(own, {}))
     live, base = tensors(model), _adapted_record(model).base
     if wrong := sorted(live.keys() ^ values.keys()):
         raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
@@ -210,7 +210,7 @@ def head_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in _head(model).items()}
 
 
-def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def initial_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the initial value of an adapter tensor.
 
     LoRA's A and a bottleneck's down-projection are Kaiming-uniform (a = sqrt 5), each drawn with its own seed. All other
@@ -268,7 +268,7 @@ def _return_input(hidden: Tensor, *args: object, **options: object) -> Tensor:
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Iterator[None]:
+def disable_adapter(model: nn.Module) -> Iterator[None]:
     """Within the context, run the frozen base without its adapter. A head is 0 there, so every class is equally likely.
 
     Afterwards the adapter, `requires_grad` and layers that an outer context has disabled are as before.
@@ -299,7 +299,7 @@ def _write(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             live[name].copy_(value)
 
 
-def _parameter(name: str) -> str:
+def _base_parameter_name(name: str) -> str:
     """Return the base's own name of the parameter that has the adapter tensor name `name`."""
     return name.partition(".")[2]
 

@@ -97,14 +97,14 @@ class DualRank(adapter_state.AdapterModule):
     def _tail_rank(self) -> int:
         return len(self.down) - len(self.lora_A)
 
-    def frozen(self) -> dict[str, Tensor]:
+    def frozen_tensors(self) -> dict[str, Tensor]:
         """Return tail_A (k, in), tail_B (out, k) and gate (1,) as views; {} without a tail."""
         if not self._tail_rank:
             return {}
         rank = len(self.lora_A)
         return {"tail_A": self.down[rank:], "tail_B": self.up[rank:].T, GATE: self.gate}
 
-    def fit(self, values: Mapping[str, Tensor]) -> None:
+    def allocate_tensors(self, values: Mapping[str, Tensor]) -> None:
         """Allocate the ranks that `values` (this layer's tensors) need, without copying their numbers.
 
         Raises CheckpointError if their names or shapes do not fit this layer.

@@ -74,7 +74,7 @@ def inject(
     adapter_state.freeze_base(model, factors, [*decoder_names(model, decoder), *magnitudes])
 
 
-def scale(model: nn.Module, value: float) -> None:
+def set_scaling(model: nn.Module, value: float) -> None:
     """Set the factor on B A in every layer. Without a call it is alpha / rank."""
     from peft.tuners.lora import LoraLayer
 
@@ -224,7 +224,7 @@ def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base
 
 
 def _scale(model: nn.Module, config: LoraConfig, factor: float) -> None:
-    scale(model, config.product_scaling * factor)
+    set_scaling(model, config.product_scaling * factor)
 
 
 def _trainable_base(model: nn.Module, config: LoraConfig) -> list[str]:

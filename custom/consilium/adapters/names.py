@@ -51,7 +51,7 @@ def factor(name: str) -> str | None:
     return {"lora_A": "A", "lora_B": "B"}.get(name.rpartition(".")[2])
 
 
-def lora_factor(name: str, strategy: str) -> str | None:
+def checked_lora_factor(name: str, strategy: str) -> str | None:
     """Return `factor(name)` for a strategy that needs LoRA; None for a head or a part of the base that trains beside it.
 
     Raises ConfigError, with the name of the `strategy`, for any other tensor.
@@ -66,13 +66,13 @@ def is_local(name: str) -> bool:
     return name.rpartition(".")[2] in LOCAL.values()
 
 
-def local_twin(name: str) -> str:
+def local_factor_name(name: str) -> str:
     """Return the name in the local adapter of the LoRA factor `name`."""
     layer, _, own = name.rpartition(".")
     return f"{layer}.{LOCAL[own]}"
 
 
-def is_requested_part(name: str) -> bool:
+def is_strategy_part(name: str) -> bool:
     """Return whether a tensor belongs to a part that the job's strategy requests, see strategy_modules.py."""
     return is_local(name) or name in (SHIFT, MEAN)
 
@@ -140,7 +140,7 @@ def prepare_linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.L
     if target.prepare:
         target.prepare(model)
     wanted = target.select(model) if target.select else target.pattern
-    pattern = _compiled(wanted)
+    pattern = _compile_pattern(wanted)
     linear = {
         n: m
         for n, m in model.named_modules()
@@ -164,7 +164,7 @@ def prepare_linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.L
     return linear
 
 
-def _compiled(pattern: str) -> Any:
+def _compile_pattern(pattern: str) -> Any:
     """Return a pattern compiled by RE2, which matches in linear time. Raises ConfigError for an invalid pattern."""
     quiet = re2.Options()
     quiet.log_errors = False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from consilium.adapters import adapter_state
-from consilium.adapters.names import FEATURE_SHIFT, HEAD, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_twin
+from consilium.adapters.names import FEATURE_SHIFT, HEAD, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_factor_name
 from consilium.adapters.registry import AdapterKind, Shapes
 from consilium.core.errors import ConfigError
 from consilium.models.registry import Cut, ModelKind
@@ -38,7 +38,7 @@ class FeatureShift(adapter_state.AdapterModule):
             self.seen = features
         return features + self.shift.view([-1 if axis == self.axis % features.ndim else 1 for axis in range(features.ndim)])
 
-    def frozen(self) -> dict[str, Tensor]:
+    def frozen_tensors(self) -> dict[str, Tensor]:
         """See AdapterModule."""
         return {"mean": self.mean}
 
@@ -54,7 +54,7 @@ def part_shapes(parts: Collection[str], adapter: Shapes, model: nn.Module, base:
     """
     found: Shapes = {}
     if LOCAL_ADAPTER in parts:
-        found |= {local_twin(name): shape for name, shape in adapter.items() if factor(name)}
+        found |= {local_factor_name(name): shape for name, shape in adapter.items() if factor(name)}
     if FEATURE_SHIFT in parts:
         found |= dict.fromkeys((SHIFT, MEAN), (feature_point_of(model, base).width,))
     return found

@@ -52,7 +52,7 @@ def approve(
         ]
         emit(found, lines or "nothing is approved", format)
         return
-    with app_of(job, plugins := plugins_allowed_by_kit(local)) as app:
+    with app_folder(job, plugins := plugins_allowed_by_kit(local)) as app:
         review = call(REVIEW, app, kit)
         if format == "txt":
             emit(None, review.lines(table_console().width), "txt")
@@ -68,7 +68,7 @@ def approve(
 
 
 @contextmanager
-def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
+def app_folder(job: Path, plugins: Plugins) -> Iterator[Path]:
     """Yield the folder of a job's app. `job`: a job folder, an app folder, or a job.yaml, which is exported first.
 
     Raises ConfigError if there is no app, or several.

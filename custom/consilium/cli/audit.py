@@ -11,8 +11,8 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import markdown_cell, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon
-from consilium.report.audit_tables import audit_tables
-from consilium.report.tables import markdown as markdown_of, only_true
+from consilium.report.audit_tables import message_and_tensor_tables
+from consilium.report.tables import markdown_text as markdown_of, only_true
 
 
 def audit(
@@ -64,9 +64,9 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         f"- record: {_code_span(found['file'])} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
-        *_privacy(messages),
+        *_privacy_lines(messages),
     ]
-    tables = [one for one in audit_tables(found, "", strict=True) if one is not None]
+    tables = [one for one in message_and_tensor_tables(found, "", strict=True) if one is not None]
     return "\n".join([*lines, "", markdown_of(tables)])
 
 
@@ -75,7 +75,7 @@ def _code_span(path: str) -> str:
     return f"`{shown(path)}`" if "`" not in path else markdown_cell(path)
 
 
-def _privacy(messages: list[dict[str, Any]]) -> list[str]:
+def _privacy_lines(messages: list[dict[str, Any]]) -> list[str]:
     """Return the lines on the privacy guarantee, or on its absence."""
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:

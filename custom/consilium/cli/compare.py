@@ -12,15 +12,15 @@ from consilium.cli.options import FILE_WIDTH, WorkspaceOption, pipeline_note, sh
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.messages import Stage
-from consilium.core.sanitize import few, rich_line, shown
+from consilium.core.sanitize import first_names_text, rich_line, shown
 from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_errors, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE, Test
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
-from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished, read_run
-from consilium.report.tables import Table, latex, markdown, terminal
+from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
+from consilium.report.tables import Table, latex_text, markdown_text, terminal_table
 from consilium.report.untrusted_files import subfolders
 from consilium.study.definition import load
 from consilium.study.records import current_record
@@ -103,10 +103,10 @@ def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     found: list[RunRecord] = []
     notes: list[str] = []
     if files := [path for path in paths if not path.is_dir()]:
-        notes.append(f"left out: {few(list(map(str, files)), 1)}: no folder of a run")
+        notes.append(f"left out: {first_names_text(list(map(str, files)), 1)}: no folder of a run")
     for path in dict.fromkeys(path.resolve() for path in paths if path.is_dir()):
         try:
-            run = read_finished(path)
+            run = read_finished_run(path)
         except ConfigError as error:
             notes.append(f"left out: {error}".replace("\n", "; "))
             continue
@@ -139,7 +139,7 @@ def _load_study_groups(
     for cell in study.cells():
         labels = {axis: cell.labels[axis] for axis in axes}
         try:
-            run = read_finished(cell.folder, cell.name, labels)
+            run = read_finished_run(cell.folder, cell.display_name, labels)
             if run.split is None:
                 raise ConfigError("nothing was scored in the end; delete its folder and run it anew")
             record = current_record(cell.folder)
@@ -172,7 +172,7 @@ def _check_metric_and_method(groups: Sequence[Group], metric: str, against: str)
         name.split("/", 2)[2]
         for g in groups
         for run in g.runs.values()
-        for one in run.closing.values()
+        for one in run.latest_scores.values()
         for name in one
         if name.count("/") > 1
     }
@@ -202,11 +202,11 @@ def _format_tables(
     if format == "html":
         return call(f"{PAGES}:study_page", Path(source).stem, source, found, tables, notes, stage)
     if format != "txt":
-        return (markdown if format == "md" else latex)(tables, notes)
+        return (markdown_text if format == "md" else latex_text)(tables, notes)
     console = Console(width=FILE_WIDTH) if file else table_console()
     with console.capture() as written:
         for table in tables:
-            console.print(terminal(table, console.width))
+            console.print(terminal_table(table, console.width))
         for note in notes:
             console.print(rich_line(f"note: {note}", "yellow", limit=2000))
     return written.get()

@@ -19,13 +19,13 @@ from consilium.cli.options import (
 )
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun
-from consilium.estimates.communication import bottleneck_counts, compare as costs_of, masking_sentence, run_bytes
+from consilium.estimates.communication import bottleneck_counts, compare as costs_of, masking_protection_text, run_bytes
 from consilium.estimates.flops import Samples, flops_per_sample, generated_samples, run_flops, step_flops
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.trainable_checks import describe_trained_tensors
-from consilium.report.tables import Table, columns, size
-from consilium.training.device import multiplies_bf16
+from consilium.report.tables import Table, columns, size_text
+from consilium.training.device import has_native_bf16
 
 
 def cost(
@@ -39,7 +39,7 @@ def cost(
 ) -> None:
     """Show a job's trainable parameters, its bytes per site and round with each strategy, and GPU hours."""
     config, source = load(job, override or [])
-    hides = masking_sentence(config)
+    hides = masking_protection_text(config)
     ready = assemble_job(config, source)
     costs, bottlenecks, trained = (
         costs_of(ready),
@@ -64,13 +64,18 @@ def cost(
             yield f"{k} adapters of {each:,} parameters; {low} are sent: {saved:g} times fewer bytes than all of them"
         rows = []
         for index, one in enumerate(costs):
-            numbers = (one.trainable, one.up, one.down, one.total)
+            numbers = (one.trainable, one.up, one.down, one.total_parameters)
             rows.append(
-                [one.strategy + " *" * (index == 0), *(f"{n:,}" for n in numbers), size(one.bytes_up), size(one.bytes_down)]
+                [
+                    one.strategy + " *" * (index == 0),
+                    *(f"{n:,}" for n in numbers),
+                    size_text(one.bytes_up),
+                    size_text(one.bytes_down),
+                ]
             )
         heads = columns("strategy", "trainable", "up", "down", "up + down", "bytes up", "bytes down")
         yield Table(f"{config.name}: parameters per site and round; * this job", heads, rows)
-        mib = {name: size(count) for name, count in whole.items()}
+        mib = {name: size_text(count) for name, count in whole.items()}
         moved = f"{config.training.rounds} rounds move {mib['run_site']} up and down at a site"
         yield f"* trains {mib['trained']}; {moved}, {mib['run']} at {count_with_noun(sites, 'site')}"
         yield f"* a step computes {computes['step'] / 1e9:,.4g} GFLOP, a scored sample {computes['scored'] / 1e9:,.4g}"
@@ -153,7 +158,7 @@ def _lines(rows: dict[str, StepMemory], within: float | None) -> Iterator[str]:
         yield f"  {parts} = {row.peak / GIB:6.2f}  {name}"
     if not cpu:
         yield "Counted without a GPU: what its driver and kernels keep for themselves (0.5 to 1 GiB) comes on top."
-    elif not multiplies_bf16():
+    elif not has_native_bf16():
         yield "This processor emulates bfloat16, which takes twice as long or more, so bf16 is not proposed."
     if within is None:
         return

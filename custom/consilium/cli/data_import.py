@@ -11,13 +11,13 @@ import typer
 from consilium.cli.options import FormatOption, check_finite, emit, site_yaml_lines
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
-from consilium.core.sanitize import few, shown
-from consilium.core.storage import nothing_left_on_failure
+from consilium.core.sanitize import first_names_text, shown
+from consilium.core.storage import clean_up_on_failure
 from consilium.data.check_report import FEW
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import IMPORTERS, import_set_by_folder
+from consilium.data.importers.registry import IMPORTERS, import_by_label_kind
 from consilium.data.pairs import parse
-from consilium.data.synthetic.phantoms import KINDS, check_generated, make_phantoms
+from consilium.data.synthetic.phantoms import KINDS, make_phantoms, refuse_overwriting_real_data
 from consilium.data.text import has_texts
 from consilium.federation.simulated_sites import MOST_SITES
 from consilium.report.tables import Table, columns
@@ -98,7 +98,7 @@ def data_import(
         fields = _pairs("--column: {!r}: expected FIELD=NAME", column)
         how = (fields, tuple(map(parse, mask_pattern or ())), exact_values, patient_folders)
         options = Options(validation, test, seed, sites, minimum, types, resplit, size, tuple(only or ()), names, *how)
-        found = import_set_by_folder(name, source, dest, options, add)
+        found = import_by_label_kind(name, source, dest, options, add)
         emit(found[dest] if dest in found else {str(place): one for place, one in found.items()}, _lines(found), format)
 
 
@@ -123,7 +123,7 @@ def _lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
             if split != "training" and 0 < count < FEW
         ]
         if small:
-            yield f"note: small splits, whose scores will say little: {few(small, 8)}"
+            yield f"note: small splits, whose scores will say little: {first_names_text(small, 8)}"
         if summary["classes"] is not None:
             yield f"task.classes: {json.dumps(summary['classes'])}"
         files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"
@@ -173,7 +173,7 @@ def data_partition(
     """Distribute a classification data set, or texts, unevenly over sites, with one test split for all (except --local)."""
     check_finite(beta=beta)
     shares, left_out = None if iid else beta, exclude or []
-    with nothing_left_on_failure(folder):
+    with clean_up_on_failure(folder):
         if has_texts(source) or source.suffix == ".jsonl":
             if no_test:
                 raise ConfigError("--no-test: is for pictures; with --local every site tests on its own texts")
@@ -231,7 +231,7 @@ def data_phantoms(
         raise ConfigError("--files: only volumes are written in several ways; add --kind organ")
     names = [f"site-{i}" for i in range(1, sites + 1)]
     for name in names:
-        check_generated(folder / name)
+        refuse_overwriting_real_data(folder / name)
     shifts = (appearance, annotation)
     how = (seed, training, validation, test, size, *shifts, files or "nifti")
     lists = [make_phantoms(folder / name, kind, name, *how) for name in names]

@@ -26,7 +26,7 @@ from consilium.config.site import SiteConfig, is_site_folder, load_site, read_si
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, rich_line, shown
-from consilium.core.storage import nothing_left_on_failure
+from consilium.core.storage import clean_up_on_failure
 from consilium.data import disk_cache as cache_folder
 from consilium.data.check import setting_suggestions, shared_sample_lines
 from consilium.data.check_report import NAMED, Findings
@@ -66,7 +66,7 @@ def data_check(
 ) -> None:
     """Read every image and label, or every record of JSONL files, and name the bad ones. Exit code 1 if there are problems."""
     config = load_for_data(job, override or [], kit)
-    lists = find_data_sets(source, dataset or (config.data.dataset if config else None), choose=config is not None)
+    lists = find_data_sets(source, dataset or (config.data.dataset if config else None), for_job=config is not None)
     found = {name: _check_data_set(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_sample_lines(found.items()) if len(found) > 1 else {}
     unmapped = {name: one for name, one in found.items() if lists[name].own.labels is None}
@@ -89,10 +89,10 @@ class SiteList(NamedTuple):
     site: SiteConfig = SiteConfig()
 
 
-def find_data_sets(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, SiteList]:
+def find_data_sets(path: Path, wanted: str | None = None, for_job: bool = False) -> dict[str, SiteList]:
     """Return the data sets at a path by name. The path is a data list, a site's folder, or a folder with a folder per site.
 
-    `wanted`: take only the data set of this name at each site. `choose`: take only the data set that a job with
+    `wanted`: take only the data set of this name at each site. `for_job`: take only the data set that a job with
     `data.dataset: wanted` gets. Raises RefusedError if there is no such data set, ConfigError for a name if `path` is one list,
     DataError for pictures without a list.
     """
@@ -105,32 +105,32 @@ def find_data_sets(path: Path, wanted: str | None = None, choose: bool = False) 
         site = load_site(beside) if beside.is_file() else SiteConfig()
         return {path.stem: SiteList(site.dataset_of_list(path), site)}
     if not path.is_dir():
-        return _of_site(path.parent.name, path, wanted, choose)
-    if not (path / "site.yaml").is_file() and has_classes(path) and not _is_site_folder(path):
-        below = [one for one in subfolders(path) if _is_site_folder(one)]
+        return _site_data_sets(path.parent.name, path, wanted, for_job)
+    if not (path / "site.yaml").is_file() and has_classes(path) and not _has_site_files(path):
+        below = [one for one in subfolders(path) if _has_site_files(one)]
     else:
-        below = [] if is_site_folder(path) else _sites(path)
+        below = [] if is_site_folder(path) else _site_folders(path)
     if below:
-        return {name: found for one in below for name, found in _of_site(one.name, one, wanted, choose).items()}
-    return _of_site(path.resolve().name, path, wanted, choose)
+        return {name: found for one in below for name, found in _site_data_sets(one.name, one, wanted, for_job).items()}
+    return _site_data_sets(path.resolve().name, path, wanted, for_job)
 
 
-def _sites(path: Path) -> list[Path]:
+def _site_folders(path: Path) -> list[Path]:
     """Return the folders of sites in a folder, or one level below, where some imports make them. Raises DataError."""
     below = subfolders(path)
     found = [one for one in below if is_site_folder(one)]
     for one in below:
         if one not in found and (what := importable_content(one)):
             raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
-    return found or [site for one in below for site in subfolders(one) if _is_site_folder(site)]
+    return found or [site for one in below for site in subfolders(one) if _has_site_files(site)]
 
 
-def _is_site_folder(folder: Path) -> bool:
+def _has_site_files(folder: Path) -> bool:
     """Tell whether a folder has a site.yaml, a datalist.json or text files."""
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
-def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, SiteList]:
+def _site_data_sets(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, SiteList]:
     """Return a site's data sets by name. A folder without a list is one data set, whose check says what is missing."""
     site = read_site_folder(path) if path.is_dir() else load_site(path)
     if site is None:
@@ -162,12 +162,12 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
     tokenizer = call(f"{JOB}:tokenizer_of", config, whose)
     classes = getattr(config.task, "classes", None)
 
-    def used(data: DataList) -> DataList:
+    def prepare_for_job(data: DataList) -> DataList:
         data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
         return with_job_labels(data, own.labels, own.annotated, classes)
 
     more: dict[str, Any] = (
-        {"prepare_list": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
+        {"prepare_list": prepare_for_job} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
     )
     room = getattr(config.model, "max_length", 0) or config.model.image_side
     return kind.check(path, config.task, tokenizer, room, **more)
@@ -244,7 +244,7 @@ def data_split(
         raise ConfigError("--folds: take 2 or more, and without --keep-test")
     cut, lists = Cut(validation, test, folds, seed, keep_test), find_data_sets(source)
     names = valid_site_names(lists, source) if len(lists) > 1 else {}
-    with nothing_left_on_failure(dest):
+    with clean_up_on_failure(dest):
         found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
 
     def lines() -> Iterator[Table | str]:

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 import typer
 
 from consilium.cli.options import CheckpointsOption, show
-from consilium.cli.predict_evaluate import BestOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.predict_evaluate import BestOption, ModelArgument, SiteOption, StageOption, local_site_config
 from consilium.core.sanitize import LONGEST_LINE, shown
-from consilium.use.export import check_possible, export
+from consilium.use.export import check_exportable, export
 from consilium.use.model import adapter_folder, open_model
 from consilium.use.output_folder import check_destination
 
@@ -32,8 +32,8 @@ def export_model(
 ) -> None:
     """Export a model, with its card, in a format that other programs open. Logits are compared before anything is written."""
     check_destination(output, force)
-    check_possible(format, adapter_folder(model, site, stage, best))
-    own = site_of("cpu", checkpoints)
+    check_exportable(format, adapter_folder(model, site, stage, best))
+    own = local_site_config("cpu", checkpoints)
     found = open_model(model, site, stage, own, best)
     made = export(found, format, output, own, force, base)
     size = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())

@@ -13,11 +13,17 @@ from rich.text import Text
 from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Stage
-from consilium.core.sanitize import count_with_noun, few, rich_line, shown
+from consilium.core.sanitize import count_with_noun, first_names_text, rich_line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import expiry_warnings
-from consilium.report.live_view import early_stop_text, last_round, refusal_time_text, reported_scores, score_of
-from consilium.report.tables import Column, Table, columns, number
+from consilium.report.live_view import (
+    early_stop_text,
+    refusal_time_text,
+    reported_scores,
+    rounds_before_final_evaluation,
+    score_of,
+)
+from consilium.report.tables import Column, Table, columns, number_text
 from consilium.tasks.registry import Scores
 
 KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
@@ -69,7 +75,7 @@ def abort(
     """Stop a job, and wait for its end. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
         found = admin.find_job(job)
-        ended = admin.abort(found["job_id"])
+        ended = admin.abort_and_await_end(found["job_id"])
     text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
     said = rich_line(f"{experiment_of(found)}: {text} (job {found['job_id']})")
     emit({"aborted": found["job_id"], "ended": ended}, [said], format)
@@ -112,17 +118,20 @@ def status_lines(found: dict[str, Any]) -> Iterator[Table | Text]:
         for name, one in sorted(sites.items()):
             row = [
                 name,
-                str(min(one["round"] + 1, last_round(progress))),
+                str(min(one["round"] + 1, rounds_before_final_evaluation(progress))),
                 "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})",
-                number(one["metrics"].get(TRAIN_LOSS)),
-                *(number(score_of(one["metrics"], stage, score)) for stage in stages),
+                number_text(one["metrics"].get(TRAIN_LOSS)),
+                *(number_text(score_of(one["metrics"], stage, score)) for stage in stages),
             ]
             rows.append([*row, *(f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down"))])
         of_stage = [f"{scores.heading(score)} {stage}" for stage in stages]
         heads = columns("site", "round", "weight", "loss", *of_stage, "KiB up", "KiB down")
-        yield Table("", heads, rows, [scores.label(score)] if scores.scored_grid(score) else [], whole=True)
+        yield Table("", heads, rows, [scores.label(score)] if scores.pixel_grid(score) else [], whole=True)
     for one in progress["refused"]:
-        yield rich_line(f"refused {refusal_time_text(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow")
+        yield rich_line(
+            f"refused {refusal_time_text(one, rounds_before_final_evaluation(progress))}: {one['site']}: {one['reason']}",
+            "yellow",
+        )
 
 
 def _job_list_lines(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
@@ -200,7 +209,7 @@ def progress_line(progress: dict[str, Any]) -> str:
         ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in silent.items()}
         names = [shown(name, 60) + ages.get(name, "") for name in waiting["sites"]]
         further = "a further answer of " if len(progress["answered"]) == len(progress["asked"]) > 0 else ""
-        told += f"; waits for {further}{few(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
+        told += f"; waits for {further}{first_names_text(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
     if progress["eta_seconds"] is None:
         return told
     return f"{told}; ETA {progress['eta_seconds']:.0f} s" + (" after this round" if progress.get("late") else "")

@@ -42,7 +42,7 @@ from consilium.flare.kit.processes import processes
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit_log, ledger as ledgers
 from consilium.report.page.html import render
-from consilium.report.tables import Column, Table, only_true, size, stamp
+from consilium.report.tables import Column, Table, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import MOST_BYTES, as_finite_float, read_events, read_json, subfolders
 
 PAGES = "consilium.report.page.run_page"
@@ -82,7 +82,7 @@ def require_kit_role(kit: Path) -> str:
 
 
 @cache  # a stranger's request must cost little
-def message(title: str, text: str) -> str:
+def message_page(title: str, text: str) -> str:
     """Return a page with a title and a text, such as an error."""
     return _page(title, text, [])
 
@@ -103,7 +103,9 @@ def overview(kit: Path) -> str:
     state = "It runs." if processes(kit) else "It does not run now."
     if (cause := noted_cause(kit)) is not None:
         state += f" At its last attempt the server did not let this site in: {cause.text}. {cause.remedy}."
-    return _page(f"{name}: {role}", f"{state} Read at {stamp(time.time())}; reload the page for newer values.", sections)
+    return _page(
+        f"{name}: {role}", f"{state} Read at {timestamp_text(time.time())}; reload the page for newer values.", sections
+    )
 
 
 def run_page(kit: Path, name: str) -> str:
@@ -193,7 +195,7 @@ def _run_folder(kit: Path, name: str) -> Path:
 def _time_text(value: Any) -> str:
     """Return a time as a text, "-" for no number."""
     number = as_finite_float(value)
-    return "-" if number is None else stamp(number)
+    return "-" if number is None else timestamp_text(number)
 
 
 # site ------------------------------------------------------------------------------------------------------------------
@@ -231,9 +233,9 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     yield Section("jobs", "Jobs", none, [(_table("", *heads, rows=jobs), ())] if jobs else [])
     heads = ("run", "messages", "bytes", "noise", "epsilon", "record")
     text = "Each run's name leads to all its messages." if runs else "No message of a job has left."
-    yield Section("left", "What left", [text], [(_table("", *heads, rows=list(map(_left_row, runs))), links)] if runs else [])
-    yield _budgets(records, read)
-    yield _approvals(kit, records, stored, waiting)
+    yield Section("left", "What left", [text], [(_table("", *heads, rows=list(map(_sent_row, runs))), links)] if runs else [])
+    yield _budget_section(records, read)
+    yield _approval_section(kit, records, stored, waiting)
     archives = [(f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)") for run in runs if run.messages]
     text = "A signed archive of a run: policies, job, record of what left, ledger, versions. Made when you follow the link."
     if not has_private_key(kit):
@@ -305,7 +307,7 @@ def _experiment(job: str, meta: Mapping[str, Any]) -> str:
     return str(experiment_of({"experiment": meta.get("experiment"), "name": str(meta.get("name", "job")), "job_id": job}))
 
 
-def _left_row(run: Run) -> list[str]:
+def _sent_row(run: Run) -> list[str]:
     sent = [one["tensors"] for one in run.messages if isinstance(one.get("tensors"), dict)]
     total = sum(
         as_finite_float(one.get("bytes")) or 0.0 for tensors in sent for one in tensors.values() if isinstance(one, dict)
@@ -320,7 +322,7 @@ def _left_row(run: Run) -> list[str]:
             epsilon = f"{max(one['epsilon'] for one in private):.4g} at delta {private[-1]['delta']:g}"
     elif masked := sum("masked" in one for one in run.messages if isinstance(one.get("tensors"), dict)):
         noise = "none; under masks" if masked == len(sent) else f"none; {masked} of {len(sent)} under masks"
-    return [run.name, str(len(run.messages)), size(total), noise, epsilon, "unaltered" if run.whole else "ALTERED"]
+    return [run.name, str(len(run.messages)), size_text(total), noise, epsilon, "unaltered" if run.whole else "ALTERED"]
 
 
 def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -338,7 +340,7 @@ def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return only_true({spent: True, seeds: seeded, f"{count_with_noun(void, 'message')}: {VOID}.": void})
 
 
-def _budgets(records: SiteRecords, read: Read) -> Section:
+def _budget_section(records: SiteRecords, read: Read) -> Section:
     """Return the section on what is spent and left. The numbers are those of `consilium metrics` and `privacy ledger`.
 
     Without a whole ledger it shows no number, because what is spent cannot be known then.
@@ -371,7 +373,9 @@ def _budgets(records: SiteRecords, read: Read) -> Section:
     return Section("budget", "Privacy budget", [*texts, *filter(None, [none])], tables)
 
 
-def _approvals(kit: Path, records: SiteRecords, stored: Mapping[str, Mapping[str, Any]], waiting: Mapping[str, str]) -> Section:
+def _approval_section(
+    kit: Path, records: SiteRecords, stored: Mapping[str, Mapping[str, Any]], waiting: Mapping[str, str]
+) -> Section:
     """Return the section on approvals: jobs that wait for one, and jobs that have one."""
     if not records.site.approve:
         return Section("approvals", "Approvals", ["site.yaml asks for no approval: jobs run within the policies."])

@@ -16,7 +16,7 @@ from consilium.flare.kit.kit_contents import LOCKED, certificate_path, has_priva
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import root_certificate_sha256 as root_fingerprint
-from consilium.report.prometheus_text import exposition
+from consilium.report.prometheus_text import exposition_text
 
 
 def allow(
@@ -148,7 +148,7 @@ def lock(
     """Encrypt a kit's private keys with a passphrase, to send or store the kit; or close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
     asks = not is_locked or key_lock.unlocked_key_files(kit)
-    key_lock.lock(kit, _passphrase(passphrase_file, anew=not is_locked) if asks else None)
+    key_lock.lock(kit, _passphrase(passphrase_file, confirm=not is_locked) if asks else None)
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
     typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them unencrypted")
 
@@ -174,7 +174,7 @@ def unlock(
         typer.echo(f"{kit}: this machine has no folder in memory, so its keys are on disk in {folder} until `consilium lock`")
 
 
-def _passphrase(file: Path | None, anew: bool = False) -> str:
+def _passphrase(file: Path | None, confirm: bool = False) -> str:
     """Return the passphrase from a file, else from the file that PASSPHRASE_FILE names, else asked for at the terminal."""
     if (path := file or os.environ.get(PASSPHRASE_FILE)) is not None:
         try:
@@ -183,7 +183,7 @@ def _passphrase(file: Path | None, anew: bool = False) -> str:
             raise ConfigError(f"{path}: not text in UTF-8; give a file whose first line is the passphrase") from None
     if not sys.stdin.isatty():
         raise ConfigError(f"passphrase: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
-    found: str = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=anew, err=True)
+    found: str = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=confirm, err=True)
     return found
 
 
@@ -236,7 +236,7 @@ def metrics(
     ] = None,
 ) -> None:
     """Write numbers for Prometheus: rounds, sites last seen, refusals, epsilon left, disk, certificates. Opens no port."""
-    text = exposition(collect_metrics(kit), HELP)
+    text = exposition_text(collect_metrics(kit), HELP)
     if output is None:
         typer.echo(text, nl=False)
     elif output.suffix != ".prom":

@@ -21,7 +21,7 @@ from consilium.config.site import plugins_allowed_by_kit
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.sanitize import LONGEST_LINE, shown
-from consilium.report.tables import Table, terminal
+from consilium.report.tables import Table, terminal_table
 
 FILE_WIDTH = 140
 """Width of a table in characters, in files and pipes."""
@@ -59,23 +59,25 @@ JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/qu
 ELSEWHERE = "--format json has them"
 
 
-def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Format, elsewhere: str = ELSEWHERE) -> None:
+def emit(
+    found: Any, parts: str | Iterable[Table | RenderableType], format: Format, hidden_columns_hint: str = ELSEWHERE
+) -> None:
     """Print `found` as JSON, or `parts` as `show` prints them. For JSON a generator of parts does not run."""
     if format == "json":
         print(json.dumps(found, indent=1))
     else:
-        show([parts] if isinstance(parts, str) else parts, elsewhere=elsewhere)
+        show([parts] if isinstance(parts, str) else parts, hidden_columns_hint=hidden_columns_hint)
 
 
-def show(parts: Iterable[Table | RenderableType], errors: bool = False, elsewhere: str = ELSEWHERE) -> None:
+def show(parts: Iterable[Table | RenderableType], errors: bool = False, hidden_columns_hint: str = ELSEWHERE) -> None:
     """Print tables in the width of `table_console`, and each text as one line of any length.
 
-    `errors`: texts go to standard error. `elsewhere`: where the columns are that have no room in a table.
+    `errors`: texts go to standard error. `hidden_columns_hint`: where the columns are that have no room in a table.
     """
     for part in parts:
         if isinstance(part, Table):
             console = table_console()
-            console.print(terminal(part, console.width, elsewhere))
+            console.print(terminal_table(part, console.width, hidden_columns_hint))
         else:
             text = Text(part) if isinstance(part, str) else part
             (Console(stderr=errors, soft_wrap=True) if isinstance(text, Text) else table_console()).print(text, highlight=False)

@@ -110,7 +110,7 @@ def poc(
     if "folder" not in status:
         reason = status.get("reason", f"see the logs in {folder}")
         raise JobError(f"{name}: {status['status']}: {reason}", exit_code(status["status"]))
-    call("consilium.cli.print_results:show_results", status["folder"], {}, [], format)
+    call("consilium.cli.print_results:join_pictures_and_print", status["folder"], {}, [], format)
     raise typer.Exit(exit_code(status["status"]))
 
 

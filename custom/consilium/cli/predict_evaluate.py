@@ -16,7 +16,7 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import LONGEST_LINE, rich_line, shown
 from consilium.federation.job import reads_texts
 from consilium.report.results_table import PICTURE, VALUES
-from consilium.report.tables import Table, columns, number
+from consilium.report.tables import Table, columns, number_text
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
@@ -38,7 +38,7 @@ BestOption = Annotated[bool, typer.Option("--best", help="take the best model by
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:NUMBER or mps")]
 
 
-def site_of(device: str, checkpoints: Path | None) -> SiteConfig:
+def local_site_config(device: str, checkpoints: Path | None) -> SiteConfig:
     """Return a site's settings with a device and a folder of checkpoints. Raises ConfigError for an unusable device."""
     try:
         site = SiteConfig(device=device, checkpoints=checkpoints)
@@ -81,7 +81,7 @@ def predict(
     format: FormatOption = "txt",
 ) -> None:
     """Predict masks or classes of new images, or answers to texts, with a trained model. Not a medical device."""
-    opened = open_model(model, site, stage, site_of(device, checkpoints), best)
+    opened = open_model(model, site, stage, local_site_config(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, reads_texts(opened.config), out, beside)
     predictor = Predictor(
@@ -148,11 +148,11 @@ def evaluate(
     format: FormatOption = "txt",
 ) -> None:
     """Score a trained model on any site's data, as the final evaluation of a run does."""
-    own = site_of(device, checkpoints)
+    own = local_site_config(device, checkpoints)
     if matrix:
         if site is not None:
             raise ConfigError("--site: --matrix takes the models of all sites; leave one of them out")
-        _matrix(model, data, stage or Stage.PERSONALIZED, own, split, best, out, format)
+        _score_matrix(model, data, stage or Stage.PERSONALIZED, own, split, best, out, format)
         return
     if data is None:
         raise ConfigError("--data: which data? Give a site's folder or data list, or --matrix for all sites of a simulated run")
@@ -171,7 +171,7 @@ def _score_lines(found: Mapping[str, float], opened: TrainedModel, split: Split,
     for name in score_names_to_show(found, scores):
         metric, _, part = name.partition("/")
         ends = [found.get(name + end) for end in (LOW, HIGH)]
-        interval = "-" if None in ends else "–".join(map(number, ends))
+        interval = "-" if None in ends else "–".join(map(number_text, ends))
         rows.append([f"{scores.heading(metric)} {part}".rstrip(), f"{found[name]:.3f}", interval])
     rows += [["n", f"{found[COUNT]:.0f}", ""]] if COUNT in found else []
     title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
@@ -192,8 +192,8 @@ def score_names_to_show(found: Mapping[str, float], scores: Scores) -> list[str]
     return [name for name in dict.fromkeys([*whole, *each]) if name in found and not name.endswith(ended) and name != COUNT]
 
 
-def _matrix(
-    evaluate_model: Path,
+def _score_matrix(
+    model: Path,
     data: Path | None,
     stage: Stage,
     own: SiteConfig,
@@ -206,7 +206,7 @@ def _matrix(
     if there := [path for path in files if path.exists()]:
         raise ConfigError(f"--out: {there[0]}: is there already; give another folder")
     with progress_bar("evaluating", None, format) as advance:
-        found = cross_sites(evaluate_model, data, stage, own, split, best, lambda model, site: advance())
+        found = cross_sites(model, data, stage, own, split, best, lambda model, site: advance())
     if out is not None:
         found.write(out)
     written = [f"written: {', '.join(map(str, files))}"] if files else []

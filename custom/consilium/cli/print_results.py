@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from consilium.cli.options import Format, emit, show
-from consilium.cli.privacy_ledger import claim_of
+from consilium.cli.privacy_ledger import privacy_claim_text
 from consilium.config.job import JobConfig, load_run_job
 from consilium.core.sanitize import rich_line, shown
 from consilium.report.live_view import ENDING, early_stop_text
@@ -23,7 +23,7 @@ from consilium.report.untrusted_files import read_json
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 
 
-def show_results(folder: Path, losses: dict[str, float], sites: list[str], format: Format) -> None:
+def join_pictures_and_print(folder: Path, losses: dict[str, float], sites: list[str], format: Format) -> None:
     """Join the sites' predictions.png of a finished run into one picture, and print the run's results."""
     try:
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
@@ -41,7 +41,7 @@ def print_results(
     Exits with code 1 if sites were refused in the final evaluation.
     """
     record = read_run(folder)
-    early = {name: record.ended[name] for name in ENDING} if record.ended else None
+    early = {name: record.early_end[name] for name in ENDING} if record.early_end else None
     refused = record.unscored if config.trains else {}
     surveyed = read_json(folder / "statistics.json")
     crossed = read_cross_site_matrix(read_json(folder / VALUES))
@@ -72,7 +72,7 @@ def print_results(
                 yield early_stop_text(early).capitalize()
             if told := no_improvement_warning(record):
                 yield rich_line(told, "yellow", limit=1000)
-            if claim := claim_of(folder):
+            if claim := privacy_claim_text(folder):
                 yield f"Privacy: {claim}. {METRICS_NOTE}"
             files += [PREDICTIONS] * (folder / PREDICTIONS).is_file()
         yield f"Everything of this run: {folder} ({', '.join(files)})"

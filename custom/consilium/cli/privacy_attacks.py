@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from consilium.cli.options import CheckpointsOption, Format, FormatOption, emit, progress_bar
-from consilium.cli.predict_evaluate import BestOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.predict_evaluate import BestOption, DeviceOption, ModelArgument, SiteOption, StageOption, local_site_config
 from consilium.client.model_store import UNCOVERED
 from consilium.config.site import SIMULATION, SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.report.tables import Table, columns
-from consilium.use.attack import AttackResult, attack as attack_model, epsilon_of_record
+from consilium.use.attack import AttackResult, attack as attack_model, record_level_epsilon
 from consilium.use.evaluate import read_site_config
-from consilium.use.invert import draw, inversion
-from consilium.use.model import TrainedModel, check_generated, open_model
+from consilium.use.invert import draw, run_inversion
+from consilium.use.model import TrainedModel, check_generated_data, open_model
 
 DataOption = Annotated[Path | None, typer.Option(help="the site's folder or data list in the run; default: its phantoms")]
 
@@ -44,7 +44,7 @@ def attack(
     A bound near 0 does not prove privacy, because another attack may do better. A bound above the promised epsilon of the same
     unit proves that the promise is broken.
     """
-    own = site_of(device, checkpoints)
+    own = local_site_config(device, checkpoints)
     opened = open_model(model, site, stage, own, best)
     shadows = [open_model(one, site, stage, own, best) for one in shadow or []]
     given, name = _find_attacked_site(opened, data, site)
@@ -70,10 +70,10 @@ def invert(
 
     The PNG file shows training pictures, so it must stay at the site. A bad reconstruction does not prove privacy.
     """
-    opened = open_model(model, site, stage, site_of(device, checkpoints))
+    opened = open_model(model, site, stage, local_site_config(device, checkpoints))
     given, name = _find_attacked_site(opened, data, site)
     with tempfile.TemporaryDirectory() as folder, progress_bar("search", 3 * steps, format) as advance:
-        found = inversion(opened, given, name, Path(folder), batch, sum, steps, advance)
+        found = run_inversion(opened, given, name, Path(folder), batch, sum, steps, advance)
     draw(output, found)
     values = [{name: value for name, value in vars(one).items() if name != "pictures"} for one in found.attacks]
     count = len(found.pictures)
@@ -92,7 +92,7 @@ def _find_attacked_site(opened: TrainedModel, data: Path | None, site: str | Non
     if data is not None:
         return read_site_config(data, opened.config), site or data.resolve().name
     run = next((one for one in opened.folder.resolve().parents if (one / SIMULATION).is_file()), opened.folder)
-    check_generated(run, opened, "the site's folder or data list")
+    check_generated_data(run, opened, "the site's folder or data list")
     if site is None and opened.card.site == "":
         raise ConfigError("--site: whose phantoms? Give a site's name, such as site-1")
     return SiteConfig(), site or opened.card.site
@@ -103,7 +103,7 @@ def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Form
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
     covered = UNCOVERED not in opened.card.notes
     claim = opened.card.privacy or "none: the model was trained without privacy"
-    promised = epsilon_of_record(opened) if covered else None
+    promised = record_level_epsilon(opened) if covered else None
     told = {
         "model": str(opened.folder),
         "claim": claim,

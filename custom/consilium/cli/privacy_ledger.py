@@ -22,7 +22,7 @@ from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 
 
-def claim_of(folder: Path) -> str | None:
+def privacy_claim_text(folder: Path) -> str | None:
     """Return the privacy claim of the finished run in `folder`; None for a run without privacy."""
     if (folder / "privacy.json").is_file():
         return json.loads((folder / "privacy.json").read_text())["claim"]
@@ -83,7 +83,7 @@ def sums(
         if not reason.strip():
             raise ConfigError("--reason: empty; say why this sum may show what it shows")
         sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
-    sum_ledger.count_checked_lines(root)
+    sum_ledger.check_and_count_lines(root)
     found = sum_ledger.read(root / sum_ledger.FILE)
     lines = []
     for one in found:

@@ -12,7 +12,7 @@ from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.core.errors import ConfigError
 from consilium.core.schema import validate
-from consilium.privacy.plan import Plan, noise_to_signal, printed_plan, site_plan, step_plan
+from consilium.privacy.plan import Plan, distributed_step_plan, noise_to_signal, printed_plan, site_plan
 from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.report.tables import Table, columns
 
@@ -111,7 +111,7 @@ def _plan_as_json(accountant: str, options: Mapping[str, Any]) -> dict[str, Any]
         if options["sample_rate"]:
             counts = "rdp" if accountant == "rdp" else "prv"  # sampled steps have no closed form, so "exact" means prv
             numbers |= {"unit": "record", "accountant": counts, "sample_rate": options["sample_rate"], "divisor": 1.0}
-            plans[trust] = step_plan(validate(RecordLevelDpConfig, numbers, source), releases)
+            plans[trust] = distributed_step_plan(validate(RecordLevelDpConfig, numbers, source), releases)
             continue
         numbers |= {"unit": "site", "accountant": accountant}
         if paper:
@@ -138,7 +138,7 @@ def _count_honest_shares(sites: int, threshold: int, colluders: int) -> int | No
     counted = threshold or default_threshold(sites)
     terms = Terms(sites, counted, counted, colluders)
     if not terms.problem:
-        return terms.honest
+        return terms.least_honest_sites
     if not threshold:
         return None
     least = max((sites + colluders) // 2 + 1, colluders + 2)

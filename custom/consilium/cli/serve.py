@@ -224,4 +224,4 @@ def _page(text: str, status: int = 200) -> web.Response:
 
 
 def _error(status: int) -> web.Response:
-    return _page(kit_pages.message(*ERRORS[status]), status)
+    return _page(kit_pages.message_page(*ERRORS[status]), status)

@@ -110,11 +110,11 @@ def simulate(
         if note := unused_state_warning({name: find_site(name, given) for name in names}):
             show([rich_line(note, "yellow")], errors=True)
         folder, losses = _simulate_over_flare(request) if engine == "flare" else _simulate_in_process(request)
-    call("consilium.cli.print_results:show_results", folder, losses, names, format)
+    call("consilium.cli.print_results:join_pictures_and_print", folder, losses, names, format)
 
 
 @contextmanager
-def remove_if_empty(folder: Path) -> Iterator[None]:
+def remove_empty_on_refusal(folder: Path) -> Iterator[None]:
     """Remove a new run's empty folders if it is refused before it begins."""
     was_empty = not any(folder.iterdir())
     try:
@@ -133,7 +133,7 @@ def _simulate_in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
         job, prepared = call(f"{PREPARE}:prepare", request)
     found = {name: find_site(name, request.given) for name in request.sites}
     with (
-        remove_if_empty(prepared.folder),
+        remove_empty_on_refusal(prepared.folder),
         print_resume_hint(prepared.folder, resumable=True),
         _view(request, prepared) as view,
     ):

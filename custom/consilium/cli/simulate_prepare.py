@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.cli.options import load
-from consilium.cli.simulate import PreparedRun, RunRequest, remove_if_empty
+from consilium.cli.simulate import PreparedRun, RunRequest, remove_empty_on_refusal
 from consilium.config.job import job_file
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
@@ -47,6 +47,6 @@ def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
 def export(request: RunRequest) -> tuple[Path, PreparedRun]:
     """Export the job for FLARE. Return its job folder, and the PreparedRun that `prepare` returns. Raises ConfigError."""
     job, prepared = prepare(request)
-    with remove_if_empty(prepared.folder):
+    with remove_empty_on_refusal(prepared.folder):
         call("consilium.flare.job.job_context:check_federated", job, job_file(request.job))
-        return call("consilium.flare.job.recipe:export_job", job.config, prepared.folder, request.sites), prepared
+        return call("consilium.flare.job.recipe:export_simulation_job", job.config, prepared.folder, request.sites), prepared

@@ -14,9 +14,9 @@ from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
-from consilium.federation.run_folders import RUNS, STATE, check_name
+from consilium.federation.run_folders import RUNS, STATE, check_run_name
 from consilium.flare.admin.session import stored_jobs
-from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, check_chains, copy_ledger, pack, verify as verify_archive
+from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
 from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
@@ -112,7 +112,7 @@ def find_run_paths(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
 
 def _find_run_folder(experiment: str, state: Path) -> Path:
     """Return a run's folder. Raises ConfigError if there is no such run."""
-    folder = state / RUNS / check_name(experiment)
+    folder = state / RUNS / check_run_name(experiment)
     if not folder.is_dir():
         known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir() if p.is_dir())) if (state / RUNS).is_dir() else "none"
         raise ConfigError(f"{experiment}: no such run here; there: {shown(known, 400)}")
@@ -132,7 +132,7 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     if lost := read_accepted_seals(state):
         found[ACCEPTED] = json.dumps(sorted(lost)).encode()
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
-    whole = check_chains(found)
+    whole = verify_chains(found)
     intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
     read = [stored_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
     words = "\n\n".join(map(markdown, read))

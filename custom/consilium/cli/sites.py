@@ -64,7 +64,7 @@ def site_table(rows: list[dict[str, Any]]) -> Table:
     cells = []
     for row in rows:
         days, ahead, seconds = row["certificate_days_left"], row["clock_ahead_seconds"], row["seen_seconds_ago"]
-        ago = "never" if seconds is None else f"{_ago(seconds)} ago"
+        ago = "never" if seconds is None else f"{_duration_text(seconds)} ago"
         seen = ago if row["state"] == "here" else f"{row['state']}, {ago}"
         cell = [
             row["site"],
@@ -141,15 +141,15 @@ def describe_health(health: Mapping[str, Any], now: float) -> str:
     gpus = enumerate(health.get("gpus", ()))
     said += [f"GPU {number}: {free / GIB:,.1f} of {whole / GIB:,.1f} GiB free" for number, (free, whole) in gpus]
     if "data_readable" in health:
-        when = f" ({_ago(now - health['data_checked'])} ago)" if "data_checked" in health else ""
+        when = f" ({_duration_text(now - health['data_checked'])} ago)" if "data_checked" in health else ""
         said.append(f"data list {'can' if health['data_readable'] else 'cannot'} be read{when}")
     if "refusal" in health:
-        when = f" {_ago(now - health['refused_at'])} ago" if "refused_at" in health else ""
+        when = f" {_duration_text(now - health['refused_at'])} ago" if "refused_at" in health else ""
         said.append(f"last refused a job{when}: {health['refusal']}")
     return ", ".join(said)
 
 
-def _ago(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     seconds = max(round(seconds), 0)
     return next(
         (f"{seconds // size} {unit}" for size, unit in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= size),

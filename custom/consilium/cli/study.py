@@ -21,9 +21,9 @@ from consilium.cli.options import (
 from consilium.cli.resume_hint import exit_interrupted, same_command_hint as same_command, stop_on_signals
 from consilium.config.code_digest import strategy_code_digest
 from consilium.config.site import Given
-from consilium.core.sanitize import count_with_noun, few, rich_line
-from consilium.report.run_record import earlier_cells, save_cells
-from consilium.report.tables import Table, duration
+from consilium.core.sanitize import count_with_noun, first_names_text, rich_line
+from consilium.report.run_record import orphaned_cells, save_cells
+from consilium.report.tables import Table, duration_text
 from consilium.study.cost import bytes_of
 from consilium.study.definition import GridErrors, Study, labels_text, load, pick
 from consilium.study.preflight import Planner
@@ -56,7 +56,11 @@ def study_show(
     rows = []
     for cell in cells:
         one = records[cell.id]
-        more = {"outdated": one.outdated(strategy_code_digest(cell.load())), "labels": cell.labels, "folder": str(cell.folder)}
+        more = {
+            "outdated": one.is_outdated(strategy_code_digest(cell.load())),
+            "labels": cell.labels,
+            "folder": str(cell.folder),
+        }
         rows.append(vars(one) | more | {"bytes": sizes[cell.id]})
     told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
     emit(told, _lines(chosen, records, sizes), format)
@@ -67,16 +71,16 @@ def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | 
     cells = study.cells()
     yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes)
     for cell in (one for one in cells if records[one.id].state == "failed"):
-        yield _line(f"{cell.name}: failed: {records[cell.id].reason}")
+        yield _line(f"{cell.display_name}: failed: {records[cell.id].reason}")
     yield from (_line(f"{labels_text(labels)}: left out: {reason}") for labels, reason in study.excluded())
     if None in sizes.values():
         yield _line("MiB: `counts` in the study's file tells how many sites there are")
-    if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
+    if older := orphaned_cells(study.workspace, study.title, (cell.id for cell in cells)):
         yield _line(f"{count_with_noun(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
-    yield from _outdated({cell.name: (records[cell.id], strategy_code_digest(cell.load())) for cell in cells})
+    yield from _outdated_lines({cell.display_name: (records[cell.id], strategy_code_digest(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
-    more = f", about {duration(left)} of one worker left" if left else ""
+    more = f", about {duration_text(left)} of one worker left" if left else ""
     failed = sum(record.state == "failed" for record in records.values())
     yield _line(f"{len(took)} of {len(cells)} cells done, {failed} failed{more}; the runs are in {study.workspace / 'cells'}")
 
@@ -114,31 +118,37 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
-    there = {one.cell.name: (record, one.code) for one in cells if (record := current_record(one.cell.folder)).data == one.data}
-    show(_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"}))
+    there = {
+        one.cell.display_name: (record, one.code)
+        for one in cells
+        if (record := current_record(one.cell.folder)).data == one.data
+    }
+    show(_outdated_lines({name: stands for name, stands in there.items() if stands[0].state != "done"}))
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
-    failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
+    failed = [one.cell.display_name for one in cells if ended[one.cell.id].state == "failed"]
     done = sum(ended[one.cell.id].state == "done" for one in cells)
     show([_line(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")])
-    show(_outdated({one.cell.name: (ended[one.cell.id], one.code) for one in cells}))
+    show(_outdated_lines({one.cell.display_name: (ended[one.cell.id], one.code) for one in cells}))
     for one in cells:
         if (ended_so := ended[one.cell.id]).state == "failed":
-            show([_line(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")])
+            show(
+                [_line(f"{one.cell.display_name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")]
+            )
     return done, len(failed)
 
 
-def _outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:
+def _outdated_lines(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:
     """Yield lines that name the cells whose code has changed since they ran, and the remedy.
 
     `standing`: by cell name its record and the digest of its present code.
     """
-    older = {name: record.state == "done" for name, (record, code) in standing.items() if record.outdated(code)}
+    older = {name: record.state == "done" for name, (record, code) in standing.items() if record.is_outdated(code)}
     remedies = {"begun": "`consilium study run` sets that aside and begins anew"}
     for how, remedy in (remedies | {"done": "`consilium study run --again` runs them anew"}).items():
         if names := [name for name, done in older.items() if done is (how == "done")]:
             what = f"{count_with_noun(len(names), 'cell')} {how} by code that has changed since"
-            yield _line(f"{what}: {few(names, 3)}; {remedy}", "yellow")
+            yield _line(f"{what}: {first_names_text(names, 3)}; {remedy}", "yellow")
 
 
 def _line(text: str, style: str = "") -> Text:

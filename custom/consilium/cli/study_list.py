@@ -31,12 +31,12 @@ def study_list(
 
 
 def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
-    cells = len(study.grid()) - len(study.excluded())
+    cells = len(study.unfiltered_grid()) - len(study.excluded())
     begun = study.cells() if study.workspace.exists() else []  # making the cells of all studies would take long
     states = Counter(current_record(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
     flops = known_flops(study, read_flops_cache())
     if flops is None and count:
-        flops = call("consilium.study.cost:count_flops", study)
+        flops = call("consilium.study.cost:count_and_cache_flops", study)
     hours = None if flops is None else gpu_hours(flops, tflops)
     return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}

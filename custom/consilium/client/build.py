@@ -9,8 +9,8 @@ from torch import nn
 from consilium.client.client import Client
 from consilium.client.context import ClientContext
 from consilium.client.ddp import build_ranks
-from consilium.client.evaluator import speed_up
-from consilium.client.site_data import count_units, ledger_dataset_name, patient_warning, site_data, watch_files
+from consilium.client.evaluator import check_compiler_enable_cache
+from consilium.client.site_data import count_units, ledger_dataset_name, load_site_data, patient_warning, watch_files
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
@@ -51,7 +51,7 @@ def build_site(
     if site.threads:
         torch.set_num_threads(site.threads)
     observer(loading_event("data", name))
-    data = data or site_data(job.config, name, site, folder, root)
+    data = data or load_site_data(job.config, name, site, folder, root)
     watch = watch_files(job.config, data) if job.config.privacy is not None else None
     decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))  # before any charge
     task = build_task(job.config, decoded, site)
@@ -84,7 +84,7 @@ def build_guard(
     allows it. `data`: the samples on which the site trains, which the plan must count; by default they are read here.
     `identity`: key and certificate for secure aggregation.
     """
-    data = data or site_data(job.config, name, site, folder, root)
+    data = data or load_site_data(job.config, name, site, folder, root)
     patients, own = ledger_dataset_name(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
     return Guard(
         name,
@@ -124,7 +124,7 @@ def build_pooled_site(
     job: Job, name: str, members: dict[str, SiteConfig], folder: Path, observer: Observer, model: nn.Module
 ) -> Client:
     """Return the single client of a centralized baseline, which has the pooled data of all `members`."""
-    lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
+    lists = [load_site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
     first = next(iter(members.values()))
     task = build_task(job.config, pool(lists), first)
     return _build_client(job, name, SiteConfig(), folder, observer, model, task, checkpoint_of(job.config.model, first))
@@ -152,5 +152,5 @@ def _build_client(
         shares_scores=shares_scores(job.config, site),
     )  # fmt: skip
     if site.base != "sharded":  # its ranks must run the encoder together, so none may skip it
-        speed_up(job.config, model, task)
+        check_compiler_enable_cache(job.config, model, task)
     return Client(context)

@@ -16,7 +16,7 @@ from consilium.adapters.names import factor, is_head
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig
 from consilium.core.errors import ConfigError
-from consilium.estimates.memory import Live
+from consilium.estimates.memory import MemoryTracker
 from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
@@ -50,7 +50,9 @@ def make_step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[
     return loss
 
 
-def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss: Callable[[], Tensor]) -> dict[str, float]:
+def measure_affordable_ranks(
+    limits: CapacityConfig, model: nn.Module, largest: int, loss: Callable[[], Tensor]
+) -> dict[str, float]:
     """Return the average ranks per layer that fit `limits`, under "download", "time" and "memory"; unlimited ones are left out.
 
     `largest`: the largest rank of a layer; `loss`: computes the training loss of one full batch. Overwrites the adapter's
@@ -96,7 +98,7 @@ def _measure_step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> di
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(trained, lr=0.0)
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    with Live(own) as live:
+    with MemoryTracker(own) as live:
         loss().backward()
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     moments = BYTES * 2 * sum(p.numel() for p in trained)

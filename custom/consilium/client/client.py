@@ -56,18 +56,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def on_all_ranks(do: Callable[Concatenate["Client", P], R]) -> Callable[Concatenate["Client", P], R]:
+def with_model_on_ranks(do: Callable[Concatenate["Client", P], R]) -> Callable[Concatenate["Client", P], R]:
     """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.model_on_all_ranks."""
 
     @wraps(do)
-    def run_on_all_ranks(client: "Client", /, *words: P.args, **named: P.kwargs) -> R:
+    def run_with_model(client: "Client", /, *words: P.args, **named: P.kwargs) -> R:
         context = client.context
         if context.ranks is None:
             return do(client, *words, **named)
         with context.ranks.model_on_all_ranks(context.model) as context.model:
             return do(client, *words, **named)
 
-    return run_on_all_ranks
+    return run_with_model
 
 
 class SiteState(NamedTuple):
@@ -112,7 +112,7 @@ class Client:
             self._rehearsed = True
         self._start_gpu_processes()
 
-    @on_all_ranks
+    @with_model_on_ranks
     def _start_gpu_processes(self) -> None:
         if self.context.ranks:
             self.context.ranks.start_ranks()
@@ -136,7 +136,7 @@ class Client:
             if not path.exists():  # measured once per run: a resumed run needs the same ranks
                 loss = capacity_probe.make_step_loss(config, context.task, context.model)
                 most = getattr(config.adapter, "rank", 1)
-                write_json(path, capacity_probe.measured_ranks(context.limits, context.model, most, loss))
+                write_json(path, capacity_probe.measure_affordable_ranks(context.limits, context.model, most, loss))
             carries = read_json(path)
         base, plugins = self.models.base_sha256(), context.config.packages
         return Hello(
@@ -154,7 +154,7 @@ class Client:
             raise RefusedError(f"{context.name}: the job asks for no statistics; nothing was counted", Reason.TASK)
         return tally(context.data, context.config.task, section.bins, context.should_stop)
 
-    @on_all_ranks
+    @with_model_on_ranks
     def train(self, run: str, payload: Payload) -> Payload:
         """Train for one phase of a round and return the update for the guard. A replayed payload gets the first reply again.
 
@@ -169,7 +169,7 @@ class Client:
                 f"{self.context.name}: round {payload.round} phase {payload.phase} is stale, the site is at {state.place}",
                 Reason.TASK,  # it depends on the server, not on the data
             )
-        start = self.context.receive(state.params, payload)
+        start = self.context.load_payload(state.params, payload)
         try:
             return self._train(run, payload, state, start)
         except DataError as error:  # it stays a DataError, whose text may name a file and is kept out of FLARE's logs
@@ -215,12 +215,12 @@ class Client:
         context.before_saving()
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         reply = replace(reply, metrics=metrics)
-        context.events.scalars(metrics | {"update/norm": norm(reply.tensors)}, payload.round)
+        context.events.write_scalars(metrics | {"update/norm": norm(reply.tensors)}, payload.round)
         # before sending: a lost answer must not cost a second training
         self._save_state(run, SiteState(end, (payload.round, payload.phase), reply, trainer.memory, state.optimizer))
         return reply
 
-    @on_all_ranks
+    @with_model_on_ranks
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return the final metrics of the pretrained, personalized and global model on the test split.
 
@@ -234,7 +234,7 @@ class Client:
         if context.config.cross_site is not None:
             return evaluator.score_cross_site(own, payload, context.config.cross_site.split)
         if payload.phase == HELD_OUT:
-            context.receive(own, payload)
+            context.load_payload(own, payload)
             full = context.config.training.validation.full
             return replace(payload, tensors={}, metrics=evaluator.evaluate("validation", Stage.GLOBAL, payload, full))
         split = "test" if context.task.has("test") else "validation"
@@ -242,13 +242,13 @@ class Client:
         examples, models, traits = Closing(), dict[Stage, SavedModel](), strategy.traits
         closes = bool(context.task.num_samples) and (traits.interpolation is not None or traits.fits_after_last_round)
         if last is not None and not closes:
-            context.load(own)
-            context.scale(1.0)
+            context.load_values(own)
+            context.set_scaling(1.0)
             models[Stage.PERSONALIZED] = SavedModel(own, last[0] + 1)
             metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
             metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
         payload = evaluator.choose_final(own, payload)
-        final = context.receive(own, payload)
+        final = context.load_payload(own, payload)
         metrics |= evaluator.evaluate_final(split, Stage.GLOBAL, payload, examples)
         models[Stage.GLOBAL] = self.models.received_model(final, payload)
         found = evaluator.validate_final(Stage.GLOBAL, payload)
@@ -259,7 +259,7 @@ class Client:
             with evaluator.use_personalized(interpolation_of(strategy, closing=True), payload):
                 metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
                 metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
-        with adapter_state.disabled(context.model):
+        with adapter_state.disable_adapter(context.model):
             metrics |= evaluator.evaluate_final(split, Stage.PRETRAINED, payload, examples)
         metrics |= context.skipped_samples_metric()
         self.models.write_models(run, models, metrics)

@@ -15,10 +15,10 @@ from consilium.core.messages import SKIPPED, Observer, Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.check_samples import FileWatch
 from consilium.data.datalist import DataList
-from consilium.federation.saved_model import load_values
+from consilium.federation.saved_model import load_except_missing_blocks
 from consilium.privacy.plan import Plan
 from consilium.report.tensorboard_file import FOLDER, SiteEvents
-from consilium.strategies.strategy import Strategy, scaling_of
+from consilium.strategies.strategy import Strategy, scaling_multiplier
 from consilium.tasks.base import Task
 
 
@@ -64,15 +64,15 @@ class ClientContext:
         """Return the seed for the purpose `what` in a phase. `number` counts several uses of the same purpose, from 0."""
         return seed_for(self.config.training.seed, what, payload.round, payload.phase, self.name, *[number] * bool(number))
 
-    def load(self, values: Tensors) -> set[str]:
+    def load_values(self, values: Tensors) -> set[str]:
         """Load `values` into the model. Return the blocks that the model skips, because their tensors are not in `values`."""
-        return load_values(self.model, self.strategy, values, self.name)
+        return load_except_missing_blocks(self.model, self.strategy, values, self.name)
 
-    def receive(self, own: Tensors, payload: Payload) -> Tensors:
+    def load_payload(self, own: Tensors, payload: Payload) -> Tensors:
         """Combine a payload with the client's `own` tensors, load the result into the model, and return its tensors."""
         start = self.strategy.receive(own, payload)
-        self.load(start)
-        self.scale(scaling_of(self.strategy, payload))
+        self.load_values(start)
+        self.set_scaling(scaling_multiplier(self.strategy, payload))
         self.set_local_share(0.0)
         return start
 
@@ -80,7 +80,7 @@ class ClientContext:
         """Return the current values of the adapter tensors `names`, in the model's order."""
         return {name: tensor for name, tensor in adapter_state.values(self.model).items() if name in names}
 
-    def scale(self, factor: float) -> None:
+    def set_scaling(self, factor: float) -> None:
         """Multiply the adapter's part of the forward pass by `factor`, if the adapter's kind supports that."""
         if (scale := self.config.adapter_kind.scale) is not None:
             scale(self.model, self.config.adapter, factor)

@@ -26,10 +26,10 @@ from consilium.client.ddp_worker import (
     RankSetup,
     Share,
     as_failure,
-    flat,
+    flatten_tensors,
+    join_device_mesh,
     join_process_group,
     loss_and_gradients,
-    mesh_of,
     rendezvous_store,
     run_rank,
     select_tensors,
@@ -49,7 +49,7 @@ from consilium.federation.job import build_model
 from consilium.models.dtypes import QUANTIZED
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import pick_device
-from consilium.training.sharding import ask_for, leave_world, shard
+from consilium.training.sharding import leave_world, register_gather_hooks, shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,7 +101,7 @@ class Ranks:
             self.end()
             raise
 
-    def joint_task(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
+    def start_joint_task(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
         self.start_ranks()
         with self._end_on_error():
@@ -141,13 +141,15 @@ class Ranks:
         self._group = join_process_group(store, 0, size)
         if model is not None:
             self._split = model
-            ask_for(shard(model, mesh_of(store, 0, size, self.site), self.device), self._request_block)
+            register_gather_hooks(
+                shard(model, join_device_mesh(store, 0, size, self.site), self.device), self._request_block_parts
+            )
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
                 send_by_value(child.pipe, None)  # it may read the base model
             _wait_until_ready(some)
 
-    def _request_block(self, block: int) -> None:
+    def _request_block_parts(self, block: int) -> None:
         """Ask the other ranks for their parts of a block, unless all ranks are computing the block together.
 
         Raises ConsiliumError in a forward pass with gradients, which all ranks would have to compute together.
@@ -182,7 +184,7 @@ class Ranks:
     @property
     def group(self) -> "ProcessGroup":
         """The process group of all ranks."""
-        assert self._group is not None  # `joint_task` has created it
+        assert self._group is not None  # `start_joint_task` has created it
         return self._group
 
     def end_after_failure(self, error: Exception) -> ConsiliumError:
@@ -274,10 +276,10 @@ class JointTask:
             self.ranks.together = False
         return found
 
-    def reduce_over_ranks(self, numbers: Tensor, found: bool) -> Tensor:
+    def reduce_or_broadcast(self, numbers: Tensor, summed: bool) -> Tensor:
         """See `sum_or_broadcast` in ddp_worker.py. Raises OSError if a rank has ended."""
         try:
-            return sum_or_broadcast(self.ranks.group, numbers, found)
+            return sum_or_broadcast(self.ranks.group, numbers, summed)
         except RuntimeError as error:
             raise OSError(str(error)) from None
 
@@ -288,8 +290,8 @@ class _AllRanksLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: JointTask, model: nn.Module, own: Share, *trained: Tensor) -> Tensor:
         """Return the mean loss of the whole batch, and store its gradients for backward."""
-        joint.reduce_over_ranks(flat(trained), found=False)
-        total = joint.reduce_over_ranks(loss_and_gradients(joint.task, model, own, trained), found=True)
+        joint.reduce_or_broadcast(flatten_tensors(trained), summed=False)
+        total = joint.reduce_or_broadcast(loss_and_gradients(joint.task, model, own, trained), summed=True)
         ctx.gradients = [part.view_as(one).to(one) for part, one in zip(total[1:].split(sizes(trained)), trained, strict=True)]
         return total[0].to(next(model.parameters()).device)
 

@@ -24,11 +24,11 @@ from consilium.core.messages import Tensors
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
 from consilium.federation.job import build_model, build_task
-from consilium.federation.saved_model import load_values
+from consilium.federation.saved_model import load_except_missing_blocks
 from consilium.report.private_logging import route_data_logs
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, pick_device
-from consilium.training.sharding import hand_over, make_device_mesh, shard
+from consilium.training.sharding import join_block_gather, make_device_mesh, shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -102,7 +102,7 @@ def loss_and_gradients(task: Task, model: nn.Module, share: Share, trained: Sequ
         loss = task.loss(model, share.batch) * share.weight
         gradients = torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
     filled = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, trained, strict=True)]
-    return torch.cat([loss.detach().float().cpu().view(1), flat(filled)])
+    return torch.cat([loss.detach().float().cpu().view(1), flatten_tensors(filled)])
 
 
 def select_tensors(model: nn.Module, names: Set[str]) -> list[Tensor]:
@@ -110,7 +110,7 @@ def select_tensors(model: nn.Module, names: Set[str]) -> list[Tensor]:
     return [one for name, one in adapter_state.tensors(model).items() if name in names]
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
+def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Return all numbers of the tensors as one vector, (n,) float32 on the CPU."""
     return torch.cat([one.detach().float().cpu().reshape(-1) for one in tensors] or [torch.zeros(0)])
 
@@ -150,7 +150,7 @@ def join_process_group(store: "Store", rank: int, size: int, patience: timedelta
     return made
 
 
-def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig) -> "DeviceMesh":
+def join_device_mesh(store: "Store", rank: int, size: int, site: SiteConfig) -> "DeviceMesh":
     """Wait for all ranks and return the device mesh over which a sharded base is distributed; see sharding.py."""
     from torch.distributed import PrefixStore
 
@@ -182,7 +182,7 @@ def run_rank(pipe: connection.Connection) -> None:
             store = rendezvous_store(setup.place, setup.size)
             group, mesh = join_process_group(store, setup.rank, setup.size), None
             if site.base == "sharded":
-                mesh = mesh_of(store, setup.rank, setup.size, site)
+                mesh = join_device_mesh(store, setup.rank, setup.size, site)
             receive(pipe)  # None: with a sharded base one rank reads after the other, so the machine holds one base at a time
             model = build_model(config, site)
             blocks = shard(model, mesh, pick_device(site.main_device)) if mesh else []
@@ -211,7 +211,7 @@ class RankWorker:
                 if isinstance(what, Phase):
                     self.trained = _load_phase(self.model, what, self.config)
                 elif isinstance(what, BlockRequest):
-                    hand_over(self.blocks[what.block])
+                    join_block_gather(self.blocks[what.block])
                 else:
                     _compute_share(self.model, self.task, what, self.trained, self.config.training.precision, self.group)
             except Exception as error:
@@ -221,7 +221,7 @@ class RankWorker:
 
 def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:
     """Load the start of a phase's training into the model; return the tensors that train."""
-    load_values(model, config.strategy, phase.values, "a rank")
+    load_except_missing_blocks(model, config.strategy, phase.values, "a rank")
     for name, one in adapter_state.tensors(model).items():
         if one.is_leaf:  # frozen ranks are views of a buffer
             one.requires_grad_(name in phase.trained)
@@ -234,7 +234,7 @@ def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tenso
 def _compute_share(
     model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup"
 ) -> None:
-    values = sum_or_broadcast(group, flat(trained), summed=False)
+    values = sum_or_broadcast(group, flatten_tensors(trained), summed=False)
     with torch.no_grad():
         for one, part in zip(trained, values.split(sizes(trained)), strict=True):
             one.copy_(part.view_as(one))

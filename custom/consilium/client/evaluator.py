@@ -58,7 +58,7 @@ class Evaluator:
             with torch.no_grad(), autocast(next(context.model.parameters()).device, config.precision):
                 return context.task.examples(context.model, "validation")
 
-        context.events.pictures(payload.round, stage, examples)
+        context.events.write_pictures(payload.round, stage, examples)
         return self.evaluate("validation", stage, payload, config.validation.full)
 
     def validate_final(self, stage: Stage, payload: Payload) -> dict[str, float]:
@@ -82,7 +82,7 @@ class Evaluator:
         """
         context, stage = self.context, Stage.GLOBAL if payload.phase == 0 else Stage.PERSONALIZED
         if payload.phase == 0:
-            context.receive(own, self.choose_final(own, payload))
+            context.load_payload(own, self.choose_final(own, payload))
         else:
             if payload.scalars.keys() != {"scaling", "share"}:
                 raise RefusedError(
@@ -92,7 +92,7 @@ class Evaluator:
                 )
             kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
             check_scaling_and_share(kept, "the model that the server sent")
-            context.load(kept.values)
+            context.load_values(kept.values)
             apply_forward_settings(context.model, context.config, kept)
         metrics = self.evaluate(split, stage, payload, full=True) if context.task.has(split) else {}
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
@@ -109,7 +109,7 @@ class Evaluator:
         if context.task.has("validation"):
             task, found = context.config.task, dict[str, float]()
             for name, one in offered.items():
-                context.receive(own, one)
+                context.load_payload(own, one)
                 metrics = scores(context.model, context.task, context.config, "validation", False)
                 lead = TASKS[task.name].scores(task).leading_name(metrics)
                 value = metrics.get(lead, math.nan)
@@ -134,14 +134,14 @@ class Evaluator:
 _identities: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
-    """Apply `remember_embeddings`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
+def check_compiler_enable_cache(config: JobConfig, model: nn.Module, task: Task) -> None:
+    """Apply `enable_embedding_cache`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
     if config.training.compile:
         require_compiler(next(model.parameters()).device)
-    remember_embeddings(config, model, task)
+    enable_embedding_cache(config, model, task)
 
 
-def remember_embeddings(config: JobConfig, model: nn.Module, task: Task) -> None:
+def enable_embedding_cache(config: JobConfig, model: nn.Module, task: Task) -> None:
     """Let the task encode each picture only once, if it can and nothing that trains influences a picture's embedding.
 
     The task's method `remember` takes a text that identifies the frozen encoder and its weights.

@@ -96,7 +96,7 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
         yield run_check(f"data set {name}", partial(_entry_counts_text, one.datalist))
         yield from examine_patients(site, f"patients of {name}", one.datalist)
     if site.privacy.dataset is None:
-        yield run_check("budgets", lambda: _check_images_across_budgets(site))
+        yield run_check("budgets", lambda: _examine_images_across_budgets(site))
 
 
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def _entry_counts_text(path: Path) -> str:
     return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_site_list(path).splits.items())
 
 
-def _check_images_across_budgets(site: SiteConfig) -> Finding | str:
+def _examine_images_across_budgets(site: SiteConfig) -> Finding | str:
     """Return a finding if an image is in two data sets with separate budgets, else a line with the counts.
 
     A release would be charged to only one of the budgets.

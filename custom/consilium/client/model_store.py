@@ -16,9 +16,9 @@ from consilium.federation.model_card import BEST, Card, scores_of
 from consilium.federation.saved_model import (
     ADAPTERS,
     SavedModel,
-    changes_to_parameters,
+    convert_changes_to_parameters,
     keeps_local,
-    leading,
+    leading_score_name,
     read_adapter_folder,
     read_best,
     save_if_best,
@@ -27,9 +27,9 @@ from consilium.federation.saved_model import (
 from consilium.federation.trainable_checks import name_base_changes
 from consilium.privacy.plan import Plan, not_private_sentence
 from consilium.report.run_record import Results
-from consilium.strategies.strategy import Strategy, scaling_of
+from consilium.strategies.strategy import Strategy, scaling_multiplier
 from consilium.strategies.traits import Interpolation
-from consilium.training.interpolation import fixed_share
+from consilium.training.interpolation import fixed_weight
 
 UNCOVERED = (
     "The privacy claim is of what leaves the site. This folder holds tensors of the site's own, which no noise covers: "
@@ -45,20 +45,20 @@ class ModelStore:
 
     def received_model(self, values: Tensors, payload: Payload) -> SavedModel:
         """Return the global model that was received with `payload`."""
-        return SavedModel(values, payload.round, scaling_of(self.context.strategy, payload))
+        return SavedModel(values, payload.round, scaling_multiplier(self.context.strategy, payload))
 
     def build_personalized(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
         """Return the personalized model after a round's training or, if `closing`, after the training at the end of the run."""
         found = replace(self.received_model(values, payload), rounds=payload.round + (not closing))
         if (blend := interpolation_of(self.context.strategy, closing)) is not None:
-            found = replace(found, share=fixed_share(blend), similar=blend.examples)
+            found = replace(found, share=fixed_weight(blend), similar=blend.examples)
         return found
 
     def save_if_best(self, run: str, stage: Stage, kept: SavedModel, metrics: Mapping[str, float]) -> None:
         """Store a model if its validation score is the best of its stage so far."""
         config = self.context.config
         reported = [key.metric for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
-        metric = leading(config, reported)
+        metric = leading_score_name(config, reported)
         save_if_best(
             self._best_path(run, stage), kept, config, metric, metrics.get(str(MetricKey("validation", stage, metric)))
         )
@@ -74,8 +74,8 @@ class ModelStore:
 
     def _write_folder(self, name: str, kept: SavedModel, **more: object) -> None:
         context, config, plan = self.context, self.context.config, self.context.plan
-        blocks = context.load(kept.values)
-        others = changes_to_parameters(context.model, kept.values)
+        blocks = context.load_values(kept.values)
+        others = convert_changes_to_parameters(context.model, kept.values)
         if not kept.share:
             others = {name: tensor for name, tensor in others.items() if not is_local(name)}
         card = Card.of(
@@ -136,7 +136,7 @@ def interpolation_of(strategy: Strategy, closing: bool) -> Interpolation | None:
     return strategy.traits.interpolation if closing or not strategy.traits.fits_after_last_round else None
 
 
-def keep_shared(
+def write_shared_model(
     folder: Path,
     config: JobConfig,
     kept: SavedModel,

@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.check_samples import FileWatch, with_lost_recorded, without_faults
+from consilium.data.check_samples import FileWatch, with_lost_recorded, without_bad_samples
 from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
 from consilium.data.disk_cache import open_disk_cache
 from consilium.data.label_map import with_job_labels
@@ -29,23 +29,23 @@ from consilium.tasks.registry import TASKS
 _log = logging.getLogger(__name__)
 
 
-def site_data(
-    config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None, quiet: bool = False
+def load_site_data(
+    config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None, ignore_unfit: bool = False
 ) -> DataList:
     """Return the samples of a job at a site: from its data list, or phantoms that the job describes, generated in `folder`.
 
     `root`: the site's folder for files that outlast jobs, by default `folder`; it has the cache of decoded samples. If
-    site.yaml skips bad samples, they are already removed. `quiet`: samples that do not fit the job are not errors. It is always
-    set for jobs with privacy or statistics. Otherwise the sender of many jobs with different settings could learn, from
+    site.yaml skips bad samples, they are already removed. `ignore_unfit`: samples that do not fit the job are not errors. It is
+    always set for jobs with privacy or statistics. Otherwise the sender of many jobs with different settings could learn, from
     refusals and without a row in the ledger, what samples contain. Raises ConfigError or DataError.
     """
-    quiet = quiet or config.privacy is not None or config.statistics is not None
+    ignore_unfit = ignore_unfit or config.privacy is not None or config.statistics is not None
     workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
     skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
-    loading = Loading(site.cache.folder or root or folder, most, workers, skip, ignore_unfit=quiet)
+    loading = Loading(site.cache.folder or root or folder, most, workers, skip, ignore_unfit=ignore_unfit)
     lost = list[Lost]()
-    read = _read_list(config, name, site, folder, lost if skip else None, quiet)
-    read = _relax_mask_values(read, getattr(config.task, "classes", None)) if quiet else read
+    read = _read_list(config, name, site, folder, lost if skip else None, ignore_unfit)
+    read = _relax_mask_values(read, getattr(config.task, "classes", None)) if ignore_unfit else read
     if site.test_only:
         if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
             raise ConfigError(
@@ -63,8 +63,8 @@ def site_data(
     look = TASKS[config.task.name].look if skip else None
     if look is not None and not any(isinstance(item, Text) for items in found.splits.values() for item in items):
         store = open_disk_cache(found.loading.folder, found.loading.most)
-        found = without_faults(found, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
-    return cropped(found, getattr(config.task, "crop", None), config.training.seed)
+        found = without_bad_samples(found, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
+    return with_cropped_pictures(found, getattr(config.task, "crop", None), config.training.seed)
 
 
 def limit_training(data: DataList, most: int | None, seed: int, name: str) -> DataList:
@@ -79,7 +79,7 @@ def limit_training(data: DataList, most: int | None, seed: int, name: str) -> Da
     return replace(data, splits=data.splits | {"training": tuple(samples[i] for i in sorted(order[:most]))})
 
 
-def cropped(data: DataList, side: int | None, seed: int) -> DataList:
+def with_cropped_pictures(data: DataList, side: int | None, seed: int) -> DataList:
     """Return a list whose pictures are cropped to squares of `side` pixels (None: not cropped).
 
     Only the crops for training depend on the seed, so that all seeds are scored on the same crops. All planes of a volume get
@@ -92,14 +92,16 @@ def cropped(data: DataList, side: int | None, seed: int) -> DataList:
     return replace(data, splits=splits)
 
 
-def _read_list(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, quiet: bool) -> DataList:
+def _read_list(
+    config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, ignore_unfit: bool
+) -> DataList:
     """Return the data list. Unusable entries are errors, or, if `lost` is a list, are left out and added to it."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
         data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
         data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
-        return with_job_labels(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
+        return with_job_labels(data, own.labels, own.annotated, getattr(config.task, "classes", None), ignore_unfit)
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "

@@ -18,7 +18,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.patients import training_indices_by_patient
 from consilium.privacy.dpsgd import DpSgd, dpsgd, rehearse
 from consilium.privacy.plan import max_samples_per_patient
-from consilium.strategies.strategy import Role, scaling_of, trained_names
+from consilium.strategies.strategy import Role, scaling_multiplier, trained_names
 from consilium.strategies.trainer import FeaturePenalty, GradientProbe, Penalty
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
@@ -68,7 +68,7 @@ class Trainer:
         self,
         names: Iterable[str] | None = None,
         *,
-        share: float = 0.0,
+        local_adapter_weight: float = 0.0,
         penalty: Penalty | None = None,
         feature_penalty: FeaturePenalty | None = None,
         correction: Mapping[str, Tensor] = MappingProxyType({}),
@@ -93,7 +93,7 @@ class Trainer:
             if feature_penalty is not None:
                 task = cast(Task, WithFeatures(task, feature_penalty))
             blend = self._context.strategy.traits.interpolation
-            self._context.set_local_share(share, cut_global=blend is not None and blend.as_in_code)
+            self._context.set_local_share(local_adapter_weight, cut_global=blend is not None and blend.as_in_code)
             found = self._train(task, params, trained, penalty or (lambda step: None), correction, private)
             self._context.set_local_share(0.0)
             self._report.numbers = found | {"steps": self._report.numbers["steps"] + found["steps"]}
@@ -109,7 +109,7 @@ class Trainer:
         if features and FEATURE_SHIFT not in traits.parts:
             raise self._strategy_error("gives a feature_penalty without the part", "add FEATURE_SHIFT to traits.parts")
         private = dpsgd_of(context, self._payload, number)
-        if dp is not None and (plan is None or plan.by_step or private is None or self.closing or features):
+        if dp is not None and (plan is None or plan.is_distributed_dpsgd or private is None or self.closing or features):
             raise self._no_charge_error("this fit()", dp.unit)
         return private
 
@@ -125,8 +125,8 @@ class Trainer:
         """Run the training loop on all devices of the client; return its numbers, with the peak memory on a GPU."""
         context, payload, number = self._context, self._payload, self._fits - 1
         if context.ranks:
-            scaling = scaling_of(context.strategy, payload)
-            task = cast(Task, context.ranks.joint_task(task, adapter_state.values(context.model), trained, scaling))
+            scaling = scaling_multiplier(context.strategy, payload)
+            task = cast(Task, context.ranks.start_joint_task(task, adapter_state.values(context.model), trained, scaling))
         phases = context.strategy.traits.phases_of
         before = sum(phases(round) for round in range(payload.round)) + payload.phase
 
@@ -137,7 +137,7 @@ class Trainer:
             place = {"event": "step", "site": context.name, "round": payload.round, "phase": payload.phase}
             context.observer(place | asdict(progress))
             step, group = before * progress.steps + progress.step, f"steps/{number + 1}" if number else "steps"
-            context.events.scalars({f"{group}/loss": progress.loss, f"{group}/lr": progress.lr}, step)
+            context.events.write_scalars({f"{group}/loss": progress.loss, f"{group}/lr": progress.lr}, step)
 
         config, seed = context.config.training, context.seed("train", payload, number)
         memory = self._optimizer if config.optimizer_state == "kept" else None
@@ -151,7 +151,7 @@ class Trainer:
             log_peak_memory(context.config, context.name, peak["peak_bytes"], *spread)
         return found | peak
 
-    def probe(self) -> GradientProbe:
+    def gradient_probe(self) -> GradientProbe:
         """Return gradients on a part of the data, see strategies/trainer.py.
 
         Raises ConfigError if the traits declare no probe, or under DP-SGD.
@@ -213,7 +213,7 @@ def dpsgd_of(context: ClientContext, payload: Payload, number: int = 0) -> DpSgd
 
 def compute_step_share(context: ClientContext, payload: Payload, names: Collection[str]) -> Tensors:
     """Return this client's part of one DP-SGD step over all sites (integers on the grid), {} for any other training."""
-    if context.plan is None or not context.plan.by_step or (dp := dpsgd_of(context, payload)) is None:
+    if context.plan is None or not context.plan.is_distributed_dpsgd or (dp := dpsgd_of(context, payload)) is None:
         return {}
     params = {name: tensor for name, tensor in adapter_state.tensors(context.model).items() if name in names}
     trained = set(context.strategy.names(params, Role.SHARED, payload.round, payload.phase))

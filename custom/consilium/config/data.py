@@ -186,20 +186,20 @@ def _overlap(one: Path, other: Path) -> bool:
 
 
 def choose_dataset(
-    datasets: Mapping[str, DatasetConfig], alone: DatasetConfig | None, wanted: str | None, who: str
+    datasets: Mapping[str, DatasetConfig], unnamed: DatasetConfig | None, wanted: str | None, who: str
 ) -> tuple[str | None, DatasetConfig | None]:
     """Return (name, data set) of the data set at a site that a job uses.
 
-    `datasets`: the site's named data sets. `alone`: its single data set without a name. `wanted`: the name in the job. Without
-    a data set return (None, None). Raises RefusedError if the site `who` has no such name, or has several and the job names
-    none.
+    `datasets`: the site's named data sets. `unnamed`: its single data set without a name. `wanted`: the name in the job.
+    Without a data set return (None, None). Raises RefusedError if the site `who` has no such name, or has several and the job
+    names none.
     """
     if wanted is None and len(datasets) <= 1:
         name = next(iter(datasets), None)
-        return name, datasets[name] if name is not None else alone
+        return name, datasets[name] if name is not None else unnamed
     if wanted is not None and wanted in datasets:
         return wanted, datasets[wanted]
-    has = f"it has {', '.join(datasets)}" if datasets else "it has one without a name" if alone else "it has none"
+    has = f"it has {', '.join(datasets)}" if datasets else "it has one without a name" if unnamed else "it has none"
     asked = f"the job wants data set {wanted!r}" if wanted else "the job names none of several data sets (data.dataset)"
     remedy = "name it under `datasets:` of site.yaml" if wanted else "the job must name one"
     raise RefusedError(f"{who}: {asked}, {has}; {remedy}", Reason.DATASET)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.inline_model_config import embed_architecture
-from consilium.config.overrides import apply_overrides, name_overrides
+from consilium.config.overrides import apply_overrides, override_error_text
 from consilium.config.privacy import (
     MOST_WEIGHT,
     DpSgdConfig,
@@ -136,7 +136,7 @@ class JobConfig(Section):
         data size. It is also `uniform` for a median or trimmed mean, which counts every site once. Otherwise it is `samples`.
         """
         private = self.privacy is not None and (self.privacy.unit == "site" or self.secure_aggregation is not None)
-        robust = self.server is not None and self.server.robust
+        robust = self.server is not None and self.server.is_robust
         return self.federation.weighting or ("uniform" if private or robust else "samples")
 
     def weight(self, num_samples: int) -> int:
@@ -150,7 +150,7 @@ class JobConfig(Section):
         return 1 if self.weighting == "uniform" else self.federation.max_weight or MOST_WEIGHT
 
     @property
-    def sums_without_noise(self) -> bool:
+    def has_sums_without_noise(self) -> bool:
         """Whether the server receives masked sums without sufficient noise. Then only the same hospitals may be summed again.
 
         That includes `trust: central`, where the server adds its noise later, and `calibration: paper`, whose epsilon is not
@@ -183,7 +183,7 @@ class JobConfig(Section):
         self._check_diagnostics()
         if self.secure_aggregation is not None:
             check_masked(self.strategy, self.server, self.diagnostics, self.privacy, self.federation)
-            if self.sums_without_noise and self.federation.fraction_train < 1:
+            if self.has_sums_without_noise and self.federation.fraction_train < 1:
                 what = "sums over other sites in other rounds would show single ones"
                 raise ValueError(f"federation.fraction_train: {self.federation.fraction_train}: without privacy {what}; use 1")
         if self.statistics is not None and self.data.most_training is not None:
@@ -216,7 +216,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _check_robust_mean(self) -> Self:
         """Raise ValueError for a robust mean together with weights or with privacy whose noise is made for the sum."""
-        if self.server is None or not self.server.robust:
+        if self.server is None or not self.server.is_robust:
             return self
         if self.federation.weighting == "samples" or self.federation.max_weight is not None:
             field = "weighting: 'samples'" if self.federation.weighting else f"max_weight: {self.federation.max_weight}"
@@ -236,7 +236,7 @@ class JobConfig(Section):
                 if name in self.task.model_fields_set and (value := getattr(self.task, name)) != getattr(DEFAULTS, name):
                     what = f"is for pictures, and model.name {self.model.name!r} reads texts; leave it out"
                     raise ValueError(f"task.{name}: {value!r} {what}")
-        if getattr(self.task, "packed", False) and not (self.model.packs() and not self.strategy.traits.parts):
+        if getattr(self.task, "packed", False) and not (self.model.supports_packing() and not self.strategy.traits.parts):
             what = "needs a llama, mistral or qwen without a shorter sliding window, and a strategy that looks at no features"
             raise ValueError(f"task.packed: true {what}; use false")
         kind = self.data.phantoms.kind if self.data.phantoms else None
@@ -272,7 +272,7 @@ def load_run_job(folder: Path, plugins: Plugins = NO_PLUGINS) -> JobConfig:
     raw = read_yaml(path)
     task = raw.get("task") if isinstance(raw, dict) else None
     if isinstance(task, dict) and (name := task.get("name")) in list(TASKS):
-        raw["task"] = TASKS[name].completed(task)
+        raw["task"] = TASKS[name].with_former_defaults(task)
     return make_job(raw, path, None, plugins)
 
 
@@ -289,7 +289,7 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
         if author:
             _check_effects(config, path)
     except ConfigError as error:
-        raise ConfigError(name_overrides(str(error), overrides or {}, path), error.reason, error.told) from None
+        raise ConfigError(override_error_text(str(error), overrides or {}, path), error.reason, error.told) from None
     return config
 
 

@@ -50,7 +50,7 @@ def apply_overrides(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Ma
         place[last] = value
 
 
-def name_overrides(message: str, overrides: Mapping[str, Any], path: Path) -> str:
+def override_error_text(message: str, overrides: Mapping[str, Any], path: Path) -> str:
     """Return an error message about the file `path`: lines on a field of `overrides` begin with --set instead of the file."""
     start = f"{path}: "
     return "\n".join(

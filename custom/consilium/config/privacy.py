@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from consilium.adapters.registry import AdapterConfig
 from consilium.config.data import DataConfig
 from consilium.config.run_sections import DiagnosticsConfig, FederationConfig, ServerConfig, TrainingConfig
-from consilium.core.schema import SMALLEST_NOISE, Positive, Section, Seed, read_fingerprint
+from consilium.core.schema import SMALLEST_NOISE, Positive, Section, Seed, fingerprint_digits
 from consilium.models.registry import ModelConfig
 from consilium.tasks.registry import TaskConfig
 
@@ -223,7 +223,7 @@ class HospitalPrivacyPolicy(Section):
 MOST_WEIGHT = 65_536
 """The largest weight of a site's update if federation.max_weight is not set."""
 PartnerName = Annotated[str, Field(min_length=1, max_length=128)]
-Fingerprint = Annotated[str, Field(max_length=256), AfterValidator(read_fingerprint)]
+Fingerprint = Annotated[str, Field(max_length=256), AfterValidator(fingerprint_digits)]
 FEWEST = 3
 """The fewest sites. With two, each site could compute the other's update from the sum."""
 
@@ -276,7 +276,7 @@ def check_masked(
     if strategy.traits.needs == "sites" or strategy.traits.pools_data:
         what = "needs single sites' updates, which nobody sees"
         raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
-    if server is not None and server.robust:
+    if server is not None and server.is_robust:
         raise ValueError(f"secure_aggregation: server.mean {server.mean!r} needs single sites' updates; use weighted")
     if diagnostics.deviation or diagnostics.reads_site_tensors:
         raise ValueError("secure_aggregation: diagnostics deviation, leakage and oracle look at single sites; remove them")

@@ -112,14 +112,14 @@ def rows_of(section: type, nested: bool = True) -> dict[str, tuple[str, str, str
             else:
                 default = f"`{value if isinstance(value, str) else json.dumps(value)}`"
             found[prefix + name] = (describe_type(field), default, field.get("description", ""))
-            if (inner := _section_in(field)) and inner[0] != SiteConfig.__name__:  # has a page of its own
+            if (inner := _section_and_suffix(field)) and inner[0] != SiteConfig.__name__:  # has a page of its own
                 add(f"{prefix}{name}{inner[1]}.", _with_defaults(sections.get(inner[0], {})))
 
     add("", fields_of(section))
     return found
 
 
-def _section_in(field: Mapping[str, Any]) -> tuple[str, str] | None:
+def _section_and_suffix(field: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the name of the one section that a field is or holds, and what stands for its key: a map's NAME or a list's []."""
     parts = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
     values = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), None)
@@ -129,7 +129,7 @@ def _section_in(field: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def table(kinds: Mapping[str, type], nested: bool = True, by_field: bool = True) -> str:
+def markdown_table(kinds: Mapping[str, type], nested: bool = True, by_field: bool = True) -> str:
     """Return the fields of a section as a Markdown table. Kinds that agree on a field share its row; column "of" names them.
 
     Rows of one field stand together if `by_field`, else those of one kind.
@@ -155,9 +155,9 @@ def _docstring(section: type) -> str:
 def chapter(title: str, kinds: type | Mapping[str, type], about: str | None = None, nested: bool = True) -> str:
     """Return a heading, `about` (by default the docstring of the section, or of each of its kinds), and the table."""
     if isinstance(kinds, type):
-        return "\n\n".join([f"## {title}", _docstring(kinds) if about is None else about, table({"": kinds}, nested)])
+        return "\n\n".join([f"## {title}", _docstring(kinds) if about is None else about, markdown_table({"": kinds}, nested)])
     intro = "\n".join(f"- `{name}`: {_docstring(kind)}" for name, kind in kinds.items()) if about is None else about
-    return "\n\n".join([f"## {title}", intro, table(kinds, nested)])
+    return "\n\n".join([f"## {title}", intro, markdown_table(kinds, nested)])
 
 
 def job_reference() -> str:
@@ -171,17 +171,17 @@ def job_reference() -> str:
     parts += [chapter("`privacy:`", units), chapter("`secure_aggregation:`", SecureAggregationConfig)]
     parts += [chapter("`statistics:`", StatisticsConfig), chapter("`cross_site:`", CrossSiteConfig)]
     parts += [chapter("`diagnostics:`", DiagnosticsConfig), chapter("`data:`", DataConfig), "## `strategy:`", ALGORITHMS]
-    return "\n\n".join([*parts, table({**STRATEGIES, UNEQUAL: UnequalRanks}, by_field=False)])
+    return "\n\n".join([*parts, markdown_table({**STRATEGIES, UNEQUAL: UnequalRanks}, by_field=False)])
 
 
 def site_reference() -> str:
     """Return the reference of site.yaml as Markdown."""
-    return table({"": SiteConfig})
+    return markdown_table({"": SiteConfig})
 
 
 def deployment_reference() -> str:
     """Return the reference of sites.yml as Markdown."""
-    return table({"": DeploymentConfig})
+    return markdown_table({"": DeploymentConfig})
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -191,7 +191,7 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def rewritten(page: str, reference: str) -> str:
+def replace_tables(page: str, reference: str) -> str:
     """Return a page with the part between the comments replaced. Raises ValueError for a page without them."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -205,7 +205,7 @@ def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     for name, reference in PAGES.items():
         page = root / name
-        page.write_text(rewritten(page.read_text(encoding="utf-8"), reference()), encoding="utf-8")
+        page.write_text(replace_tables(page.read_text(encoding="utf-8"), reference()), encoding="utf-8")
         print(page)
 
 

@@ -194,7 +194,7 @@ class ServerConfig(Section):
         return self.lr if self.lr is not None else 1.0 if self.optimizer == "momentum" else 0.01
 
     @property
-    def robust(self) -> bool:
+    def is_robust(self) -> bool:
         """Whether the mean needs single sites' updates."""
         return self.mean != "weighted"
 

@@ -304,7 +304,7 @@ def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:
     return (None if simulated else NO_PLUGINS) if site.plugins is None else frozenset(site.plugins)
 
 
-def check_packages(config: JobConfig, site: SiteConfig, name: str) -> None:
+def check_simulated_plugins(config: JobConfig, site: SiteConfig, name: str) -> None:
     """Raise RefusedError if a simulated job uses a plug-in package that the site's `plugins` does not list."""
     allowed = allowed_plugins(site, simulated=True)
     known = {normalize_name(package) for package in allowed or ()}
@@ -322,10 +322,10 @@ def plugins_allowed_by_kit(local: Path, simulated: bool = False) -> Plugins:
 def load_site(path: Path) -> SiteConfig:
     """Return the validated settings from a site.yaml, with relative paths resolved against its folder. Raises ConfigError."""
     found = read_yaml(path)
-    return _read_settings({} if found is None else found, path)  # another value, such as [] or "", is no empty site.yaml
+    return _validate_settings({} if found is None else found, path)  # another value, such as [] or "", is no empty site.yaml
 
 
-def _read_settings(raw: Any, path: Path) -> SiteConfig:
+def _validate_settings(raw: Any, path: Path) -> SiteConfig:
     """Return the validated settings of `raw`, the parsed site.yaml `path`, as `load_site` does."""
     site = validate(SiteConfig, raw, path)
     paths: dict[str, Any] = {k: path.parent / v for k in PATHS if (v := getattr(site, k)) is not None}
@@ -349,7 +349,7 @@ def load_kit_site(path: Path) -> SiteConfig:
     if raw is None:
         what = "empty" if path.is_file() else "missing"
         raise ConfigError(f"{path}: {what}; restore it, write your settings, or write `{{}}` to have none", Reason.POLICY)
-    return _read_settings(raw, path)
+    return _validate_settings(raw, path)
 
 
 SIMULATION = "simulation.json"

@@ -7,7 +7,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Return the values of each key of (key, value) pairs. Keys and values keep the order of the pairs."""
     found: dict[K, list[V]] = {}
     for key, value in pairs:

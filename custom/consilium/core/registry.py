@@ -92,7 +92,7 @@ class Registry(Mapping[str, K], Generic[K]):
             raise ConfigError(f"{self.what} {name!r}: this process runs that of package {other} already; start another")
         return self._added[name]
 
-    def known(self, plugins: Plugins = NO_PLUGINS) -> list[str]:
+    def known_names(self, plugins: Plugins = NO_PLUGINS) -> list[str]:
         """Return all names that `find` knows."""
         return [*self._built_in, *sorted({point.name for point in self._entry_points(plugins)} - self._built_in.keys())]
 
@@ -162,7 +162,7 @@ class KindField:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"type": "object", "title": self.registry.what, "kind": self.key, "default_kind": self.default}
 
-    def fields(self) -> list[str]:
+    def kind_field_names(self) -> list[str]:
         """Return the names of all fields of this package's kinds, for suggestions in messages."""
         return [field for name in self.registry for field in _field_names(_section_class(self.registry[name]))]
 
@@ -181,20 +181,20 @@ class KindField:
         declared = section.model_fields if issubclass(section, BaseModel) else {}
         names = get_args(declared[self.key].annotation) if self.key in declared else ()  # as in `name: Literal["clip"]`
         if wrong := [own for own in names if own != name][:1]:
-            raise self._misnamed_error(name, wrong[0])
+            raise self._name_mismatch_error(name, wrong[0])
         rest = {key: part for key, part in value.items() if key != self.key}
         made: Any = _type_adapter(section).validate_python(
             rest if self.key not in _field_names(section) else {self.key: name} | rest
         )
         if (own := getattr(made, self.key, None)) != name:  # job.yaml is written with `own` and read with `name`
-            raise self._misnamed_error(name, own)
+            raise self._name_mismatch_error(name, own)
         return made
 
-    def _misnamed_error(self, name: object, own: object) -> ConfigError:
+    def _name_mismatch_error(self, name: object, own: object) -> ConfigError:
         return ConfigError(f"{self.registry.what} {name!r}: its class has the {self.key} {own!r}; write {name!r} there")
 
     def _unknown_error(self, name: object, plugins: Plugins) -> ValidationError:
-        known = self.registry.known(plugins)
+        known = self.registry.known_names(plugins)
         listed = "" if plugins is None else "; a name of another package needs it under `plugins` of site.yaml"
         own = self.registry.elsewhere.get(str(name).lower().replace("_", ""))
         meant = f" (write {own})" if own else did_you_mean(str(name), known)

@@ -57,7 +57,7 @@ def rich_line(text: object, style: str = "", limit: int = LIMIT) -> Text:
     return Text(shown(text, limit), style)
 
 
-def few(names: Sequence[str], most: int = 4) -> str:
+def first_names_text(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names as a text, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -27,7 +27,7 @@ _PREFIX = re.compile(r"\s*sha-?256(\s*fingerprint)?\s*[:=\s]\s*", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[\s:-]+")
 
 
-def read_fingerprint(text: str) -> str:
+def fingerprint_digits(text: str) -> str:
     """Return a SHA-256 fingerprint as 64 lower-case hex digits, from any form in which tools print it.
 
     The forms are `AA:BB:..` and `aa bb ..` in either case, `SHA256:AA:BB:..` (nvflare), `sha256 Fingerprint=AA:BB:..`
@@ -212,10 +212,13 @@ MOST_LINES = 20
 LONGEST_SHOWN = 120
 
 
-def describe_errors(error: ValidationError, path: Path | str, fields: list[str], rename: Callable[[list[str]], str]) -> str:
+def describe_errors(
+    error: ValidationError, path: Path | str, fields: list[str], suggest_field: Callable[[list[str]], str]
+) -> str:
     """Return one line per problem: file, field, value, and the expected value.
 
-    `fields`: the dotted names of all fields; `rename`: returns the field that was probably meant by an unknown one, or "".
+    `fields`: the dotted names of all fields; `suggest_field`: returns the field that was probably meant by an unknown one, or
+    "".
     """
     lines = []
     items = [item for item in error.errors() if item["type"] != "default_factory_not_called"]  # its cause has its own line
@@ -230,7 +233,7 @@ def describe_errors(error: ValidationError, path: Path | str, fields: list[str],
         elif item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            meant = rename(_location(item["loc"]))
+            meant = suggest_field(_location(item["loc"]))
             lines.append(f"{path}: {field}: unknown field; {f'write {meant} instead' if meant else 'remove it'}")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
@@ -310,8 +313,8 @@ def _meant_field(model: type[BaseModel], raw: Any, plugins: Any, fields: list[st
         tried = copy.deepcopy(raw)
         *above, name = candidate.split(".")
         try:
-            value = _subsection(tried, section).pop(word)
-            _subsection(tried, above).setdefault(name, value)
+            value = _get_or_create_section(tried, section).pop(word)
+            _get_or_create_section(tried, above).setdefault(name, value)
             model.model_validate(tried, context={"plugins": plugins})
         except ValidationError as error:
             unknown = ("extra_forbidden", "unexpected_keyword_argument")
@@ -323,7 +326,7 @@ def _meant_field(model: type[BaseModel], raw: Any, plugins: Any, fields: list[st
     return ""
 
 
-def _subsection(raw: Any, section: list[str]) -> Any:
+def _get_or_create_section(raw: Any, section: list[str]) -> Any:
     for name in section:
         raw = raw.setdefault(name, {})
     return raw

@@ -147,7 +147,7 @@ def name_path_in_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_left_on_failure(folder: Path) -> Iterator[None]:
+def clean_up_on_failure(folder: Path) -> Iterator[None]:
     """Delete everything new in a folder, and a new folder, if the block fails, so that it can be repeated; see also `named`."""
     before, is_new = set(folder.iterdir()) if folder.is_dir() else set(), not folder.exists()
     try:
@@ -244,7 +244,7 @@ def _writer_is_gone(path: Path, pid: int) -> bool:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Let one process at a time into the block. The lock is released if its process ends in any way."""
     make_private_folder(folder)
     with file_lock(folder / ".lock"):

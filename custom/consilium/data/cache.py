@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from consilium.core.errors import DataError, UnfitError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.data import volumes
 from consilium.data.check_samples import NAMED, Check, Place, find_errors
 from consilium.data.datalist import DataList, Item
@@ -56,7 +56,9 @@ class SampleCache:
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
         samples = (((split, index), item) for split, items in data.splits.items() for index, item in enumerate(items))
-        planes = grouped((item.image, place) for place, item in samples if isinstance(item, Item) and item.slice is not None)
+        planes = group_by_key(
+            (item.image, place) for place, item in samples if isinstance(item, Item) and item.slice is not None
+        )
         self._planes = {path: places for path, places in planes.items() if len(places) > 1}
         self._locks = {path: threading.Lock() for path in self._planes}
         loading = data.loading
@@ -111,7 +113,7 @@ class SampleCache:
         wanted = range(len(self._data.splits[split])) if order is None else order
         starts = range(0, len(wanted), size)
         calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in starts)
-        yield from prefetch(calls, self._data.loading.ahead)
+        yield from prefetch(calls, self._data.loading.prefetch_batch_count)
 
     def _try_transform(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
         """Return (index, transformed sample), or None if the sample is left out. The log names the first such samples."""
@@ -140,20 +142,20 @@ class SampleCache:
         found, image = self._look_up(split, index), self._data.splits[split][index].image
         lock = self._locks.get(image)
         if found is not None or lock is None:
-            return found or self._read_and_keep(split, index)[0]
+            return found or self._read_and_cache(split, index)[0]
         with lock:
             if (found := self._look_up(split, index)) is not None:
                 return found
             with (
                 volumes.hold_volumes()
             ):  # all planes in the list are kept while their volume is unpacked, as long as there is room
-                found, room = self._read_and_keep(split, index)
+                found, room = self._read_and_cache(split, index)
                 for place in self._planes[image]:
                     if not room:
                         break
                     if place != (split, index):
                         with suppress(DataError):  # raised again when this plane is asked for
-                            room = self._look_up(*place) is not None or self._read_and_keep(*place)[1]
+                            room = self._look_up(*place) is not None or self._read_and_cache(*place)[1]
             return found
 
     def _look_up(self, split: str, index: int) -> CachedSample | None:
@@ -161,7 +163,7 @@ class SampleCache:
             return found
         return self.store.get(self.store.name(self._data.splits[split][index], self._settings)) if self.store else None
 
-    def _read_and_keep(self, split: str, index: int) -> tuple[CachedSample, bool]:
+    def _read_and_cache(self, split: str, index: int) -> tuple[CachedSample, bool]:
         """Return a sample read from its files, and whether there was room to cache it, on disk or in memory."""
         item = self._data.splits[split][index]
         name = self.store.name(item, self._settings) if self.store else ""

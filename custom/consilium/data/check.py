@@ -16,7 +16,14 @@ from consilium.data.identifiers import ALIKE, similar_patient_lines
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
-from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, undeclared, undeclared_remedy
+from consilium.data.undeclared_values import (
+    OF_NO_CLASS,
+    UNDECLARED,
+    classes_for,
+    one_line_yaml,
+    undeclared_label_values,
+    undeclared_remedy,
+)
 
 NEAR = 12
 """Two pictures look alike if their 256-bit hashes differ in at most this many bits."""
@@ -46,9 +53,9 @@ def check_datalist(
         report.samples[split] += 1
         report.bad[split] += 1
         report.add_problem(error.kind, str(error).removeprefix(f"{path}: "))
-    report.check_split_sizes()
+    report.add_split_size_findings()
     for kind, line in data.notes:
-        report.warn(kind, line)
+        report.add_warning(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
     reports = map_by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
@@ -58,20 +65,20 @@ def check_datalist(
         for one, count in found.vanished_classes.items():
             what = f"{split}: nothing of {one} is left at the model's {size} pixels; raise model.image_size, or set task.tiles"
             parts = f": {count} of {found.planes} planes or tiles" if found.planes > 1 else ""
-            report.warn(what, f"{image}{item.name_suffix}{parts}", item)
+            report.add_warning(what, f"{image}{item.name_suffix}{parts}", item)
     for number, name in enumerate(classes or ()):
         counts = report.images_of_class.get(name, Counter())
         if not isinstance(classes, dict):
             counts = counts + report.images_of_class.get(str(number), Counter())
         if not counts:
-            report.warn("class of the job that no sample shows", name)
+            report.add_warning("class of the job that no sample shows", name)
             continue
         for split in SPLITS:
             if report.samples[split] and not counts[split]:
-                report.warn("class of the job that a split lacks", f"{split}: {name}")
+                report.add_warning("class of the job that a split lacks", f"{split}: {name}")
     for kind, line in doubtful_name_findings(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
-        report.warn(kind, line)
-    report_copies(report)
+        report.add_warning(kind, line)
+    report_duplicates(report)
     report_similar_patients(report)
     return report
 
@@ -91,7 +98,7 @@ def _add_sample(report: Findings, split: str, item: Item, sample_name: str, foun
     for kind, why in found.problems:
         report.add_problem(kind, f"{name}: {why}" if why else name, item)
     for kind, why in found.warnings:
-        report.warn(kind, f"{name}: {why}" if why else name, item)
+        report.add_warning(kind, f"{name}: {why}" if why else name, item)
     if found.size:
         report.sizes[found.size] += 1
     report.planes[split] += found.planes
@@ -128,31 +135,33 @@ def check_texts(
             length = length_of(text)
             report.lengths[length] += 1
             if length > max_length:
-                note = report.add_problem if text.history else report.warn  # a conversation is refused, other records are cut
+                note = (
+                    report.add_problem if text.history else report.add_warning
+                )  # a conversation is refused, other records are cut
                 note(f"longer than {max_length} tokens", f"{text.name}: {length}")
         key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
         marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
         report.traces.append(Trace(split, text.name, marks, training=split == "training"))
     for length, count in sorted(report.lengths.items()):
         report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += count
-    report_copies(report)
+    report_duplicates(report)
     report_similar_patients(report)
     within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
     for split, count in within.items():
-        report.warn("prompt more than once in a split", f"{split}: {count} of {report.samples[split]}")
+        report.add_warning("prompt more than once in a split", f"{split}: {count} of {report.samples[split]}")
     return report
 
 
 # samples in two places: two splits of a list, or two sites --------------------------------------------------------------------
 
 
-def report_copies(report: Findings) -> None:
+def report_duplicates(report: Findings) -> None:
     """Report samples that two splits share as problems.
 
     Pictures that look alike in two splits, and copies within one split, are warnings.
     """
     for kind, trace, other in _compare_traces(report.traces):
-        note = report.warn if kind in (_COPY, _LIKE) else report.add_problem
+        note = report.add_warning if kind in (_COPY, _LIKE) else report.add_problem
         note("looks alike in two splits" if kind == _LIKE else kind.format("splits"), _format_pair(trace, other))
 
 
@@ -160,7 +169,7 @@ def report_similar_patients(report: Findings) -> None:
     """Warn of patients whose identifiers are nearly equal, because they may be one person. Each is shown by one sample."""
     marks = ((mark, f"{trace.place}: {trace.name}") for trace in report.traces for mark in trace.marks)
     for line in similar_patient_lines((whose, name) for (kind, whose), name in marks if kind == PATIENT):
-        report.warn(ALIKE, line)
+        report.add_warning(ALIKE, line)
 
 
 def shared_sample_lines(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:
@@ -193,7 +202,7 @@ def setting_suggestions(reports: Mapping[str, Findings], classes: Classes, max_l
             if UNDECLARED in reports[name].problems
         ]
     every = list(values.values())
-    if isinstance(classes, Mapping) and undeclared(set().union(*every), classes):
+    if isinstance(classes, Mapping) and undeclared_label_values(set().union(*every), classes):
         found.append(f"for all masks: {undeclared_remedy(every, classes)}")
     elif classes is None and len({frozenset(one) for one in every if one}) > 1:
         told = "; ".join(f"{name}: {', '.join(map(str, sorted(one)))}" for name, one in values.items() if one)

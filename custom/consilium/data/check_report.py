@@ -68,20 +68,20 @@ class Findings:
     def of(cls, path: Path, data: DataList) -> Self:
         """Return the findings before any sample is opened: the number of samples, and empty splits."""
         found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
-        found.check_split_sizes()
+        found.add_split_size_findings()
         return found
 
-    def check_split_sizes(self) -> None:
+    def add_split_size_findings(self) -> None:
         """Report empty and small splits: a problem if there are neither training nor test samples, otherwise warnings."""
         if not self.samples["training"] and self.samples["test"]:
-            self.warn(TEST_ALONE, self.path)
+            self.add_warning(TEST_ALONE, self.path)
         elif not self.samples["training"]:
             self.add_problem(NO_TRAINING, self.path)
         for split in SPLITS:
             if split != "training" and not self.samples[split]:
-                self.warn("empty split", split)
+                self.add_warning("empty split", split)
             elif split != "training" and self.samples[split] < FEW:
-                self.warn(
+                self.add_warning(
                     "small split", f"{split}: {count_with_noun(self.samples[split], 'sample')}; its scores will say little"
                 )
 
@@ -89,7 +89,7 @@ class Findings:
         """Add a problem of this kind. `item`: the sample, to show its picture in the report."""
         self._add(self.problems, kind, line, item)
 
-    def warn(self, kind: str, line: str, item: Item | None = None) -> None:
+    def add_warning(self, kind: str, line: str, item: Item | None = None) -> None:
         """Add a warning of this kind. `item`: the sample, to show its picture in the report."""
         self._add(self.warnings, kind, line, item)
 

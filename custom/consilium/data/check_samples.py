@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.data import images, pictures, slides, undeclared_values, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_name_checks import class_name
@@ -25,7 +25,7 @@ from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, 
 from consilium.data.disk_cache import DiskCache
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import (
-    check_annotated,
+    check_annotated_classes,
     check_mask_shape,
     check_values,
     label_values_by_class,
@@ -84,7 +84,7 @@ class SampleReport:
 
 def map_by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
     """Return the results of `read` for all items, in order. Threads call it once per image file, with all items of the file."""
-    files = grouped((item.image, index) for index, item in enumerate(items))
+    files = group_by_key((item.image, index) for index, item in enumerate(items))
 
     def read_file(indices: list[int]) -> list[T]:
         if not volumes.is_volume(items[indices[0]].image):
@@ -225,7 +225,7 @@ def check_class(item: Item, classes: Classes) -> None:
     """Raise DataError for a label that is no class of a classification job, or no mask for a segmentation job."""
     label = item.label
     if isinstance(classes, Mapping):
-        check_annotated(item, classes)
+        check_annotated_classes(item, classes)
         if label is not None and not isinstance(label, Path):
             raise DataError(f"label {label!r} is a class; a segmentation job needs a mask", "class instead of a mask")
         return
@@ -341,7 +341,7 @@ def check_and_find_vanished(
 
     Raises DataError for the same samples as images.read_sample, except for damaged pixels: only the labels are decoded.
     """
-    check_annotated(item, classes)
+    check_annotated_classes(item, classes)
     shape, labels = image_shape(item, settings), read_labels(item, settings)
     check_mask_shape(item, shape, labels)
     check_values(item, labels, label_values_by_class(item, classes))
@@ -368,7 +368,7 @@ def find_errors(
     a volume are checked by one thread.
     """
     samples = [((split, index), item) for split, items in data.splits.items() for index, item in enumerate(items)]
-    groups = grouped((place if item.slice is None else item.image, (place, item)) for place, item in samples)
+    groups = group_by_key((place if item.slice is None else item.image, (place, item)) for place, item in samples)
 
     def check_group(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
         found = []
@@ -376,7 +376,7 @@ def find_errors(
             for place, item in group:
                 try:
                     mark = store.name(item, settings, "check") if store else ""
-                    if store and store.passed(mark):
+                    if store and store.has_passed(mark):
                         continue
                     noted = [(place[0], name) for name in check(item) or ()]
                     if vanished is not None:
@@ -412,7 +412,7 @@ def with_lost_recorded(data: DataList, lost: Collection[Lost]) -> DataList:
     return replace(data, skipped=data.skipped + len(lost))
 
 
-def without_faults(data: DataList, check: Check, settings: str, store: DiskCache | None) -> DataList:
+def without_bad_samples(data: DataList, check: Check, settings: str, store: DiskCache | None) -> DataList:
     """Return the list without the samples that fail the check, counted and logged by `with_lost_recorded`. Raises DataError."""
     bad = dict(find_errors(data, check, settings, store))
     kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}

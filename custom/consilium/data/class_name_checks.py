@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 
 MISSING = frozenset({"nan", "na", "n/a", "#n/a", "<na>", "null", "none", "nil", "-", "?", ".", "unknown", "missing"})
 """What programs and people write for an empty cell, in lower case."""
@@ -24,7 +24,7 @@ def class_name(label: object, names: Sequence[str]) -> str | None:
 
 def doubtful_name_findings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, line) for each doubtful name of a class. `counts`: the number of samples per class."""
-    for names in grouped((_normalized(name), name) for name in sorted(counts)).values():
+    for names in group_by_key((_normalize_class_name(name), name) for name in sorted(counts)).values():
         if len(names) > 1:
             told = " and ".join(f"{name!r} ({counts[name]})" for name in names)
             yield SPELLINGS, f"{told} differ in case, blanks or hyphens alone: write them alike if they are one"
@@ -35,7 +35,7 @@ def doubtful_name_findings(counts: Mapping[str, int]) -> Iterator[tuple[str, str
         yield EACH_ITS_OWN, f"{len(counts)}: no class has a second sample, so none can be learned and tested"
 
 
-def _normalized(name: str) -> str:
+def _normalize_class_name(name: str) -> str:
     """Return a name in one case, without blanks, hyphens and underscores between letters and digits.
 
     A sign at the end stays, because HER2 and HER2- differ.

@@ -31,7 +31,7 @@ def check_decoding_cost(where: str, code: bytes) -> None:
     """Raise DataError for a codestream whose decoding takes far more time or memory than its pixels need."""
     if code[:2] == b"\xff\xd8" and (scans := code.count(b"\xff\xda")) > MOST_SCANS:
         raise DataError(f"{where}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
-    if (at := _codestream_start(code)) >= 0 and (parts := _count_parts(code, at)) > MOST_PARTS:
+    if (at := _codestream_start(code)) >= 0 and (parts := _count_allocated_parts(code, at)) > MOST_PARTS:
         raise DataError(f"{where}: is a JPEG 2000 of {parts:,} parts, at most {MOST_PARTS:,} are read; save it anew")
 
 
@@ -42,7 +42,7 @@ def _codestream_start(code: bytes) -> int:
     return code.find(_J2K, 0, 2**16) if code[4:8] == b"jP  " else -1
 
 
-def _count_parts(code: bytes, start: int) -> int:
+def _count_allocated_parts(code: bytes, start: int) -> int:
     """Return an upper bound on the parts for which a JPEG 2000 decoder allocates memory (ISO/IEC 15444-1, A.5 and A.6)."""
     size, _, width, height, _, _, tile, tall, left, above, components = struct.unpack_from(">HHIIIIIIIIH", code, start + 4)
     across, down = -(-(width - left) // max(1, tile)), -(-(height - above) // max(1, tall))

@@ -92,9 +92,9 @@ def tally(data: DataList, task: Any, count: int, before_sample: Callable[[], Non
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
             before_sample()
-            _count_classes(found, split, number, item, task, single, settings)
+            _add_to_class_cells(found, split, number, item, task, single, settings)
             if split == "training":
-                _count_values(found, number, item, settings, count)
+                _add_to_value_cells(found, number, item, settings, count)
     return found
 
 
@@ -105,7 +105,7 @@ def person_of(item: Any) -> str:
     return str(item.patient or item.name)
 
 
-def _count_classes(
+def _add_to_class_cells(
     found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings
 ) -> None:
     """Add a sample to the cells of its classes."""
@@ -126,7 +126,7 @@ def _count_classes(
             found.areas[name].append(share)
 
 
-def _count_values(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
+def _add_to_value_cells(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
     """Add a training picture to the cells of size, spacing and grey levels, or a text to the cells of length."""
     if isinstance(item, Text):
         found.lengths[_bin_name(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)

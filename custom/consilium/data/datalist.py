@@ -113,9 +113,9 @@ class Item:
             return f"[{self.tile[0]},{self.tile[1]}]"
         return "" if self.slice is None else f"[{self.slice}]"
 
-    def plane_axis(self, axis: Axis) -> Axis:
-        """Return the orientation of this volume's planes: the entry's own if it names one or a slice, else the job's `axis`."""
-        return self.axis if self.axis != "stored" or self.slice is not None else axis
+    def plane_axis(self, default: Axis) -> Axis:
+        """Return the orientation of this volume's planes: the entry's own if it names one or a slice, else `default`."""
+        return self.axis if self.axis != "stored" or self.slice is not None else default
 
 
 def cropped_item(item: Item, side: int, seed: int) -> Item:
@@ -138,17 +138,17 @@ class DataList:
     notes: tuple[tuple[str, str], ...] = ()
 
 
-def read_datalist(path: Path, classes: bool | None = False, on_bad_entry: Bad | None = None) -> DataList:
+def read_datalist(path: Path, labels_are_classes: bool | None = False, on_bad_entry: Bad | None = None) -> DataList:
     """Read a data list or a folder per class. Relative paths start at its folder and may lead out of it, see safe_open.py.
 
-    `classes`: whether text labels are class names instead of paths of masks; None decides per label: a text without a suffix is
-    a name. `on_bad_entry`: called for every unusable entry, which is then left out; without it, the first such entry is an
-    error. Raises DataError with the file, the entry and the remedy.
+    `labels_are_classes`: whether text labels are class names instead of paths of masks; None decides per label: a text without
+    a suffix is a name. `on_bad_entry`: called for every unusable entry, which is then left out; without it, the first such
+    entry is an error. Raises DataError with the file, the entry and the remedy.
     """
     if path.is_dir():
         pictures = list(list_class_pictures(path))
         return DataList(path, {s: tuple(Item(one, name) for split, one, name in pictures if split == s) for s in SPLITS})
-    raw = read_list(path)
+    raw = read_datalist_json(path)
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
     _check_values(str(path), {"annotated": raw.get("annotated")})
@@ -160,7 +160,7 @@ def read_datalist(path: Path, classes: bool | None = False, on_bad_entry: Bad | 
         for index, entry in enumerate(entries):
             entry = {"image": entry} if isinstance(entry, str) else entry
             try:
-                found.append(_read_entry(path, f"{path}: {split}[{index}]", entry, classes, raw.get("annotated")))
+                found.append(_read_entry(path, f"{path}: {split}[{index}]", entry, labels_are_classes, raw.get("annotated")))
             except DataError as error:
                 if on_bad_entry is None:
                     raise
@@ -212,7 +212,7 @@ def read_json(path: Path) -> Any:
     return parse_json(str(path), text, "write a list of entries per split")
 
 
-def read_list(path: Path) -> dict[str, Any]:
+def read_datalist_json(path: Path) -> dict[str, Any]:
     """Return a data list's JSON, with Auto3DSeg's key `testing` renamed `test`. Raises DataError."""
     raw = read_json(path)
     if not isinstance(raw, dict) or "training" not in raw:
@@ -236,7 +236,7 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
 
 def patients_by_pseudonym(path: Path) -> dict[str, str]:
     """Return the identifiers of patients in a data list, by pseudonym, to write them into another list. Raises DataError."""
-    raw = {} if path.is_dir() else read_list(path)
+    raw = {} if path.is_dir() else read_datalist_json(path)
     entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]
     return {pseudonym(str(entry["patient"])): str(entry["patient"]) for entry in entries}
 

@@ -87,13 +87,13 @@ class DiskCache:
             with path.open("rb") as file:
                 return salted_hash(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
 
-    def passed(self, name: str) -> bool:
+    def has_passed(self, name: str) -> bool:
         """Tell whether the check of this name was passed before."""
         return self._path(name, "passed").exists()
 
     def note_passed(self, name: str) -> None:
         """Store that the check of this name was passed."""
-        if self._writes and self._make_room(_MARK):
+        if self._writes and self._reserve_bytes(_MARK):
             self._write(self._path(name, "passed"), [])
 
     def get(self, name: str) -> CachedSample | None:
@@ -127,7 +127,7 @@ class DiskCache:
         body += [np.ascontiguousarray(array).reshape(-1).data for array in sample.values()]
         if path.exists():  # another process has written it, or it comes from an equal file
             return True
-        if not self._writes or not self._make_room(_HEAD + sum(map(len, body))):
+        if not self._writes or not self._reserve_bytes(_HEAD + sum(map(len, body))):
             return False
         return self._write(path, [_MAGIC, self._digest(name, body), *body])
 
@@ -160,7 +160,7 @@ class DiskCache:
             return False
         return True
 
-    def _make_room(self, size: int) -> bool:
+    def _reserve_bytes(self, size: int) -> bool:
         """Reserve `size` bytes and tell whether cache and disk have room. A full cache evicts its least recently used files."""
         with self._lock:
             if not self._full and self._used + size > self._most:

@@ -22,7 +22,7 @@ def fingerprint(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     try:
         if not path.is_dir() and path.suffix != ".jsonl":
-            found = _list_content(path)
+            found = _datalist_content(path)
         elif has_texts(folder):
             files = split_files(folder)
             found = [read_text(files[split], "") if split in files else None for split in SPLITS]
@@ -33,7 +33,7 @@ def fingerprint(path: Path) -> str:
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _list_content(path: Path) -> dict[str, Any]:
+def _datalist_content(path: Path) -> dict[str, Any]:
     raw: dict[str, Any] = json.loads(read_text(path, ""))
     for split in SPLITS:
         entries = raw.get(split, [])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import MOST_FILES, PICTURES
-from consilium.data.pairs import holds_pairs, kind_of, words
+from consilium.data.pairs import has_pairs, role_of_name, words
 
 _SPLIT = re.compile(r"(train(?:ings?)?|val(?:id(?:ation)?)?|test(?:ings?)?)[\W_]*(?:sets?|data|daten)?", re.IGNORECASE)
 """Names that a split's folder may have: train, Training, Testing, valid, test_set, Trainingsdaten."""
@@ -56,18 +56,20 @@ def may_have_classes(folder: Path) -> bool:
     They hold pictures, and are not one image or mask folder, nor patients.
     """
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
-    kinds = [kind_of(one.name) for one in found]
+    kinds = [role_of_name(one.name) for one in found]
     is_one_role = set(kinds) == {"image"} or kinds == ["mask"]
-    return bool(found) and not is_one_role and not are_patients(one.name for one in found) and not why_one_role_unread(folder)
+    return (
+        bool(found) and not is_one_role and not are_patients(one.name for one in found) and not unreadable_role_reason(folder)
+    )
 
 
-def why_one_role_unread(folder: Path) -> str:
+def unreadable_role_reason(folder: Path) -> str:
     """Return why one of the folders of images and of masks holds no file that can be read, although the other one does.
 
     "" if both can be read, or if there are no such folders.
     """
     below = _class_folders(folder) if folder.is_dir() else []
-    by_kind = {kind: [one for _, one in below if kind_of(one.name) == kind] for kind in ("mask", "image")}
+    by_kind = {kind: [one for _, one in below if role_of_name(one.name) == kind] for kind in ("mask", "image")}
     for kind, other in (("mask", "image"), ("image", "mask")):
         there = [one for one in by_kind[kind] if _pictures(one)]
         if there and by_kind[other] and not any(_pictures(one) for one in by_kind[other]):
@@ -84,7 +86,7 @@ def has_masks(folder: Path) -> bool:
     """Tell whether a folder holds pictures beside their masks."""
     names = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if not name.startswith("."))
     pictures = sorted(name for name in islice(names, 10 * MOST_FILES) if name.lower().endswith(PICTURES))
-    return holds_pairs(folder, [Path(name) for name in pictures])
+    return has_pairs(folder, [Path(name) for name in pictures])
 
 
 def import_command(folder: Path) -> str:
@@ -105,7 +107,7 @@ def list_class_pictures(folder: Path) -> Iterator[tuple[str, Path, str]]:
 
     Raises DataError for another layout.
     """
-    if what := why_one_role_unread(folder):
+    if what := unreadable_role_reason(folder):
         raise DataError(f"{folder}: holds {what}")
     if what := importable_content(folder):
         raise DataError(f"{folder}: holds {what}, and no folders of classes; {import_command(folder)} makes a list of it")

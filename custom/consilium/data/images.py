@@ -17,7 +17,7 @@ from consilium.data.datalist import Item
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings
-from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, Classes, undeclared, undeclared_remedy
+from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, Classes, undeclared_label_values, undeclared_remedy
 
 Sample = dict[str, Tensor]
 Colour = tuple[int, int, int]
@@ -156,7 +156,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     if item.others == "background":
         return
     values = labels.present() - {value for value, _ in item.label_map or ()}
-    if labels.values is None or not (unknown := undeclared(values, classes)):
+    if labels.values is None or not (unknown := undeclared_label_values(values, classes)):
         return
     if isinstance(item.label, Path) and (
         what := pictures.why_altered(item.label, labels.values, labels.present() - set(unknown))
@@ -173,7 +173,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     raise DataError(f"{item.label}: label value {unknown[0]} {OF_NO_CLASS}; {what}", UNDECLARED)
 
 
-def check_annotated(item: Item, classes: Classes) -> None:
+def check_annotated_classes(item: Item, classes: Classes) -> None:
     """Raise DataError if an item's `annotated` has a name that is no class of the task."""
     if unknown := [name for name in item.annotated or () if name not in classes]:
         raise DataError(

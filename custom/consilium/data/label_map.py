@@ -17,14 +17,15 @@ def with_job_labels(
     labels: Labels | None,
     annotated: tuple[str, ...] | None,
     classes: Collection[str] | None,
-    quiet: bool = False,
+    ignore_unfit: bool = False,
 ) -> DataList:
     """Return a data list whose labels are mapped by `labels`, and whose samples have `annotated` unless the list says it.
 
     `classes`: the job's, None for a task without classes. Items with a mask get the map. Pictures with a class get the job's
     class, or are left out if their class is mapped to an empty list. Raises DataError in three cases: a picture's class is not
     in the map; a picture's class is mapped to none or several of the job's; or an annotated class of the job has no label in
-    the map. `quiet`: in the last two cases, the picture has no class and the mask does not show the class, without an error.
+    the map. `ignore_unfit`: in the last two cases, the picture has no class and the mask does not show the class, without an
+    error.
     """
     if labels is None and annotated is None:
         return data
@@ -43,7 +44,7 @@ def with_job_labels(
             elif isinstance(item.label, Path):
                 shown = [name for name in classes or () if own.annotated is None or name in own.annotated]
                 mapped = {name for _, names in pairs for name in names}
-                if (lost := [name for name in shown if name not in mapped]) and not quiet:
+                if (lost := [name for name in shown if name not in mapped]) and not ignore_unfit:
                     raise DataError(
                         f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; "
                         "map one to it, or leave it out of `annotated`"
@@ -57,7 +58,7 @@ def with_job_labels(
                 )
             elif names:
                 chosen = [name for name in names if classes is None or name in classes]
-                if len(chosen) != 1 and not quiet:
+                if len(chosen) != 1 and not ignore_unfit:
                     told = ", ".join(map(repr, chosen)) or "none of the job's"
                     raise DataError(
                         f"{item.image}: class {item.label!r} is {told} by site.yaml, and a picture has one class; "

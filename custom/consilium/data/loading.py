@@ -38,7 +38,7 @@ class Loading:
     ignore_unfit: bool = False
 
     @property
-    def ahead(self) -> int:
+    def prefetch_batch_count(self) -> int:
         """The number of batches to prefetch."""
         return AHEAD if self.workers else 0
 

@@ -127,7 +127,7 @@ def _read_metaimage(path: Path, head: bytes) -> _Layout:
         fields[name.strip()] = value.strip()
         start += len(line) + 1
 
-    def says(*names: str) -> bool:
+    def is_true(*names: str) -> bool:
         return any(fields.get(name, "").lower() in ("true", "1") for name in names)
 
     kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"), "")
@@ -135,11 +135,11 @@ def _read_metaimage(path: Path, head: bytes) -> _Layout:
         path,
         (fields["ElementDataFile"] != "LOCAL", "has its voxels in another file"),
         (int(fields.get("ElementNumberOfChannels", 1)) != 1, "holds several values a voxel"),
-        (not kind or not (says("BinaryData") or "BinaryData" not in fields), "holds numbers as text, or of an unknown type"),
+        (not kind or not (is_true("BinaryData") or "BinaryData" not in fields), "holds numbers as text, or of an unknown type"),
     )
     sizes = [int(n) for n in fields["DimSize"].split()]
     shape, count = volume_shape(path, sizes), len(sizes)
-    order = ">" if says("BinaryDataByteOrderMSB", "ElementByteOrderMSB") else "<"
+    order = ">" if is_true("BinaryDataByteOrderMSB", "ElementByteOrderMSB") else "<"
 
     def numbers(names: tuple[str, ...], otherwise: np.ndarray) -> np.ndarray:
         given = next((fields[name] for name in names if name in fields), None)
@@ -149,7 +149,9 @@ def _read_metaimage(path: Path, head: bytes) -> _Layout:
     spacing = numbers(("ElementSpacing", "ElementSize"), np.ones(count))
     check_spacing(path, "ElementSpacing", spacing.tolist(), _SPACED)
     origin = numbers(("Offset", "Position", "Origin"), np.zeros(count))
-    return _Layout(np.dtype(order + kind), Grid(shape, _affine(turn * spacing[:, None], origin)), start, says("CompressedData"))
+    return _Layout(
+        np.dtype(order + kind), Grid(shape, _affine(turn * spacing[:, None], origin)), start, is_true("CompressedData")
+    )
 
 
 def _read_nrrd(path: Path, head: bytes) -> _Layout:

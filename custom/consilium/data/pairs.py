@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.grouping import grouped
-from consilium.core.sanitize import few
+from consilium.core.grouping import group_by_key
+from consilium.core.sanitize import first_names_text
 from consilium.data.file_kinds import NIFTI, PICTURES, SLIDES
 from consilium.data.safe_open import open_picture, wrap_decoding_errors
 
@@ -102,22 +102,24 @@ def without_ending(name: str) -> str:
     return name[: len(name) - len(ending)]
 
 
-def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] = (), every: bool = True) -> Pairs | None:
+def find_pairs(
+    folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] = (), open_all_files: bool = True
+) -> Pairs | None:
     """Return a folder's pictures with their masks, by the pattern that matches most; None if no file is a mask.
 
-    `patterns`: the user's, which are tried first. `every`: all files may be opened to find masks, not only some per folder.
-    Raises DataError for two files with the same name.
+    `patterns`: the user's, which are tried first. `open_all_files`: all files may be opened to find masks, not only some per
+    folder. Raises DataError for two files with the same name.
     """
-    images, masks, named = _roles(folder, files, every)
+    images, masks, named = _roles(folder, files, open_all_files)
     if not images or not masks:
         return None
     known = _masks_by_name(masks)
-    asked = {pattern: len(_pair_by(pattern, images, known)) for pattern in patterns}
+    asked = {pattern: len(_pair_by_pattern(pattern, images, known)) for pattern in patterns}
     if any(asked.values()):
         pattern, others = max(asked, key=asked.__getitem__), list[Pattern]()
     else:
         pattern, others = _best_pattern(images, masks, known)
-    found = _pair_by(pattern, images, known)
+    found = _pair_by_pattern(pattern, images, known)
     used: dict[Path, Names] = {}
     for image, mask in found:  # one name may occur with two endings
         if (first := used.setdefault(mask, image)) is not image:
@@ -129,7 +131,7 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     unused = [mask.path for mask in masks if mask.path not in used]
     more = {} if pattern in patterns else _numbered_masks(pattern, list(used), unused)
     taken = {path for paths in more.values() for path in paths}
-    others = [one for one in others if not taken.issuperset(mask for _, mask in _pair_by(one, images, known))]
+    others = [one for one in others if not taken.issuperset(mask for _, mask in _pair_by_pattern(one, images, known))]
     return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
 
 
@@ -145,25 +147,25 @@ def _numbered_masks(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Pa
     return found
 
 
-def holds_pairs(folder: Path, files: Sequence[Path]) -> bool:
+def has_pairs(folder: Path, files: Sequence[Path]) -> bool:
     """Tell whether most pictures of a folder have masks, so that its subfolders are no classes.
 
     Names of folders of both images and masks show it, or else the content of some masks.
     """
     try:
-        pairs = find_pairs(folder, files, every=False)
+        pairs = find_pairs(folder, files, open_all_files=False)
     except DataError:  # two files with the same name: these are still no classes
         return True
     if pairs is None:
         return False
     if {"image", "mask"} <= {_role(parent, folder) for parent in {path.parent for path in files}}:
         return True
-    return len(pairs.found) > len(pairs.alone) and all(_is_labels(mask) for _, mask in pairs.found[:_PROBES])
+    return len(pairs.found) > len(pairs.alone) and all(_is_label_picture(mask) for _, mask in pairs.found[:_PROBES])
 
 
 def unpaired_message(pairs: Pairs, folder: Path) -> str:
     """Return the message about a folder in which pictures lack masks: the names found, and what to write."""
-    there = few([str(mask.relative_to(folder)) for mask in (*(mask for _, mask in pairs.found), *pairs.unused)])
+    there = first_names_text([str(mask.relative_to(folder)) for mask in (*(mask for _, mask in pairs.found), *pairs.unused)])
     if len(pairs.found) < len(pairs.alone):
         remedy = "write --mask-pattern 'IMAGE=MASK' with {} for what both names share, such as '{}_0000={}'"
         if pairs.found:
@@ -184,36 +186,36 @@ def unpaired_message(pairs: Pairs, folder: Path) -> str:
 # roles: which files are masks -------------------------------------------------------------------------------------------------
 
 
-def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names], list[Names], bool]:
+def _roles(folder: Path, files: Sequence[Path], open_all_files: bool) -> tuple[list[Names], list[Names], bool]:
     """Return the images, the masks, and whether words in names tell them apart.
 
     Words are searched in the names of folders, then in the names of files. Without any, some files of each folder are opened,
-    and if these show no folder of masks and `every` is set, all files.
+    and if these show no folder of masks and `open_all_files` is set, all files.
     """
-    by_parent = grouped((path.parent, path) for path in files)
+    by_parent = group_by_key((path.parent, path) for path in files)
     role = {parent: _role(parent, folder) for parent in by_parent}
     drawn = {parent for parent, own in role.items() if own == "mask"}
     drop = by_words = bool(drawn)
     chosen = {path for path in files if path.parent in drawn}
     if not chosen:
-        chosen = {path for path in files if kind_of(without_ending(path.name)) == "mask"}
+        chosen = {path for path in files if role_of_name(without_ending(path.name)) == "mask"}
     named = bool(chosen)
     if not chosen and len(by_parent) > 1:
         drawn = {
             one
             for one, own in by_parent.items()
-            if role[one] is None and all(map(_is_labels, own[:: max(1, len(own) // _PROBES)][:_PROBES]))
+            if role[one] is None and all(map(_is_label_picture, own[:: max(1, len(own) // _PROBES)][:_PROBES]))
         }
         chosen = {path for path in files if path.parent in drawn}
         drop = bool(chosen)
-    if not chosen and every:
-        chosen = {path for path in files if _is_labels(path)}
+    if not chosen and open_all_files:
+        chosen = {path for path in files if _is_label_picture(path)}
     names = []
     for path in files if chosen else ():
         inside = path.relative_to(folder)
         parts, name = list(inside.parent.parts), without_ending(inside.name)
         # the short name lacks a folder: with `by_words` the last one named images or masks, else the last one
-        places = [i for i, part in enumerate(parts) if not by_words or kind_of(part)] if drop else []
+        places = [i for i, part in enumerate(parts) if not by_words or role_of_name(part)] if drop else []
         short = [part for i, part in enumerate(parts) if i not in places[-1:]]
         names.append(Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name]))))
     return [one for one in names if one.path not in chosen], [one for one in names if one.path in chosen], named
@@ -221,10 +223,10 @@ def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names
 
 def _role(parent: Path, folder: Path) -> str | None:
     """Return "image" or "mask" by the name of a folder, else by the nearest folder above it within `folder`; else None."""
-    return next((kind for part in reversed(parent.relative_to(folder).parts) if (kind := kind_of(part))), None)
+    return next((kind for part in reversed(parent.relative_to(folder).parts) if (kind := role_of_name(part))), None)
 
 
-def kind_of(name: str) -> str | None:
+def role_of_name(name: str) -> str | None:
     """Return "mask" or "image" if a word of the name says so, else None."""
     return next((kind for kind, form in (("mask", _MASK), ("image", _IMAGE)) if any(map(form.fullmatch, words(name)))), None)
 
@@ -234,7 +236,7 @@ def words(name: str) -> list[str]:
     return re.findall(r"[A-Z]?[^\W\d_A-Z]+|[A-Z]+", name)
 
 
-def _is_labels(path: Path) -> bool:
+def _is_label_picture(path: Path) -> bool:
     """Tell whether a file looks like a label picture: few different values, grey or with a palette.
 
     NIfTI and slides are not opened.
@@ -265,11 +267,11 @@ def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:
             raise DataError(f"{mask.path}: has the same name as {other}; keep one of the two")
     for mask in masks:
         found.setdefault(mask.short, mask.path)
-    folded = grouped((name.casefold(), path) for name, path in found.items())
+    folded = group_by_key((name.casefold(), path) for name, path in found.items())
     return found | {name: paths[0] for name, paths in folded.items() if len(set(paths)) == 1 and name not in found}
 
 
-def _pair_by(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
+def _pair_by_pattern(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
     """Return (picture, mask) for the pictures for which a pattern finds a mask in `known`, masks by name."""
     whole = "/" in pattern.image
     found = []
@@ -286,27 +288,27 @@ def _best_pattern(images: Sequence[Names], masks: Sequence[Names], known: Mappin
 
     The latter find a mask for every picture, and none of the masks of the first pattern.
     """
-    if len(_pair_by(Pattern(), images, known)) == len(images):
+    if len(_pair_by_pattern(Pattern(), images, known)) == len(images):
         return Pattern(), []
     drawn = images[:: max(1, len(images) // _DRAWN)]
 
     def rank(among: Sequence[Names]) -> dict[Pattern, tuple[int, int]]:
-        return {one: (len(_pair_by(one, among, known)), -len(one.image + one.mask)) for one in tried}
+        return {one: (len(_pair_by_pattern(one, among, known)), -len(one.image + one.mask)) for one in tried}
 
     tried = list(dict.fromkeys(_patterns(drawn, [mask.short for mask in masks])))
     first = rank(drawn)
     tried = sorted(tried, key=first.__getitem__, reverse=True)[:_BEST]
     last = rank(images)
     best = max(tried, key=last.__getitem__)
-    own = {mask for _, mask in _pair_by(best, images, known)}
+    own = {mask for _, mask in _pair_by_pattern(best, images, known)}
     equal = [one for one in tried if one is not best and last[one][0] == last[best][0] == len(images)]
-    return best, [one for one in equal if {mask for _, mask in _pair_by(one, images, known)}.isdisjoint(own)]
+    return best, [one for one in equal if {mask for _, mask in _pair_by_pattern(one, images, known)}.isdisjoint(own)]
 
 
 def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern]:
     """Yield patterns that pair some picture with some mask: each replaces a part, or the longest run, that both names share."""
     yield Pattern()
-    having = grouped((part, mask) for mask in masks for part in _name_parts(mask))
+    having = group_by_key((part, mask) for mask in masks for part in _name_parts(mask))
     for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
         own = image.short
         rare = sorted((having[part] for part in _name_parts(own) if part in having), key=len)[

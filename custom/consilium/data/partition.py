@@ -34,14 +34,14 @@ from numpy.random import Generator
 from scipy.cluster.vq import kmeans2
 
 from consilium.core.errors import DataError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, patients_by_pseudonym, read_datalist
 from consilium.data.patients import item_pseudonym, samples_by_patient
 from consilium.data.text import read_texts, record_lines, split_files
 
-SHARED_OUT = "test"
+COMMON_SPLIT = "test"
 """The split that every site gets in full."""
 MOST_COLORS = 20
 """Classes that have a colour of their own. Further classes share one colour."""
@@ -81,13 +81,13 @@ def partition(
     nothing else. Raises DataError for a source without classes, an unknown class in `exclude`, too few samples or patients, or
     a folder that already holds sites.
     """
-    data = read_datalist(source, classes=True)
+    data = read_datalist(source, labels_are_classes=True)
     labels = {item.label for items in data.splits.values() for item in items}
     if None in labels:
         raise DataError(f"{source}: has samples without a class; give every one a label")
     known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
     splits, classes = _exclude_classes(source, data.splits, known, exclude)
-    splits = splits if test else splits | {SHARED_OUT: []}
+    splits = splits if test else splits | {COMMON_SPLIT: []}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
     patients = patients_by_pseudonym(source)  # identifiers in the list; identifiers in files are never written
     for name, mine in found.items():
@@ -157,7 +157,7 @@ def share_out(
         return Counter(str(sample.label) for sample in patient).most_common(1)[0][0]
 
     of_class = {
-        split: grouped((most_frequent(patient), patient) for patient in samples_by_patient(splits[split]))
+        split: group_by_key((most_frequent(patient), patient) for patient in samples_by_patient(splits[split]))
         for split in ("training", "validation")
     }
     for label in classes:
@@ -174,7 +174,7 @@ def share_out(
     for name, own in found.items():
         own["validation"] = [one for place, one in placed if place == name]
     cut = {name: {split: list(chain(*patients)) for split, patients in own.items()} for name, own in found.items()}
-    return {name: own | {SHARED_OUT: list(splits[SHARED_OUT])} for name, own in cut.items()}
+    return {name: own | {COMMON_SPLIT: list(splits[COMMON_SPLIT])} for name, own in cut.items()}
 
 
 def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> None:
@@ -256,18 +256,18 @@ def partition_texts(
     minimum: int,
     by: str = "",
     exclude: Sequence[str] = (),
-    kinds: Kinds | None = None,
-    local: bool = False,
+    classify_texts: Kinds | None = None,
+    local_splits: bool = False,
 ) -> dict[str, Any]:
     """Write `folder`/site-K/{training,validation,test}.jsonl, partition.json and partition.png.
 
     Return the content of partition.json. `beta`: None for even shares. `by`: the key whose value is the class of a record.
-    `exclude`: values to leave out. `kinds`, `local`: see above. Raises DataError for records without the key, an unknown value
-    in `exclude`, too few records, or a folder that already holds sites.
+    `exclude`: values to leave out. `classify_texts`, `local_splits`: see above. Raises DataError for records without the key,
+    an unknown value in `exclude`, too few records, or a folder that already holds sites.
     """
-    splits, values = _read_records(source, by, exclude, kinds)
+    splits, values = _read_records(source, by, exclude, classify_texts)
     found = _assign_to_sites(source, folder, splits, values, sites, beta, seed, minimum)
-    if local:
+    if local_splits:
         for name, mine in found.items():
             # a record without a patient counts as a patient
             patients = samples_by_patient([*mine["training"], *mine["validation"]])
@@ -277,12 +277,12 @@ def partition_texts(
             part = max(round(0.1 * len(order)), 1) if len(order) >= 3 else 0
             cut = {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
             found[name] = {split: list(chain(*own)) for split, own in cut.items()}
-        if splits[SHARED_OUT]:
-            write_atomic(folder / COMMON, _jsonl_bytes(splits[SHARED_OUT]), PUBLIC)
+        if splits[COMMON_SPLIT]:
+            write_atomic(folder / COMMON, _jsonl_bytes(splits[COMMON_SPLIT]), PUBLIC)
     for name, mine in found.items():
         for split, records in mine.items():
             path, first = folder / name / f"{split}.jsonl", folder / "site-1" / f"{split}.jsonl"
-            if split != SHARED_OUT or local or not first.is_file():
+            if split != COMMON_SPLIT or local_splits or not first.is_file():
                 if records:
                     write_atomic(path, _jsonl_bytes(records), PUBLIC)
                 continue
@@ -290,8 +290,8 @@ def partition_texts(
                 os.link(first, path)  # equal files take the disk's space once
             except OSError:  # a file system without links
                 shutil.copyfile(first, path)
-    asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "by": by or ("clusters" if kinds else "")}
-    return write_summary(source, folder, asked | {"excluded": list(exclude), "local": local}, values, found)
+    asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "by": by or ("clusters" if classify_texts else "")}
+    return write_summary(source, folder, asked | {"excluded": list(exclude), "local": local_splits}, values, found)
 
 
 def _jsonl_bytes(records: Sequence[Record]) -> bytes:
@@ -299,7 +299,7 @@ def _jsonl_bytes(records: Sequence[Record]) -> bytes:
 
 
 def _read_records(
-    source: Path, by: str, exclude: Sequence[str], kinds: Kinds | None
+    source: Path, by: str, exclude: Sequence[str], classify_texts: Kinds | None
 ) -> tuple[dict[str, list[Record]], list[str]]:
     """Return the records by split, and their classes, sorted. Raises DataError."""
     data = read_texts(source)  # raises for a bad record
@@ -313,8 +313,8 @@ def _read_records(
                     f"{path}:{number}: --by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}"
                 )
             splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
-    if kinds:  # the splits are clustered together
-        of_texts = iter(kinds([text.prompt_text for split in SPLITS for text in data.splits[split]]))
+    if classify_texts:  # the splits are clustered together
+        of_texts = iter(classify_texts([text.prompt_text for split in SPLITS for text in data.splits[split]]))
         splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.data.datalist import DataList
 from consilium.data.identifiers import ALIKE, similar_patient_lines
 
@@ -19,7 +19,9 @@ def training_indices_by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     Samples without a patient are left out, because their patients could not be protected.
     """
     training = enumerate(data.splits["training"])
-    return tuple(map(tuple, grouped((whose, place) for place, item in training if (whose := item_pseudonym(item))).values()))
+    return tuple(
+        map(tuple, group_by_key((whose, place) for place, item in training if (whose := item_pseudonym(item))).values())
+    )
 
 
 def patients_and_most_samples(samples: Sequence[Any]) -> tuple[int, int]:
@@ -30,7 +32,7 @@ def patients_and_most_samples(samples: Sequence[Any]) -> tuple[int, int]:
 
 def samples_by_patient(samples: Sequence[S]) -> list[list[S]]:
     """Return a group of samples per patient, in the order of first samples. A sample without a patient is a group alone."""
-    return list(grouped((item_pseudonym(item) or place, item) for place, item in enumerate(samples)).values())
+    return list(group_by_key((item_pseudonym(item) or place, item) for place, item in enumerate(samples)).values())
 
 
 def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:

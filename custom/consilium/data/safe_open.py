@@ -112,7 +112,7 @@ def check_opens(path: Path) -> None:
                 opened.read(1)
 
 
-class Kept(Generic[T]):
+class FileResultCache(Generic[T]):
     """A function of a path and further arguments that caches its last `most` results.
 
     A cached result is used as long as the path's files do not change.
@@ -148,9 +148,9 @@ def most_unpacked(packed: int) -> int:
     return min(MOST_VOLUME, max(MOST_UNPACKED, LARGEST_RATIO * packed))
 
 
-def check_unpacked(path: Path, shape: Sequence[int], each: int, what: str) -> None:
-    """Raise DataError for a volume without voxels, or with more bytes (`each` per voxel) than a file of its size may take."""
-    needed, most = prod(shape) * each, most_unpacked(path.stat().st_size)
+def check_unpacked(path: Path, shape: Sequence[int], voxel_bytes: int, what: str) -> None:
+    """Raise DataError for a volume without voxels, or with more bytes, `voxel_bytes` per voxel, than its file may take."""
+    needed, most = prod(shape) * voxel_bytes, most_unpacked(path.stat().st_size)
     if not 0 < needed <= most:
         raise DataError(
             f"{path}: {what} ({'x'.join(map(str, shape))} voxels, {needed:,} bytes; "

@@ -20,13 +20,13 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "".join(c for c in plain if not unicodedata.combining(c))).strip("-")
 
 
-def select_sites(names: Collection[str], only: Collection[str], chosen: Mapping[str, str]) -> set[str]:
+def select_sites(names: Collection[str], only: Collection[str], new_names: Mapping[str, str]) -> set[str]:
     """Return the sites of `names` that a user asks for with `only`; without it, all.
 
-    `names`: the names in the source. `chosen`: a user's new names by these. `only` may hold the source's name, its `slug`, or
-    the chosen name. Raises DataError for a name that no site has.
+    `names`: the names in the source. `new_names`: a user's new names by these. `only` may hold the source's name, its `slug`,
+    or the chosen name. Raises DataError for a name that no site has.
     """
-    spelt = {name: {name, slug(name), chosen.get(name, name)} for name in names}
+    spelt = {name: {name, slug(name), new_names.get(name, name)} for name in names}
     if unknown := [name for name in only if not any(name in own for own in spelt.values())]:
         raise DataError(f"--only: no site {unknown[0]!r}; there are {', '.join(sorted(names))}")
     return {name for name, own in spelt.items() if not only or own.intersection(only)}
@@ -36,27 +36,27 @@ def valid_site_names(
     names: Iterable[str],
     source: Path,
     valid: str = r"[A-Za-z0-9][A-Za-z0-9._-]*",
-    chosen: Mapping[str, str] | None = None,
+    new_names: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the sites' names by their names in the source, which stay as they are if they match `valid`.
 
-    `names`: of folders, or values of a table. `chosen`: a user's own names by those in the source; None if the user cannot
+    `names`: of folders, or values of a table. `new_names`: a user's own names by those in the source; None if the user cannot
     choose. A name of which no letter or digit remains becomes site-1, or the next free number. Raises DataError if two names
     would become the same site.
     """
     found, known, left = {}, dict[str, str](), list[str]()
     every = sorted(names)
-    if unknown := sorted((chosen or {}).keys() - {*every, *map(slug, every)}):
+    if unknown := sorted((new_names or {}).keys() - {*every, *map(slug, every)}):
         raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(every)}")
     for name in every:
         new = name if re.fullmatch(valid, name) else slug(name)
-        new = (chosen or {}).get(name) or (chosen or {}).get("" if new in every else new) or new
+        new = (new_names or {}).get(name) or (new_names or {}).get("" if new in every else new) or new
         if not new:
             left.append(name)
             continue
         found[name] = new
         if (before := known.setdefault(new.casefold(), name)) != name:
-            remedy = "give one another name there" if chosen is None else f"name one otherwise: --rename '{name}=NAME'"
+            remedy = "give one another name there" if new_names is None else f"name one otherwise: --rename '{name}=NAME'"
             raise DataError(f"{source}: {before!r} and {name!r} would both be site {new!r}; {remedy}")
     free = (new for number in count(1) if (new := f"site-{number}") not in known)
     return found | dict(zip(left, free, strict=False))

@@ -20,7 +20,7 @@ from consilium.data.datalist import Tile
 from consilium.data.file_kinds import SLIDES
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, to_integers
-from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, page_count, wrap_decoding_errors
+from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, FileResultCache, page_count, wrap_decoding_errors
 from consilium.data.settings import PictureSettings, TilesConfig
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file causes one line, an error of ours
@@ -88,19 +88,19 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
         return check_numbers(path, np.clip(seen, 0, 255).astype(np.uint8))
 
 
-def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
-    """Return the labels of a mask's tile, from the level with the (rows, columns) `wanted`.
+def read_labels(path: Path, tile: Tile, image_shape: tuple[int, int]) -> Labels:
+    """Return the labels of a mask's tile, from the level with the (rows, columns) `image_shape`.
 
     Raises DataError if the mask has no such level, or is not label values in one channel.
     """
     levels = layout(path).levels
-    if wanted not in levels:
+    if image_shape not in levels:
         raise UnfitError(
             f"{path}: mask is {pictures.size_text(levels[0])} pixels (width x height), its image "
-            f"{pictures.size_text(wanted)}; make them equal",
+            f"{pictures.size_text(image_shape)}; make them equal",
             "mask of another size",
         )
-    values = read(path, tile, levels.index(wanted), "mask")
+    values = read(path, tile, levels.index(image_shape), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
         raise DataError(f"{path}: mask has colours; save it as one channel of label values", "mask of colours")
     return Labels(values=to_integers(path, values if values.ndim == 2 else values[..., 0]))
@@ -114,12 +114,12 @@ def sample_tiles(path: Path, level: int = 0) -> list[np.ndarray]:
     return [read(path, (x, y, side, side), level) for y in corners[0] for x in corners[1]]
 
 
-def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
-    """Yield a mask's labels block by block, each pixel once. `wanted`: the image's (rows, columns). Raises DataError."""
-    rows, columns = wanted
+def mask_blocks(path: Path, image_shape: tuple[int, int]) -> Iterator[Labels]:
+    """Yield a mask's labels block by block, each pixel once. `image_shape`: the image's (rows, columns). Raises DataError."""
+    rows, columns = image_shape
     for y in range(0, rows, _MASK_BLOCK):
         for x in range(0, columns, _MASK_BLOCK):
-            yield read_labels(path, (x, y, min(_MASK_BLOCK, columns - x), min(_MASK_BLOCK, rows - y)), wanted)
+            yield read_labels(path, (x, y, min(_MASK_BLOCK, columns - x), min(_MASK_BLOCK, rows - y)), image_shape)
 
 
 def tiles(shape: tuple[int, int], wanted: TilesConfig) -> list[Tile]:
@@ -167,14 +167,14 @@ def _tile_starts(length: int, size: int, stride: int) -> list[int]:
     return sorted({*range(0, last, stride), last})
 
 
-@partial(Kept, most=1024)
+@partial(FileResultCache, most=1024)
 def window_percentiles(path: Path, level: int = 0) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of evenly spread tiles. All tiles of a picture are windowed by them."""
     low, high = np.percentile(np.concatenate([one.reshape(-1) for one in sample_tiles(path, level)]), [0.5, 99.5])
     return float(low), float(high)
 
 
-@partial(Kept, most=4096)
+@partial(FileResultCache, most=4096)
 def layout(path: Path) -> Layout:
     """Return a picture's levels and reader, from its header alone. Raises DataError."""
     with wrap_decoding_errors(path, "slide cannot be read", most=MOST_SLIDE):
@@ -296,4 +296,4 @@ def _read_by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarr
         return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
 
 
-_read_whole = Kept(pictures.read, most=2)
+_read_whole = FileResultCache(pictures.read, most=2)

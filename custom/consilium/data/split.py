@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from consilium.core.errors import DataError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_list, with_challenge_splits
+from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
 from consilium.data.patients import first_linked
@@ -114,7 +114,7 @@ def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) ->
 
 def linked_groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return the groups of linked samples, in the order of the list. Linked samples share a key, directly or through others."""
-    return list(grouped(zip(first_linked([sample.keys for sample in samples]), samples, strict=True)).values())
+    return list(group_by_key(zip(first_linked([sample.keys for sample in samples]), samples, strict=True)).values())
 
 
 def _count_labels(samples: Sequence[Sample]) -> Counter[str]:
@@ -142,7 +142,7 @@ def _read_samples(source: Path) -> tuple[list[Sample], dict[str, Any]]:
     """Return all samples of a list, and the values of its other keys. Raises DataError."""
     data = read_datalist(source, None)
     kept = {split for split in SPLITS if split != "test" or with_challenge_splits(data).splits[split]}
-    raw = {} if source.is_dir() else read_list(source)
+    raw = {} if source.is_dir() else read_datalist_json(source)
     found = []
     for split in (one for one in SPLITS if one in kept):
         entries = raw.get(split) or [{}] * len(data.splits[split])

@@ -62,8 +62,8 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
     stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}
     stats |= {"patients": len({m.patient for m in seen} - {""}), "studies": len({m.study for m in seen} - {""})}
-    stats["size"] = _low_median_high([m.size for m in seen], ("rows", "columns", "planes"))
-    stats["spacing"] = _low_median_high([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
+    stats["size"] = _lowest_median_highest([m.size for m in seen], ("rows", "columns", "planes"))
+    stats["spacing"] = _lowest_median_highest([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
     medians = np.median(np.array([m.percentiles for m in seen]), 0) if seen else ()
     stats["intensity"] = {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, medians, strict=False)}
     total = sum((m.histogram for m in seen), np.zeros(BINS, np.int64))
@@ -139,7 +139,7 @@ def _read_labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
     return [volumes.labels(item.label, image, settings.resample_masks)]
 
 
-def _low_median_high(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
+def _lowest_median_highest(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
     """Return [lowest, median, highest] of each column by its name. Rows may be shorter than `names`."""
     columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
     return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}

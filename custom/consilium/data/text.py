@@ -64,7 +64,7 @@ class Text:
         return self.outputs[0].strip()
 
     @property
-    def prompt_text(self) -> str:
+    def prompt_without_template(self) -> str:
         """All words before the answer, without the template around them."""
         earlier = (part for pair in self.history for part in pair)
         return "\n".join(part for part in (self.system, *earlier, self.instruction, self.input) if part)
@@ -73,7 +73,7 @@ class Text:
     def prompt(self) -> str:
         """The prompt in the default template. An input without an instruction takes the instruction's place."""
         if self.system or self.history:
-            return self.prompt_text
+            return self.prompt_without_template
         if not self.instruction or not self.input:
             return WITHOUT_INPUT.format(instruction=self.instruction or self.input)
         return WITH_INPUT.format(instruction=self.instruction, input=self.input)
@@ -130,7 +130,7 @@ def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool
         try:
             check_line(where, line)
             raw = parse_json(where, line, "write one record a line")
-            record, form = _parse_record(where, f"{path.name}:{number}", raw, needs_answer=bad is None)
+            record, form = _parse_record_and_form(where, f"{path.name}:{number}", raw, needs_answer=bad is None)
             first = first or (form, number)
             if form != first[0]:
                 raise DataError(
@@ -148,7 +148,7 @@ def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool
             bad.append(error)
 
 
-def _parse_record(where: str, name: str, read: Any, needs_answer: bool) -> tuple[Text, str]:
+def _parse_record_and_form(where: str, name: str, read: Any, needs_answer: bool) -> tuple[Text, str]:
     """Return a line's record and its form. `needs_answer`: the record needs an answer. A null value counts as absent."""
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     chat = chat_of(where, raw)

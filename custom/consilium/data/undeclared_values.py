@@ -35,7 +35,7 @@ def classes_for(by_site: Iterable[Collection[Value]]) -> dict[str, list[int]]:
     return {ONE_CLASS: values} if all_masks_binary(sets) else {f"value-{value}": [value] for value in values}
 
 
-def undeclared(values: Collection[Value], classes: Classes) -> list[int]:
+def undeclared_label_values(values: Collection[Value], classes: Classes) -> list[int]:
     """Return the values that no class declares, sorted, without 0 and without names of regions."""
     declared = {0, *(value for wanted in classes.values() for value in wanted)}
     return sorted(value for value in set(values) - declared if isinstance(value, int))
@@ -44,7 +44,7 @@ def undeclared(values: Collection[Value], classes: Classes) -> list[int]:
 def undeclared_remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:
     """Return the text that says what to write so that all values of all sites belong to a class."""
     own = {name: [value for value in wanted if isinstance(value, int)] for name, wanted in classes.items()}
-    lost = undeclared(set().union(*by_site), own)
+    lost = undeclared_label_values(set().union(*by_site), own)
     if len(lost) >= MOST_VALUES - 1:
         return f"{len(lost):,} values are single objects or grey levels, no classes; save masks with one value for each class"
     if any(not 0 <= value < LARGEST for value in lost):

@@ -16,7 +16,7 @@ from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, to_integers
-from consilium.data.safe_open import Kept, stamp
+from consilium.data.safe_open import FileResultCache, stamp
 from consilium.data.settings import NiftiAffine
 
 __all__ = [
@@ -68,7 +68,7 @@ def hold_volumes() -> Iterator[None]:
             del _local.held
 
 
-class _Held(Kept[T]):
+class _Held(FileResultCache[T]):
     """A function whose last KEPT results stay in memory, and within `hold_volumes` those that this thread has read."""
 
     def __call__(self, path: Path, *args: Any) -> T:
@@ -99,7 +99,7 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@partial(Kept, most=4096)
+@partial(FileResultCache, most=4096)
 def header(path: Path, affine: NiftiAffine | None = None) -> VolumeHeader:
     """Return a volume's header. Raises DataError.
 
@@ -152,7 +152,7 @@ def labels(path: Path, image: VolumeHeader, resample: bool = False) -> Labels:
     )
 
 
-@partial(Kept, most=4096)
+@partial(FileResultCache, most=4096)
 def window_percentiles(path: Path) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of a volume's voxels, see `percentiles`. Raises DataError."""
     return percentiles(voxels(path))

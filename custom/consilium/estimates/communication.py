@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from consilium.adapters.names import bottleneck_count, bottleneck_position, is_requested_part
+from consilium.adapters.names import bottleneck_count, bottleneck_position, is_strategy_part
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
@@ -33,13 +33,13 @@ class Cost:
     start: int
 
     @property
-    def total(self) -> int:
+    def total_parameters(self) -> int:
         """Parameters up plus down."""
         return self.up + self.down
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return asdict(self) | {"total": self.total}
+        return asdict(self) | {"total": self.total_parameters}
 
 
 def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
@@ -78,11 +78,11 @@ def run_bytes(job: Job, own: Cost, sites: int) -> dict[str, float]:
     return found | {"one_way_each": rounds * trained / max(bottleneck_count(job.initial), 1)}
 
 
-def masking_sentence(config: JobConfig) -> str:
+def masking_protection_text(config: JobConfig) -> str:
     """Return a sentence on what secure aggregation's masks protect in this job; "" for a job without masks."""
     if config.secure_aggregation is None:
         return ""
-    if config.sums_without_noise:
+    if config.has_sums_without_noise:
         return (
             "masks without noise hide a site's update within this run; over many runs only noise protects (privacy:), and "
             "sites refuse sums of other hospitals than before"
@@ -128,7 +128,7 @@ def compare(job: Job) -> list[Cost]:
     kinds = [(cls, of) for cls, of in kinds if (of.one_rank or not of.ranks_differ) and not of.pools_data]
     fitted = [cls(**settings) for cls, of in kinds if of.parts <= own.traits.parts for settings in of.variants]
     every = [at_one_rank(one, getattr(adapter, "rank", 1)) for one in fitted]
-    plain = {name: tensor for name, tensor in job.initial.items() if not is_requested_part(name)}
+    plain = {name: tensor for name, tensor in job.initial.items() if not is_strategy_part(name)}
     others = [(one, job.initial if one.traits.parts else plain) for one in every if label_of(one) != label_of(own)]
     fitting = [(one, tensors) for one, tensors in others if _has_all_roles(one, tensors)]
     return [own_cost(job), *(cost_of(one, tensors, label_of(one)) for one, tensors in fitting)]

@@ -27,14 +27,14 @@ from consilium.models.dtypes import BLOCK, QUANTIZED, compute_dtype
 from consilium.models.low_precision import replace_frozen_linear, store_frozen_as
 from consilium.models.meta_device import allow_meta_compute
 from consilium.tasks.registry import TASKS
-from consilium.training.device import multiplies_bf16
+from consilium.training.device import has_native_bf16
 from consilium.training.sharding import spared_bytes
 
 # memory tracker --------------------------------------------------------------------------------------------------------
 # The bytes of tensors, fake or real, that are alive while a model computes.
 
 
-class Live(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of live storages, now and at the peak. The storages `known` are not counted."""
 
     def __init__(self, known: Set[int]) -> None:
@@ -179,7 +179,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
         held = {storage._cdata: storage.nbytes() for storage in storages}
         model.train()
         with (
-            Live(held.keys()) as live,
+            MemoryTracker(held.keys()) as live,
             allow_meta_compute(),
             torch.autocast("cpu", torch.bfloat16, enabled=computes_in_bf16(config, gpu)),
         ):
@@ -221,7 +221,7 @@ def remedies(config: JobConfig, sharded: bool = False, gpu: bool = True) -> Iter
     left out.
     """
     raw, said = config.model_dump(mode="json"), dict[str, str]()
-    quick = gpu or multiplies_bf16()
+    quick = gpu or has_native_bf16()
     nf4 = {"model": {"dtype": "nf4"}, **({"training": {"precision": "bf16"}} if quick else {})}
     first, last = [*([BF16] if quick else []), CHECKPOINTING], [] if sharded else [nf4]
     smaller, batch, accumulate = [], raw["training"]["batch_size"], raw["training"]["accumulate"]

@@ -23,17 +23,17 @@ from consilium.data.datalist import DataList
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.saved_model import keeps_local
 from consilium.federation.trainable_checks import (
-    base_shapes,
     check_adapter_start,
-    check_blend,
     check_decoder_and_dora,
+    check_interpolation,
     check_server_step_and_state,
     shared_weight_warning,
+    trained_base_shapes,
 )
 from consilium.models.architecture import refuse_gguf
 from consilium.models.base_weights import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
-from consilium.models.low_precision import require_stored, store_frozen_as
+from consilium.models.low_precision import require_storable, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
@@ -61,7 +61,7 @@ class Job:
         return at_one_rank(self.config.strategy, rank)
 
     @cached_property
-    def norm(self) -> float:
+    def initial_norm(self) -> float:
         """The Euclidean norm of the adapter tensors that every site starts from."""
         return norm(self.initial)
 
@@ -82,21 +82,21 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         own = adapter.shapes(model, config.adapter, base)
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
-        shapes |= base_shapes(model, names) | adapter_state.head_shapes(model)
+        shapes |= trained_base_shapes(model, names) | adapter_state.head_shapes(model)
         warnings = [*config.task.warnings(), *shared_weight_warning(model, own)]
         if config.strategy.traits.pools_data and (steps := config.training.local_steps):
             warnings.append(
                 f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "
                 f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
             )
-        require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
-    begin, seed = adapter.start or adapter_state.start, config.training.seed
+        require_storable(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
+    begin, seed = adapter.start or adapter_state.initial_tensor, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, tuple(warnings))
     _check_adapter(config, adapter, source)
     check_decoder_and_dora(config, names, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
-    check_blend(job.strategy, model, base, source)
+    check_interpolation(job.strategy, model, base, source)
     _check_privacy(job, source)
     check_server_step_and_state(config, job.strategy, job.initial, source)
     check_adapter_start(config, job.initial, source)
@@ -138,7 +138,7 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         return
     if strategy.traits.pools_data:
         raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
-    if job.config.dpsgd and (why := _why_not_charged(strategy) or _why_not_a_sum(job)):
+    if job.config.dpsgd and (why := _uncharged_work_reason(strategy) or _distributed_dpsgd_refusal_reason(job)):
         raise ConfigError(f"{source}: {why}")
     parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
     if thinned := [name for name, part in parts if job.config.dpsgd and part and part.empty != "keep"]:
@@ -153,7 +153,7 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         )
 
 
-def _why_not_charged(strategy: Strategy) -> str | None:
+def _uncharged_work_reason(strategy: Strategy) -> str | None:
     """Return why record- and patient-level privacy do not cover all of a strategy's work at a site; None if they do."""
     traits, own = strategy.traits, type(strategy).local_update is not Strategy.local_update
     reads = traits.probe_fraction or traits.fits_after_last_round or FEATURE_SHIFT in traits.parts
@@ -165,7 +165,7 @@ def _why_not_charged(strategy: Strategy) -> str | None:
     return None
 
 
-def _why_not_a_sum(job: Job) -> str | None:
+def _distributed_dpsgd_refusal_reason(job: Job) -> str | None:
     """Return why a strategy cannot train by DP-SGD steps over all sites (`trust: distributed`); None if it can.
 
     Also None for `trust: local`, where each site takes its own steps.
@@ -247,13 +247,13 @@ def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site'
     """
     if config.checkpoint is None:
         return None
-    path = in_checkpoints("model.checkpoint", config.checkpoint, site, whose)
+    path = resolve_checkpoint_path("model.checkpoint", config.checkpoint, site, whose)
     refuse_adapter(path)
     refuse_gguf(path)
     return path
 
 
-def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
+def resolve_checkpoint_path(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
     """Return `path` with ${SITE} replaced by the site's checkpoint folder. Raises ConfigError without such a folder."""
     if "${SITE}" in path and site.checkpoints is None:
         raise ConfigError(

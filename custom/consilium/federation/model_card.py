@@ -8,7 +8,7 @@ from consilium import __version__
 from consilium.config.job import JobConfig
 from consilium.core.messages import SPLITS, MetricKey, Stage
 from consilium.core.sanitize import markdown_cell
-from consilium.report.tables import number
+from consilium.report.tables import number_text
 from consilium.strategies.strategy import label_of
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
@@ -106,7 +106,7 @@ def page(card: Card) -> str:
     )
     which = _WHICH[Stage(card.stage)]
     if card.best is not None:
-        which += f"; of all rounds the best on the site's validation data ({number(card.best)})"
+        which += f"; of all rounds the best on the site's validation data ({number_text(card.best)})"
     rows = [
         ("model of", whose),
         ("which", which),
@@ -128,7 +128,8 @@ def page(card: Card) -> str:
             f"| score | value | {card.interval} |",
             "|---|---|---|",
             *(
-                f"| {markdown_cell(name)} | {number(value)} | {'-' if None in ends else ' to '.join(map(number, ends))} |"
+                f"| {markdown_cell(name)} | {number_text(value)} | "
+                f"{'-' if None in ends else ' to '.join(map(number_text, ends))} |"
                 for name, (value, *ends) in card.scores.items()
             ),
         ]

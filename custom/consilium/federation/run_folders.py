@@ -5,7 +5,7 @@ from pathlib import Path
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import locked, make_private_folder, read_json, write_json
+from consilium.core.storage import lock_folder, make_private_folder, read_json, write_json
 from consilium.privacy.ledger.audit_log import FILE, load_record
 
 RUNS, OWNER = "runs", "owner.json"
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)
 
 
-def check_name(name: str) -> str:
+def check_run_name(name: str) -> str:
     """Return a run's name if it can name a folder. Raises ConfigError otherwise."""
     if not _NAME.fullmatch(name) or len(name) > LENGTH:
         raise ConfigError(
@@ -33,7 +33,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def default_name(job: str, job_id: str) -> str:
+def default_run_name(job: str, job_id: str) -> str:
     """Return the name of a run whose submission gives none. It differs for every submission."""
     return f"{job[: LENGTH - 9]}-{job_id[:8]}"
 
@@ -50,8 +50,8 @@ def claim_run_folder(state: Path, name: str, submitter: str, site: str = "") -> 
     """
     runs = make_private_folder(state / RUNS)
     runs.chmod(0o700)
-    folder = runs / check_name(name)
-    with locked(runs):
+    folder = runs / check_run_name(name)
+    with lock_folder(runs):
         twins = [p.name for p in runs.iterdir() if p.name != name and p.name.casefold() == name.casefold()]
         if twins:
             raise ConfigError(f"experiment: {name!r}: there is a run {twins[0]!r}; give this one a name that differs more")
@@ -64,7 +64,7 @@ def claim_run_folder(state: Path, name: str, submitter: str, site: str = "") -> 
 
 def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | None:
     """Return STATE/runs/NAME, None if it does not exist. Raises ConfigError for an invalid name or another owner's run."""
-    folder = state / RUNS / check_name(name)
+    folder = state / RUNS / check_run_name(name)
     if (owner := _owner(folder)) is None:
         return None
     _check_owner(folder, owner, submitter, site, "cross_site.run", "give one of yours")

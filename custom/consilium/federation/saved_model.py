@@ -56,12 +56,12 @@ class SavedModel:
 
 
 def write_adapter_folder(
-    folder: Path, kept: SavedModel, others: Tensors, config: JobConfig, card: Card, plan: Plan | None = None
+    folder: Path, kept: SavedModel, export_tensors: Tensors, config: JobConfig, card: Card, plan: Plan | None = None
 ) -> None:
     """Write an adapter folder, readable by this user only, in place of an older one.
 
-    `others`: its tensors for other programs, see `changes_to_parameters`. The folder gets its name last, so a crash leaves no
-    incomplete folder under that name.
+    `export_tensors`: its tensors for other programs, see `convert_changes_to_parameters`. The folder gets its name last, so a
+    crash leaves no incomplete folder under that name.
     """
     made = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(made, ignore_errors=True)
@@ -81,7 +81,7 @@ def write_adapter_folder(
         found.append(f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.")
     card = replace(card, notes=(*card.notes, *found))
     with name_path_in_errors(made):
-        export_adapter(made, others, config, plan)
+        export_adapter(made, export_tensors, config, plan)
     save_state(made / TENSORS, kept.values, {"forward": kept.stored_forward_settings, "card": card.to_dict()})
     write_atomic(made / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     write_atomic(made / CARD, page(card).encode())
@@ -138,12 +138,12 @@ def read_best(path: Path) -> tuple[SavedModel, float] | None:
     return SavedModel(values, **meta["forward"]), float(meta["score"])
 
 
-def leading(config: JobConfig, reported: Iterable[str]) -> str:
+def leading_score_name(config: JobConfig, reported: Iterable[str]) -> str:
     """Return the name of the score by which the job's models are compared, among the `reported` ones."""
     return TASKS[config.task.name].scores(config.task).leading_name(reported)
 
 
-def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch.Tensor], who: str) -> set[str]:
+def load_except_missing_blocks(model: nn.Module, strategy: Strategy, values: Mapping[str, torch.Tensor], who: str) -> set[str]:
     """Load `values` into the model, and skip the blocks whose tensors are missing in `values`; return these blocks.
 
     Raises CheckpointError for a missing tensor that belongs to no block, or a strategy that skips none. `who` begins the
@@ -176,10 +176,10 @@ def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:
     return any(strategy.role(name, *place) is Role.LOCAL for name in names for place in strategy.traits.phase_schedule())
 
 
-def changes_to_parameters(model: nn.Module, values: Tensors) -> Tensors:
+def convert_changes_to_parameters(model: nn.Module, values: Tensors) -> Tensors:
     """Return `values` for other programs: changes of base parameters become the parameters, under the base's own names."""
     own = {name: tensor for name, tensor in values.items() if not is_base(name)}
-    return own | adapter_state.trained_base_values(model, values)
+    return own | adapter_state.base_plus_changes(model, values)
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:

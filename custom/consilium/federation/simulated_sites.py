@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import few, shown
+from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import read_json
 from consilium.data.fingerprint import fingerprint
 from consilium.data.folders import import_command
@@ -60,7 +60,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
     return names
 
 
-class Kept(NamedTuple):
+class RecordedSites(NamedTuple):
     """A run's sites as recorded in its folder, in order, which is also the order of pooled data.
 
     `sites`: the paths of each site's data lists; None for a site with generated data. `content`: a fingerprint of each site's
@@ -71,10 +71,10 @@ class Kept(NamedTuple):
     content: Mapping[str, str]
 
 
-def record_sites(sites: Mapping[str, SiteConfig]) -> Kept:
+def sites_record(sites: Mapping[str, SiteConfig]) -> RecordedSites:
     """Return the record of a run's sites that its folder stores."""
     generated = [name for name, one in sites.items() if one.model_copy(update={"checkpoints": None}) == SiteConfig()]
-    return Kept(
+    return RecordedSites(
         {
             name: None if name in generated else sorted(os.path.abspath(path) for path in _datalist_paths(site))
             for name, site in sites.items()
@@ -88,20 +88,20 @@ def _datalist_paths(site: SiteConfig) -> list[Path]:
     return [path for path in lists if path is not None]
 
 
-def read_recorded_sites(folder: Path) -> Kept:
+def read_recorded_sites(folder: Path) -> RecordedSites:
     """Return the recorded sites of the run in `folder`, empty if there is no record. Raises ConfigError for a damaged one."""
     path = folder / SIMULATION
     try:
         found = read_json(path) if path.is_file() else {}
         sites = {name: lists if lists is None else list(map(str, lists)) for name, lists in found.get("sites", {}).items()}
-        return Kept(sites, {name: str(content) for name, content in found.get("content", {}).items()})
+        return RecordedSites(sites, {name: str(content) for name, content in found.get("content", {}).items()})
     except (OSError, ValueError, AttributeError, TypeError):
         raise ConfigError(f"--resume: {path}: cannot be read; start the run anew in another --workspace") from None
 
 
-def check_same_sites(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None:
+def check_same_sites(folder: Path, was: RecordedSites, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError if the run in `folder`, recorded with the sites `was`, would be resumed with other sites or data."""
-    now, run = record_sites(sites), f"the run in {folder}"
+    now, run = sites_record(sites), f"the run in {folder}"
     before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))
     if before and not given:
         name, lists = next(iter(before.items()))
@@ -139,7 +139,7 @@ def _numbered_names(count: int) -> list[str]:
 
 
 def _format_names(names: list[str]) -> str:
-    return few([shown(name) for name in names], 8)
+    return first_names_text([shown(name) for name in names], 8)
 
 
 def _check_names(names: list[str], where: str) -> None:

@@ -29,7 +29,7 @@ from consilium.strategies.strategy import Role, Strategy
 ROLES: dict[Decoder, Role] = {"share": Role.SHARED, "keep": Role.LOCAL}
 
 
-def base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
+def trained_base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
     """Return the shapes of the base's trained parameters, by their adapter tensor names."""
     parameters = dict(model.named_parameters())
     return {name: tuple(parameters[name.partition(".")[2]].shape) for name in names}
@@ -67,7 +67,7 @@ def check_adapter_start(config: JobConfig, names: Iterable[str], source: Path | 
             raise ConfigError(f"{what}: sites keep {name!r} and start it from the base; share or freeze the decoder")
 
 
-def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: Path | str) -> None:
+def check_interpolation(strategy: Strategy, model: nn.Module, base: ModelKind, source: Path | str) -> None:
     """Raise ConfigError if FedDPA's weighting by similarity is not possible for the model.
 
     A language model would weigh a text by its answer. Other models need a single point between encoder and head.
@@ -138,7 +138,7 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
             "leave it out"
         )
     uploads = any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.phase_schedule())
-    if server is not None and (server.optimizer or server.robust) and not uploads:
+    if server is not None and (server.optimizer or server.is_robust) and not uploads:
         raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
     if config.training.optimizer_state == "kept" and (strategy.traits.scales_adapter or not strategy.traits.fixed_basis):
         raise ConfigError(

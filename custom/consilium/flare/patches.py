@@ -46,7 +46,7 @@ class Patch:
     sha256: str
     seen: tuple[str, ...] = (PINNED,)
 
-    def check(self) -> Any:
+    def checked_owner(self) -> Any:
         """Return the class or module that has the attribute `name`. Raises ConfigError if FLARE's source has another digest."""
         *path, name = self.name.split(".")
         try:
@@ -65,7 +65,7 @@ class Patch:
 
     def wrap(self, around: Callable[..., Any]) -> None:
         """Replace the method by a call of `around` with the original method and its arguments. Raises ConfigError."""
-        owner, name = self.check(), self.name.rpartition(".")[2]
+        owner, name = self.checked_owner(), self.name.rpartition(".")[2]
         method = getattr(owner, name)
 
         @wraps(method)
@@ -76,7 +76,7 @@ class Patch:
 
     def replace(self, value: Any) -> None:
         """Set the name in FLARE's module to `value`. Raises ConfigError."""
-        setattr(self.check(), self.name, value)
+        setattr(self.checked_owner(), self.name, value)
 
 
 SERVER_HEARTBEAT = Patch(
@@ -171,7 +171,7 @@ PATCHES = {
 def check(role: str) -> str:
     """Return a line for the doctor if all patches of a role fit the installed FLARE. Raises ConfigError otherwise."""
     for patch in PATCHES[role]:
-        patch.check()
+        patch.checked_owner()
     return f"nvflare {nvflare.__version__}: all {len(PATCHES[role])} places that this package replaces are the known ones"
 
 
@@ -181,13 +181,13 @@ _thread = threading.Lock()
 """Acquired by the first timer, which starts the thread that calls all timers. It is never released."""
 
 
-def _wait_for_timer(seconds: float | None = None) -> None:
+def _wait_for_new_timer(seconds: float | None = None) -> None:
     """Return after `seconds`, or as soon as another timer is started, because that timer may be due earlier."""
     _started.wait(seconds)
     _started.clear()
 
 
-_timers = sched.scheduler(time.monotonic, _wait_for_timer)
+_timers = sched.scheduler(time.monotonic, _wait_for_new_timer)
 
 
 class SharedTimer:
@@ -220,7 +220,7 @@ class SharedTimer:
 
 def _run_timers() -> None:
     while True:
-        _wait_for_timer()
+        _wait_for_new_timer()
         _timers.run()  # returns when no timer is left
 
 

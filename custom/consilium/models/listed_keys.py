@@ -86,9 +86,9 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
             found[key] = value
         elif key in _GENERATION or value in ({}, [], "") or _FORMER.get(key) == value:
             continue
-        elif value is None or isinstance(value, bool | int | float) or _is_numbers(value):
-            found |= {key: value} if key in _names(kind) else {}
-        elif key in _names(kind) and not isinstance(value, dict):
+        elif value is None or isinstance(value, bool | int | float) or _is_number_list(value):
+            found |= {key: value} if key in _names_in_code(kind) else {}
+        elif key in _names_in_code(kind) and not isinstance(value, dict):
             _check_value(value, kind, key, where)
             found[key] = value
         else:
@@ -175,7 +175,7 @@ def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int
         elif isinstance(item, str):
             if name not in ("rope_type", "type") or item not in {"default", "mrope", *ROPE_INIT_FUNCTIONS, *_words(kind)}:
                 raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a rotary position known; {_REMEDY}")
-        elif not (item is None or isinstance(item, bool | int | float) or _is_numbers(item)):
+        elif not (item is None or isinstance(item, bool | int | float) or _is_number_list(item)):
             raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a number; {_REMEDY}")
 
 
@@ -229,15 +229,15 @@ def _words(kind: type[PreTrainedConfig]) -> frozenset[str]:
     return frozenset().union(*(texts for texts, _ in _module_literals_and_names(kind)))
 
 
-def _names(kind: type[PreTrainedConfig]) -> frozenset[str]:
+def _names_in_code(kind: type[PreTrainedConfig]) -> frozenset[str]:
     return frozenset().union(*(part for parts in _module_literals_and_names(kind) for part in parts))
 
 
-def _is_numbers(value: Any) -> bool:
+def _is_number_list(value: Any) -> bool:
     """Return whether a value is a (nested) list of numbers."""
     if not isinstance(value, list | tuple):
         return False
-    return all(item is None or isinstance(item, bool | int | float) or _is_numbers(item) for item in value)
+    return all(item is None or isinstance(item, bool | int | float) or _is_number_list(item) for item in value)
 
 
 def _quoted(value: Any) -> str:

@@ -74,7 +74,7 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
     return found
 
 
-def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
+def require_storable(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
     """Raise ConfigError if `store_frozen_as` would leave over half of the frozen numbers, without embeddings, unchanged.
 
     Experts stored as one tensor are left unchanged. Quantized types are refused if a model's code rescales weights in place.

@@ -80,11 +80,11 @@ def build_on_meta_device() -> Iterator[None]:
     """
     modules, parameters = itertools.count(), itertools.count()
 
-    def parameter(parent: nn.Module, name: str, own: nn.Parameter | None) -> None:
+    def count_parameter(parent: nn.Module, name: str, own: nn.Parameter | None) -> None:
         _require_few(next(parameters))
 
     with torch.device("meta"), _NoNumbers():
-        hook = register_module_parameter_registration_hook(parameter)
+        hook = register_module_parameter_registration_hook(count_parameter)
         with _LOCK:
             _counting.append(modules)
             nn.Module.__init__ = _count_and_make  # type: ignore[method-assign,assignment]

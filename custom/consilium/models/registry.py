@@ -53,7 +53,7 @@ class ModelConfig(Section):
         """The 8-bit colour of padding: the model's pixel mean, which becomes 0."""
         return 0, 0, 0
 
-    def packs(self) -> bool:
+    def supports_packing(self) -> bool:
         """Return whether several texts can be packed into one row without influencing each other."""
         return False
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import few
+from consilium.core.sanitize import first_names_text
 from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")
@@ -119,4 +119,4 @@ def _all_of(name: str, kind: str, layers: list[str]) -> str:
 
 def _shown_layers(names: Iterable[str]) -> str:
     """Return names of layers for a message, without block numbers, each once."""
-    return few(list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)))
+    return first_names_text(list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)))

@@ -59,7 +59,11 @@ def build(
     """
     shape = transformers_config(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
-        return _fill(auto, folder, shape, options, known) if weights else _build_without_weights(auto, shape, options)
+        return (
+            _build_with_weights(auto, folder, shape, options, known)
+            if weights
+            else _build_without_weights(auto, shape, options)
+        )
     except ImportError as error:
         found = re.search(r"requires the (\S+) library", str(error))
         what = (
@@ -106,11 +110,11 @@ def load_tokenizer(
     check_backend(tokenizer, str(folder))
     if writes and tokenizer.eos_token_id is None:
         raise CheckpointError(f"model.checkpoint: {folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
-    _require_rows(folder, tokenizer, config or {})
+    _fit_tokenizer_to_model(folder, tokenizer, config or {})
     return tokenizer
 
 
-def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> None:
+def _fit_tokenizer_to_model(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> None:
     text = config.get("text_config")
     rows = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(rows, int):
@@ -268,7 +272,9 @@ def transformers_config(config: Mapping[str, Any], auto: Any, known: Known) -> P
     return shape
 
 
-def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any], known: Known) -> PreTrainedModel:
+def _build_with_weights(
+    auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any], known: Known
+) -> PreTrainedModel:
     """Return the model with the folder's weights. A missing, extra or differently shaped tensor raises CheckpointError."""
     folder = _require_folder(folder)
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):

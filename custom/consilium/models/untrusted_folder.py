@@ -78,10 +78,10 @@ def link_weights(folder: Path, remedy: str) -> Iterator[Path]:
     """
     refuse_adapter(folder)
     with _temporary_view() as view:
-        if _present(folder / WEIGHTS):
+        if _is_present(folder / WEIGHTS):
             _link(view, folder, WEIGHTS)
             refuse_adapter_tensors(folder / WEIGHTS, tensor_names(view / WEIGHTS))
-        elif _present(folder / INDEX):
+        elif _is_present(folder / INDEX):
             parts = _tensor_files(folder)
             refuse_adapter_tensors(folder / INDEX, parts)
             for name in sorted(set(parts.values())):
@@ -118,8 +118,8 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
 
     Raises CheckpointError for settings of another form, and for a tokenizer.json that may grow or backtrack without bound.
     """
-    model = read_json(folder, "config.json") if _present(folder / "config.json") else None
-    given = read_json(folder, "tokenizer_config.json") if _present(folder / "tokenizer_config.json") else None
+    model = read_json(folder, "config.json") if _is_present(folder / "config.json") else None
+    given = read_json(folder, "tokenizer_config.json") if _is_present(folder / "tokenizer_config.json") else None
     name = given.get("tokenizer_class") if given and "auto_map" in given else None
     if isinstance(name, str) and not (
         _CLASS.fullmatch(name) and any(map(tokenizer_class_from_name, (name, name.removesuffix("Fast"))))
@@ -130,9 +130,9 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
             (view / "config.json").write_text(json.dumps(_tokenizer_entries(model)), encoding="utf-8")
         if given is not None:
             _write_settings(view, folder, "tokenizer_config.json", given)
-        if _present(folder / "special_tokens_map.json"):
+        if _is_present(folder / "special_tokens_map.json"):
             _write_settings(view, folder, "special_tokens_map.json", read_json(folder, "special_tokens_map.json"))
-        if _present(folder / "added_tokens.json"):
+        if _is_present(folder / "added_tokens.json"):
             added = read_json(folder, "added_tokens.json")
             for token, at in added.items():
                 if type(at) is not int or not _is_token(token):
@@ -141,13 +141,13 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
                         "number; use the file that the model's publisher ships"
                     )
             (view / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
-        if _present(folder / "chat_template.jinja"):
+        if _is_present(folder / "chat_template.jinja"):
             _link(view, folder, "chat_template.jinja", LONGEST_TEMPLATE)
-        if _present(folder / PROGRAM):
+        if _is_present(folder / PROGRAM):
             check_tokenizer_json(read_json(folder, PROGRAM), str(folder / PROGRAM))
             _link(view, folder, PROGRAM, LARGEST_JSON)
         for name in VOCABULARIES:
-            if _present(folder / name):
+            if _is_present(folder / name):
                 _link(view, folder, name, LARGEST_JSON)
         yield view
 
@@ -272,7 +272,7 @@ def _link(view: Path, folder: Path, name: str, most: int | None = None) -> None:
     (view / name).symlink_to(plain_file(folder, name, most))
 
 
-def _present(path: Path) -> bool:
+def _is_present(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 

@@ -140,7 +140,7 @@ def _check_steps(program: Mapping[str, Any]) -> None:
     """Raise ValueError for a step that is not listed, or for steps that let a text grow without bound."""
     lengthening = list[str]()
     for place, kinds in _STEPS.items():
-        steps, growth = list(_flat(program.get(place), place)), 1.0
+        steps, growth = list(_flat_steps(program.get(place), place)), 1.0
         if len(steps) > STEPS:
             raise ValueError(f"{place}: {len(steps)} steps, at most {STEPS} are possible")
         for where, step in steps:
@@ -158,7 +158,7 @@ def _check_steps(program: Mapping[str, Any]) -> None:
                 )
 
 
-def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _flat_steps(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (location, step) for all steps in one entry, which may be a nested Sequence."""
     if step is None:
         return
@@ -172,7 +172,7 @@ def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[
         if not isinstance(parts, list):
             raise ValueError(f"{where}.{key}: {quoted(parts)} is not a list of steps")
         for number, part in enumerate(parts):
-            yield from _flat(part, f"{where}.{key}[{number}]", depth + 1)
+            yield from _flat_steps(part, f"{where}.{key}[{number}]", depth + 1)
 
 
 def _checked_growth(step: Mapping[str, Any], where: str) -> float:
@@ -183,7 +183,7 @@ def _checked_growth(step: Mapping[str, Any], where: str) -> float:
     grown = 1.0
     for key, value in step.items():
         if key == "pattern":
-            least = _checked_min_length(value, f"{where}.pattern")
+            least = _checked_match_length(value, f"{where}.pattern")
             content = step.get("content", "")
             if isinstance(content, str) and content != unicodedata.normalize("NFKD", content):
                 raise ValueError(f"{where}.content: {quoted(content)} is lengthened again by Unicode's forms")
@@ -227,7 +227,7 @@ def _longest_replacement(charsmap: Any, where: str) -> float:
     return float(longest)
 
 
-def _checked_min_length(value: Any, where: str) -> int:
+def _checked_match_length(value: Any, where: str) -> int:
     """Return the least number of characters that a pattern matches. Raises ValueError for one that may search for long."""
     named = value if isinstance(value, dict) and len(value) == 1 else {}
     if isinstance(text := named.get("String"), str) and 0 < len(text) <= LONGEST_WORD:

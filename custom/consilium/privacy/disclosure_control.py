@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.schema import Section
-from consilium.core.storage import locked, read_json, write_json
+from consilium.core.storage import lock_folder, read_json, write_json
 from consilium.data.counts import Tally, class_cells, grey_bin_names
 from consilium.data.settings import PictureSettings
 
@@ -124,21 +124,21 @@ def question_hash(config: JobConfig) -> str:
     return hashlib.sha256(json.dumps([section, kept, config.data.model_dump(mode="json")]).encode()).hexdigest()
 
 
-def check_question(folder: Path, dataset: str, config: JobConfig, listed: str = "") -> None:
-    """Raise RefusedError if the site has answered a different question about this data set; `listed` as in `answer_once`."""
-    _read_stored_answer(folder, _stored_name(folder, dataset, listed), config)
+def check_question(folder: Path, dataset: str, config: JobConfig, list_path: str = "") -> None:
+    """Raise RefusedError if the site has answered a different question about this data set; `list_path` as in `answer_once`."""
+    _read_stored_answer(folder, _stored_name(folder, dataset, list_path), config)
 
 
 def answer_once(
-    folder: Path, dataset: str, config: JobConfig, counted: Tally, terms: Terms, listed: str = ""
+    folder: Path, dataset: str, config: JobConfig, counted: Tally, terms: Terms, list_path: str = ""
 ) -> dict[str, Any]:
     """Return the one answer about a data set. The first call computes it and stores it in `folder`.
 
-    `listed`: the path of the data list, the former name of the data set; an answer stored under it stays valid. Raises
+    `list_path`: the path of the data list, the former name of the data set; an answer stored under it stays valid. Raises
     RefusedError if a different question was answered before, or the stored answer cannot be read.
     """
-    with locked(folder / FOLDER):
-        dataset = _stored_name(folder, dataset, listed)
+    with lock_folder(folder / FOLDER):
+        dataset = _stored_name(folder, dataset, list_path)
         if (found := _read_stored_answer(folder, dataset, config)) is None:
             least = max(terms.minimum, config.statistics.minimum if config.statistics else 0)
             found = disclose(counted, config, least).model_dump(mode="json")
@@ -146,8 +146,8 @@ def answer_once(
     return found
 
 
-def _stored_name(folder: Path, dataset: str, listed: str) -> str:
-    return listed if listed and _answer_path(folder, listed).exists() else dataset
+def _stored_name(folder: Path, dataset: str, list_path: str) -> str:
+    return list_path if list_path and _answer_path(folder, list_path).exists() else dataset
 
 
 def _read_stored_answer(folder: Path, dataset: str, config: JobConfig) -> dict[str, Any] | None:

@@ -88,7 +88,7 @@ def dpsgd(plan: Plan | None, seed: int | None, patients: tuple[tuple[int, ...], 
     """
     if plan is None or isinstance(plan.config, SiteLevelDpConfig):
         return None
-    noise = 0.0 if plan.by_step else plan.noise_multiplier
+    noise = 0.0 if plan.is_distributed_dpsgd else plan.noise_multiplier
     return DpSgd(noise, plan.config.clip, plan.event.sample_rate, seed, patients, max_samples_per_patient(plan.config))
 
 

@@ -97,7 +97,7 @@ def geometry(peer: Tensor, side: Literal["left", "right"], scale: float, symmetr
     return Geometry(side, torch.from_numpy(forward), torch.from_numpy(back))
 
 
-def privatize(
+def privatized_coordinates(
     update: Mapping[str, Tensor],
     geometries: Mapping[str, Geometry],
     clip: float,
@@ -115,7 +115,7 @@ def privatize(
     groups = [{name: tensor} for name, tensor in clean.items()] if each else [clean]
     clipped = {name: tensor for group in groups for name, tensor in clip_to_grid(group, clip).items()}
     released = add_share(clipped, deviation, bits)
-    return released, outcome_of(clean, in_reals(clipped), in_reals(released), deviation * UNIT)
+    return released, outcome_of(clean, to_real_numbers(clipped), to_real_numbers(released), deviation * UNIT)
 
 
 def whiten_update(geometries: Mapping[str, Geometry], update: Mapping[str, Tensor]) -> Tensors:
@@ -128,7 +128,7 @@ def restore_update(geometries: Mapping[str, Geometry], coordinates: Tensors) -> 
     return {name: geometries[name].restore(t) if name in geometries else t for name, t in coordinates.items()}
 
 
-def in_reals(integers: Tensors) -> Tensors:
+def to_real_numbers(integers: Tensors) -> Tensors:
     """Convert whole units of the grid to real numbers, float64."""
     return {name: tensor.double() * UNIT for name, tensor in integers.items()}
 

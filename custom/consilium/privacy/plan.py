@@ -114,12 +114,12 @@ class Plan:
         return self.noise_multiplier * self.sensitivity * parts[self.config.trust]
 
     @property
-    def largest_noised(self) -> float:
+    def largest_noised_number(self) -> float:
         """The largest number that clip and noise may come to, at a site."""
         return self.clip + DEVIATIONS * self.site_noise
 
     @property
-    def by_step(self) -> bool:
+    def is_distributed_dpsgd(self) -> bool:
         """Whether a round is one step of DP-SGD over all sites."""
         return self.config.unit != "site" and self.config.trust == "distributed"
 
@@ -154,9 +154,11 @@ class Plan:
                 f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
             )
         could = Terms(sites, default_threshold(sites), default_threshold(sites), self.colluders)
-        if self.config.trust == "distributed" and self.shares < could.honest and not could.problem:
-            least = f"`secure_aggregation.threshold: {could.threshold}` makes them {could.honest}, and a site's noise"
-            smaller = math.sqrt(self.shares / could.honest)
+        if self.config.trust == "distributed" and self.shares < could.least_honest_sites and not could.problem:
+            least = (
+                f"`secure_aggregation.threshold: {could.threshold}` makes them {could.least_honest_sites}, and a site's noise"
+            )
+            smaller = math.sqrt(self.shares / could.least_honest_sites)
             found.append(f"noise counts on {self.shares} honest shares; {least} {smaller:.2f} of it")
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
             found.append(f"calibration paper: {printed_epsilon(self.config)} is not kept; the epsilon of the claim is")
@@ -189,7 +191,7 @@ class Plan:
         named = f"{self.config.unit} level, {self.config.adjacency}, trust {self.config.trust}"
         against = AGAINST[self.config.trust].format(colluders=self.colluders)
         hidden = HIDDEN[self.config.unit, self.config.adjacency]
-        if self.config.unit != "site" and not self.by_step:
+        if self.config.unit != "site" and not self.is_distributed_dpsgd:
             hidden += f"; how many {self.config.unit}s a site has is public"
         void = f"{not_private_sentence(self.seeded)} " if self.seeded else ""
         kept = f"{void}epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
@@ -236,12 +238,12 @@ def _distributed_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) 
     if masked is None:
         raise ConfigError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
     shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
-    made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
+    made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else distributed_step_plan(privacy, releases)
     found = replace(made, shares=shares, colluders=masked.colluders)
-    if masked.bound is not None and masked.bound < found.largest_noised:
+    if masked.bound is not None and masked.bound < found.largest_noised_number:
         raise ConfigError(
             f"secure_aggregation.bound: {masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise; "
-            f"give {found.largest_noised:.3g} or more, or leave it out"
+            f"give {found.largest_noised_number:.3g} or more, or leave it out"
         )
     return found
 
@@ -271,7 +273,7 @@ def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
     return _plan(privacy, releases)
 
 
-def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
+def distributed_step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
     """Return the plan of `releases` DP-SGD steps over the units of all sites, the same for every site.
 
     Raises ConfigError for a budget that no noise can keep.

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
 from consilium.privacy.ledger.audit_log import FILE
-from consilium.report.tables import Table, columns, only_true, size, stamp
+from consilium.report.tables import Table, columns, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import Number, as_finite_float
 
 MOST_ROWS = 500
@@ -43,7 +43,7 @@ class _Message(BaseModel):
     step: str = ""
 
 
-def audit_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> tuple[Table, Table | None]:
+def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> tuple[Table, Table | None]:
     """Return a table of the messages in an audit record, see ledger/audit.py, and one of their tensors, None without tensors.
 
     `run`: the end of both titles. A message of a form that no guard writes is counted in a note; if `strict`, it raises
@@ -80,11 +80,11 @@ def _message_table(messages: Sequence[_Message], unread: int, run: str) -> Table
         more = f" and {len(said) - 6} more" if len(said) > 6 else ""
         asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
         row = [
-            "-" if one.time is None else stamp(one.time),
+            "-" if one.time is None else timestamp_text(one.time),
             shown(one.kind, 40),
             asked + (f", phase {one.phase + 1}" if asked and one.phase else ""),
             str(len(there)),
-            size(sum(tensor.bytes for tensor in there)),
+            size_text(sum(tensor.bytes for tensor in there)),
         ]
         told = shown(one.reason or one.what or one.step) or ", ".join(said[:6]) + more
         hidden = f"masked; read by nobody alone; threshold {one.masked.threshold} of {one.masked.asked}" if one.masked else ""

@@ -12,7 +12,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import make_private_folder, open_private, write_figure
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.settings import PictureSettings
-from consilium.report.page.check_page import read_overview
+from consilium.report.page.check_page import read_picture_or_plane
 from consilium.report.tables import Table, columns
 
 EXAMPLES = 3
@@ -68,7 +68,7 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
         for axis, number in zip(row, [*wanted, *[None] * EXAMPLES][:EXAMPLES], strict=False):
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
-            if number is not None and (shot := read_overview(items[number], settings)) is not None:
+            if number is not None and (shot := read_picture_or_plane(items[number], settings)) is not None:
                 step = max(1, max(shot.shape) // 256)
                 axis.imshow(shot[::step, ::step])
         row[0].set_ylabel(shown(name, 24), fontsize=8, parse_math=False)

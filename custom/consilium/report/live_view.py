@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, count_with_noun, rich_line, shown
 from consilium.report.run_fraction import RunFraction
-from consilium.report.tables import Column, Table, only_true, terminal
+from consilium.report.tables import Column, Table, only_true, terminal_table
 from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events
 from consilium.tasks.registry import Scores, task_scores
 
@@ -74,7 +74,7 @@ def early_stop_text(line: Mapping[str, Any]) -> str:
     return f"ended after round {line['round']} of {line['rounds']}: {no_better}"
 
 
-def last_round(progress: Mapping[str, Any]) -> int:
+def rounds_before_final_evaluation(progress: Mapping[str, Any]) -> int:
     """Return the number of rounds before the final evaluation of a run."""
     early = progress.get("ended")
     return int(early["round"] if early else progress["rounds"])
@@ -177,7 +177,7 @@ class LiveScreen(ABC):
     def render(self) -> Group:
         """Return the bar and the lines below it."""
 
-    def bar(self, done: float, now: str, eta: str) -> Progress:
+    def update_bar(self, done: float, now: str, eta: str) -> Progress:
         """Set the bar to `done` units of work, with the texts `now` and `eta`, and return it."""
         self._bar.update(self._task, completed=done, description=now, eta=f"ETA {eta}" if eta else "")
         return self._bar
@@ -273,11 +273,11 @@ class LiveView(LiveScreen):
             told = told or "nothing to score"
         else:
             phase = f" phase {self.run.phase + 1}/{self.run.phases}" if self.run.phases > 1 else ""
-            when, eta = f"round {event['round'] + 1}/{self.run.rounds}{phase}", self._eta()
+            when, eta = f"round {event['round'] + 1}/{self.run.rounds}{phase}", self._eta_text()
             told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, eta and f"ETA {eta}") if part)
         self.say(f"{when}  {shown(event['site'])}: {told}")
 
-    def _eta(self) -> str:
+    def _eta_text(self) -> str:
         left = self.run.seconds_left
         return "" if left is None else f"{left:.0f} s"
 
@@ -285,8 +285,10 @@ class LiveView(LiveScreen):
         """Return the bar and a row per site."""
         rounds = self.run.rounds
         now = self.loading or f"round {min(self.run.round + 1, rounds)}/{rounds}"
-        bar = self.bar(self.run.fraction * rounds, now, self._eta())
-        return Group(bar, *([terminal(self._table(), self.console.width, "a wider terminal has them")] if self.sites else []))
+        bar = self.update_bar(self.run.fraction * rounds, now, self._eta_text())
+        return Group(
+            bar, *([terminal_table(self._table(), self.console.width, "a wider terminal has them")] if self.sites else [])
+        )
 
     def _table(self) -> Table:
         """Return a table with a row per site. If the terminal has too few lines, sites at work have precedence."""
@@ -296,7 +298,7 @@ class LiveView(LiveScreen):
         room = max(self.console.height - AROUND, 1)
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
-        said = {self.scores.label(self.score): self.scores.scored_grid(self.score), f"and {left.total()} more: {others}": left}
+        said = {self.scores.label(self.score): self.scores.pixel_grid(self.score), f"and {left.total()} more: {others}": left}
         rows = [
             [name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
             for name, row in ((name, self.sites[name]) for name in sorted(first[:room]))

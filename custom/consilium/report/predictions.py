@@ -61,7 +61,7 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(Path(home.origin).parent / "mpl-data" / "fonts" / "ttf" / name, size)
 
 
-def fit(text: object, width: int, face: ImageFont.FreeTypeFont) -> str:
+def fit_text(text: object, width: int, face: ImageFont.FreeTypeFont) -> str:
     """Return a text as one line of at most `width` pixels. A longer text is cut and ends in an ellipsis."""
     whole = shown(text)
     if face.getlength(whole) <= width:
@@ -74,7 +74,7 @@ def draw_text(text: object, size: tuple[int, int], points: int, colour: Colour =
     """Draw a text in the middle of a white strip of `size` (width, height)."""
     strip, face = Image.new("RGB", size, WHITE), font(points, bold)
     place = (size[0] / 2, size[1] / 2)
-    ImageDraw.Draw(strip).text(place, fit(text, size[0], face), colour, face, anchor="mm")
+    ImageDraw.Draw(strip).text(place, fit_text(text, size[0], face), colour, face, anchor="mm")
     return strip
 
 
@@ -221,7 +221,7 @@ def _page(stages: Mapping[Stage, Examples]) -> Page:
         for name, probabilities in zip(true, said.predictions, strict=True):
             guess, share = said.classes[int(probabilities.argmax())], float(probabilities.max())
             mark, number, colour = ("✓ " if guess == name else "✗ "), f" {share:.2f}", RIGHT if guess == name else WRONG
-            short = fit(guess, PANEL - math.ceil(face.getlength(mark + number)), face)  # never cuts the number
+            short = fit_text(guess, PANEL - math.ceil(face.getlength(mark + number)), face)  # never cuts the number
             columns[str(stage)].append(draw_text(f"{mark}{short}{number}", (PANEL, PANEL), POINTS - 2, colour))
     return columns, Image.new("RGB", (1, 1), WHITE)
 
@@ -231,7 +231,7 @@ def _draw_legend(classes: tuple[str, ...], width: int, grid: str) -> Image.Image
     face, side = font(POINTS), 22
     entries = []
     for name, colour in zip(classes[:KEYS], colours(KEYS), strict=False):
-        text = fit(name, width // 3 - side - 10, face)
+        text = fit_text(name, width // 3 - side - 10, face)
         entry = Image.new("RGB", (side + 10 + math.ceil(face.getlength(text)), LINE), WHITE)
         draw, top = ImageDraw.Draw(entry), (LINE - side) // 2
         draw.rectangle((0, top, side - 1, top + side - 1), colour)
@@ -255,7 +255,7 @@ def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
     face, titles = font(POINTS, True), list(columns)
     for cells in range(max(map(cell_len, titles)), 0, -1):  # until each title fits over a tile in two lines
         short = shorten_names(titles, cells)
-        if all(fit(text, PANEL, face) == shown(text) for title in short.values() for text in _two_lines(title)):
+        if all(fit_text(text, PANEL, face) == shown(text) for title in short.values() for text in _two_lines(title)):
             break
     lines = [_two_lines(short[title]) for title in titles]
     top, left, rows = LINE * (1 + any(second for _, second in lines)) + 8, EDGE * bool(names), len(columns[PICTURE])

@@ -20,7 +20,7 @@ class Sample:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def exposition(samples: Iterable[Sample], help: Mapping[str, str]) -> str:
+def exposition_text(samples: Iterable[Sample], help: Mapping[str, str]) -> str:
     """Return samples as text, grouped by name. `help`: a line per name; a name without one raises KeyError."""
     families: dict[str, list[Sample]] = {}
     for one in samples:

@@ -12,11 +12,11 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from consilium.core.messages import SKIPPED, MetricKey, Stage
-from consilium.core.sanitize import count_with_noun, few
+from consilium.core.sanitize import count_with_noun, first_names_text
 from consilium.core.storage import write_atomic
 from consilium.report import figures
 from consilium.report.run_record import Results, RunRecord, finite_score, split_of
-from consilium.report.tables import Column, Table, columns, number, only_true
+from consilium.report.tables import Column, Table, columns, number_text, only_true
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER, Scores
 
 MEAN, BY_N = "mean", "mean by n"
@@ -39,7 +39,7 @@ def results_table(
     `test_only` sites are below the means and in no mean. The title names the sites that were `refused` in the closing
     evaluation. If there is no score at all, the rows have the last training `losses`.
     """
-    named = few(sorted(refused)) if len(refused) < 4 else f"{len(refused)} sites"
+    named = first_names_text(sorted(refused)) if len(refused) < 4 else f"{len(refused)} sites"
     missing = f"; {named} refused in the final evaluation" if refused else ""
     split = split_of(results) or ""
     names = {name for metrics in results.values() for name in metrics}
@@ -54,7 +54,7 @@ def results_table(
     there = [one for one in wanted if str(one[0]) in names]
     if not there:
         why = "nothing was scored" if refused or split else "no test or validation split: nothing was scored"
-        rows = [[site, number(losses.get(site))] for site in sorted(results)]
+        rows = [[site, number_text(losses.get(site))] for site in sorted(results)]
         return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split, scores))
     inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
     means = [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]
@@ -95,19 +95,21 @@ def _notes(results: Results, split: str, scores: Scores) -> list[str]:
 
 def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:
     if key.metric.endswith(LOW):
-        return f"{number(metrics.get(str(key)))}–{number(metrics.get(str(key).removesuffix(LOW) + HIGH))}".replace("-–-", "-")
-    return _count_text(metrics.get(str(key))) if key.metric == COUNT else number(metrics.get(str(key)))
+        return f"{number_text(metrics.get(str(key)))}–{number_text(metrics.get(str(key).removesuffix(LOW) + HIGH))}".replace(
+            "-–-", "-"
+        )
+    return _count_text(metrics.get(str(key))) if key.metric == COUNT else number_text(metrics.get(str(key)))
 
 
 def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
     """Return a cell of a row of means. In the column n, the mean by n has the sum; an interval's cell is empty."""
     if key.metric == COUNT:
         return _count_text(sum(one.get(str(key), 0) for one in results.values())) if weighted else ""
-    return "" if key.metric.endswith(LOW) else number(mean_of(results, str(key), weighted))
+    return "" if key.metric.endswith(LOW) else number_text(mean_of(results, str(key), weighted))
 
 
 def _count_text(value: float | None) -> str:
-    return number(value) if finite_score(value) is None else f"{value:.0f}"
+    return number_text(value) if finite_score(value) is None else f"{value:.0f}"
 
 
 def mean_of(results: Results, metric: str, weighted: bool = False) -> float | None:
@@ -126,7 +128,7 @@ def mean_of(results: Results, metric: str, weighted: bool = False) -> float | No
 
 def no_improvement_warning(record: RunRecord) -> str:
     """Return a warning if the global model is not better than the frozen model by more than LEVEL; else ""."""
-    sites = sorted(record.closing.keys() - record.test_only) if record.results and record.config.trains else []
+    sites = sorted(record.latest_scores.keys() - record.test_only) if record.results and record.config.trains else []
     both = [[record.score(site, stage, record.metric) for stage in (Stage.PRETRAINED, Stage.GLOBAL)] for site in sites]
     pairs = [(before, after) for before, after in both if finite_score(before) is not None and finite_score(after) is not None]
     if not pairs:
@@ -134,11 +136,13 @@ def no_improvement_warning(record: RunRecord) -> str:
     frozen, tuned = (fsum(side) / len(pairs) for side in zip(*pairs, strict=True))
     if (frozen - tuned if record.metric in LOWER else tuned - frozen) > LEVEL * max(1.0, abs(frozen)):
         return ""
-    side, rounds = record.config.model.image_side, count_with_noun(record.last_round, "round")
+    side, rounds = record.config.model.image_side, count_with_noun(record.rounds_before_final_evaluation, "round")
     where, more = (f" at {side} pixels", " and model.image_size") if side else ("", "")
-    what = f"{record.scores.label(record.metric)} of the global model, {number(tuned)}, is at the level of the frozen model"
+    what = (
+        f"{record.scores.label(record.metric)} of the global model, {number_text(tuned)}, is at the level of the frozen model"
+    )
     shows = "this shows that the pipeline runs, and nothing about the method"
-    return f"{what}, {number(frozen)}, after {rounds}{where}: {shows}; raise training.rounds{more}"
+    return f"{what}, {number_text(frozen)}, after {rounds}{where}: {shows}; raise training.rounds{more}"
 
 
 # matrices --------------------------------------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ class CrossSiteMatrix:
 
     def table(self) -> Table:
         """Return a row per model."""
-        rows = [[name, *map(number, row)] for name, row in zip(self.models, self.values, strict=True)]
+        rows = [[name, *map(number_text, row)] for name, row in zip(self.models, self.values, strict=True)]
         notes = [WORDS, "(shared): the model that all sites share; each runs it with its own local factors"]
         return Table(self.title, columns("model of", *self.sites), rows, notes[: 1 + (SHARED in self.models)])
 
@@ -241,7 +245,7 @@ def confusion_tables(results: Results, classes: Sequence[str]) -> dict[str, list
     for name, part in [*parts.items(), *list(there.items())[:MOST_CLASSES]]:
         for stage, counts in confusions(part, classes).items():
             wholes = counts.sum(1).tolist()
-            recalls = [number(counts[i, i] / whole if whole else None) for i, whole in enumerate(wholes)]
+            recalls = [number_text(counts[i, i] / whole if whole else None) for i, whole in enumerate(wholes)]
             rows = [[one, *(f"{n:.0f}" for n in counts[i]), recalls[i]] for i, one in enumerate(classes)]
             table = Table(f"{name}, {stage} model", columns("true class", *classes, "recall"), rows)
             made.setdefault(name, []).append(table)

@@ -54,7 +54,7 @@ class RunLog:
     ) -> None:
         self.folder = make_private_folder(folder)
         self._lock = file_lock(folder / LOCK, wait=False)
-        self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
+        self._file = _open_and_lock(folder / "metrics.jsonl", resume, self._lock)
         self._test_only: set[str] = set()
         self.seeded: set[str] = set()
         """Sites whose noise comes from a seed."""
@@ -132,7 +132,7 @@ class RunLog:
             if joined.get(mark) is True:
                 sites.add(joined["site"])
 
-    def count_sent_bytes(self, site: str, payload: Payload) -> None:
+    def note_sent_bytes(self, site: str, payload: Payload) -> None:
         """Note the bytes of the payload that a site receives."""
         self._down[site] = payload_bytes(payload.tensors)
 
@@ -235,12 +235,12 @@ class RunLog:
         self._file.flush()
 
     def _write_scalars(self, site: str, values: dict[str, float], step: int) -> None:
-        self._events.setdefault(site, EventFile(self.folder / FOLDER / site)).scalars(values, step)
+        self._events.setdefault(site, EventFile(self.folder / FOLDER / site)).add_scalars(values, step)
         if self._tracker:
-            self._tracker.metrics(site, values, step)
+            self._tracker.send_metrics(site, values, step)
 
 
-def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
+def _open_and_lock(path: Path, resume: bool, lock: FileLock) -> TextIO:
     """Open metrics.jsonl for writing, and lock the run. The lock ends with the process, also after a crash.
 
     Raises ConfigError if there is a run that is not to be resumed, or if the lock cannot be taken.

@@ -1,7 +1,7 @@
 """RunRecord, by which pages, comparisons, result tables, studies and commands read a run's folder; and a study's cells.
 
 Others may have written a run's files, and files may be damaged. `read_run` takes the valid files and notes the damaged ones.
-`read_finished` refuses a run that has not ended or has a damaged file.
+`read_finished_run` refuses a run that has not ended or has a damaged file.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from consilium.config.site import SIMULATION
 from consilium.core.errors import ConfigError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, TRAIN_STEPS, MetricKey, Stage
 from consilium.core.registry import Plugins, installed_version
-from consilium.core.sanitize import few, shown
+from consilium.core.sanitize import first_names_text, shown
 from consilium.core.schema import flatten_settings
-from consilium.core.storage import locked, write_atomic
+from consilium.core.storage import lock_folder, write_atomic
 from consilium.report.untrusted_files import Line, Number, read_events, read_json, read_plain, strict_model, subfolders
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores
@@ -80,7 +80,7 @@ class RunRecord:
     data: tuple[str, str] = ("", "")
     whole: str = ""
 
-    def of(self, *events: str) -> Iterator[Line]:
+    def lines_of(self, *events: str) -> Iterator[Line]:
         """Yield the lines of these events."""
         return (line for line in self.lines if line["event"] in events)
 
@@ -90,12 +90,12 @@ class RunRecord:
         return int(self.settings["training.seed"])
 
     @property
-    def private(self) -> bool:
+    def is_private(self) -> bool:
         """Whether the job asks for differential privacy. The epsilon may be unknown even so."""
         return bool(self.settings["privacy.unit"] != "none")
 
     @property
-    def pooled(self) -> bool:
+    def is_pooled(self) -> bool:
         """Whether the run trained on all sites' data in one place, so that no updates were sent."""
         return self.config.strategy.traits.pools_data
 
@@ -108,72 +108,76 @@ class RunRecord:
     @cached_property
     def test_only(self) -> frozenset[str]:
         """Sites that only test. They are in no mean."""
-        return frozenset(line["site"] for line in self.of("joined") if line.get("test_only") is True)
+        return frozenset(line["site"] for line in self.lines_of("joined") if line.get("test_only") is True)
 
     @cached_property
-    def seeded(self) -> list[str]:
+    def seeded_sites(self) -> list[str]:
         """Sites whose noise came from a seed, so that their privacy promise is void."""
-        return sorted({line["site"] for line in self.of("joined") if line.get("seeded") is True})
+        return sorted({line["site"] for line in self.lines_of("joined") if line.get("seeded") is True})
 
     @cached_property
-    def ended(self) -> Line | None:
+    def early_end(self) -> Line | None:
         """The event that says at which round and why the run ended early; None if it did not."""
-        return next(self.of("ended"), None)
+        return next(self.lines_of("ended"), None)
 
     @property
-    def last_round(self) -> int:
+    def rounds_before_final_evaluation(self) -> int:
         """The number of rounds before the final evaluation."""
-        return int(self.ended["round"] if self.ended else self.settings["training.rounds"])
+        return int(self.early_end["round"] if self.early_end else self.settings["training.rounds"])
 
     @cached_property
     def unscored(self) -> dict[str, str]:
         """Sites without final scores because they were refused in the final evaluation, each with the reason."""
-        scored = {line["site"] for line in self.of("final") if line["round"] >= self.last_round}
-        refused = [one for one in self.of("refused") if one["round"] >= self.last_round and not one.get("joining")]
+        scored = {line["site"] for line in self.lines_of("final") if line["round"] >= self.rounds_before_final_evaluation}
+        refused = [
+            one
+            for one in self.lines_of("refused")
+            if one["round"] >= self.rounds_before_final_evaluation and not one.get("joining")
+        ]
         return {line["site"]: line["reason"] for line in refused if line["site"] not in scored}
 
     @cached_property
-    def closing(self) -> Results:
+    def latest_scores(self) -> Results:
         """The final scores by site. Before the end of the run, the last scores on validation data."""
         found: dict[str, dict[str, float]] = {}
-        for line in self.of("result", "final"):
+        for line in self.lines_of("result", "final"):
             found.setdefault(line["site"], {}).update({n: v for n, v in line["metrics"].items() if MetricKey.parse(n)})
         return found if self.results is None else self.results
 
     @cached_property
     def split(self) -> str | None:
         """The split that was scored: test if any site has test scores, else validation; None without scores."""
-        return split_of(self.closing)
+        return split_of(self.latest_scores)
 
     @cached_property
     def metric(self) -> str:
         """The leading score of the task, among those reported."""
         return self.scores.leading_name(
-            key.metric for one in self.closing.values() for name in one if (key := MetricKey.parse(name))
+            key.metric for one in self.latest_scores.values() for name in one if (key := MetricKey.parse(name))
         )
 
     def score(self, site: str, stage: Stage, metric: str) -> float | None:
         """Return a final score, which may be NaN; None if the site has none."""
-        return self.closing.get(site, {}).get(str(MetricKey(self.split or SPLITS[-1], stage, metric)))
+        return self.latest_scores.get(site, {}).get(str(MetricKey(self.split or SPLITS[-1], stage, metric)))
 
     def curves(self, metric: str, after_training: bool) -> dict[str, Curve]:
         """Return a metric by site and number of rounds done. `after_training`: measured after a round's training."""
         found: dict[str, Curve] = {}
-        for (round, phase, site), metrics in sorted(self.rounds.items()):
+        for (round, phase, site), metrics in sorted(self.round_metrics.items()):
             if (value := finite_score(metrics.get(metric))) is not None and (after_training or phase <= 0):
                 found.setdefault(site, {})[round + after_training] = value
         return found
 
-    def validation(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
+    def validation_curves(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
         """Return each site's validation scores of a model, by the number of rounds that the model was trained.
 
         `metric`: by default the leading score. The last point belongs to the model that the final evaluation scores.
         """
         name = str(MetricKey("validation", stage, metric or self.metric))
         found = self.curves(name, stage is Stage.PERSONALIZED)
-        for line in self.of("final"):
+        for line in self.lines_of("final"):
             if line["site"] in found and (value := finite_score(line["metrics"].get(name))) is not None:
-                found[line["site"]][self.last_round] = value
+                found[line["site"]][self.rounds_before_final_evaluation] = value
         return found
 
     def held_out_score(self, metric: str) -> float | None:
@@ -182,27 +186,27 @@ class RunRecord:
         None if there is no such score.
         """
         key, found = str(MetricKey("validation", Stage.GLOBAL, metric)), dict[int, list[float]]()
-        for (round, phase, _), metrics in self.rounds.items():
+        for (round, phase, _), metrics in self.round_metrics.items():
             if phase == HELD_OUT and key in metrics:
                 found.setdefault(round, []).append(metrics[key])
         return math.fsum(found[max(found)]) / len(found[max(found)]) if found else None
 
     @cached_property
-    def rounds(self) -> dict[tuple[int, int, str], Mapping[str, float]]:
+    def round_metrics(self) -> dict[tuple[int, int, str], Mapping[str, float]]:
         """Metrics by round, phase and site."""
-        answers = self.of("result", "held_out")
+        answers = self.lines_of("result", "held_out")
         return {(one["round"], one.get("phase", HELD_OUT), one["site"]): one["metrics"] for one in answers}
 
     @cached_property
     def diagnostics(self) -> dict[tuple[int, int], dict[str, float]]:
         """The finite diagnostics of the run, such as drift, by round and phase."""
-        found = {(one["round"], one["phase"]): one["values"] for one in self.of("diagnostics")}
+        found = {(one["round"], one["phase"]): one["values"] for one in self.lines_of("diagnostics")}
         return {place: {name: v for name, v in one.items() if math.isfinite(v)} for place, one in found.items()}
 
     def total(self, *names: str) -> float | None:
         """Return the sum of metrics over all sites and training rounds; None unless every result of every round has them."""
-        trained = {place: one for place, one in self.rounds.items() if place[1] != HELD_OUT}
-        if not {round for round, *_ in trained} >= {*range(self.last_round)}:
+        trained = {place: one for place, one in self.round_metrics.items() if place[1] != HELD_OUT}
+        if not {round for round, *_ in trained} >= {*range(self.rounds_before_final_evaluation)}:
             return None
         values = [one.get(name, math.nan) for one in trained.values() for name in names]
         return finite_score(sum(values))
@@ -210,7 +214,7 @@ class RunRecord:
     @property
     def bytes(self) -> float | None:
         """Bytes of tensors sent up and down; None for a run on pooled data, and if not all of them are on record."""
-        return None if self.pooled else self.total(BYTES_UP, BYTES_DOWN)
+        return None if self.is_pooled else self.total(BYTES_UP, BYTES_DOWN)
 
     @property
     def seconds(self) -> float | None:
@@ -220,7 +224,7 @@ class RunRecord:
     @cached_property
     def steps(self) -> list[float]:
         """A site's optimizer steps by the number of rounds done, mean over the sites; [] if not all of them are on record."""
-        trained = {place: one for place, one in self.rounds.items() if place[1] != HELD_OUT}
+        trained = {place: one for place, one in self.round_metrics.items() if place[1] != HELD_OUT}
         if not trained or self.total(TRAIN_STEPS) is None:
             return []
         made = [0.0] * (1 + max(round + 1 for round, *_ in trained))
@@ -242,7 +246,7 @@ class RunRecord:
     @cached_property
     def parameter_counts(self) -> dict[Role, int] | None:
         """Numbers of shared, local and frozen parameters, by role; None if they are not on record."""
-        recorded = next(self.of("parameters"), None)
+        recorded = next(self.lines_of("parameters"), None)
         return None if recorded is None else {role: recorded[role.value] for role in Role}
 
     @cached_property
@@ -309,7 +313,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
     )
 
 
-def read_finished(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
+def read_finished_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
     """Return the finished run in a folder. Raises ConfigError if there is none, it has not ended, or a file is damaged."""
     found = read_run(folder, name, labels)
     if (linked := folder / "results.json").is_symlink():
@@ -380,7 +384,7 @@ class StudyCell:
 
 def save_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]]) -> None:
     """Save the labels of a study's cells, by folder, in the study's order. The entries of other studies stay."""
-    with locked(workspace):
+    with lock_folder(workspace):
         write_atomic(workspace / KEPT, json.dumps(_read_study_cells(workspace) | {study: dict(cells)}, indent=1).encode())
 
 
@@ -429,10 +433,10 @@ def cell_folder(path: Path) -> Path:
 
 def join_names(names: list[str]) -> str:
     """Return at most twenty names separated by commas, and the number of the others; "none" for no names."""
-    return few([shown(name) for name in names], 20) or "none"
+    return first_names_text([shown(name) for name in names], 20) or "none"
 
 
-def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:
+def orphaned_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:
     """Return the folders of cells that belong to no study any more.
 
     `present`: the cells that `study` has now. Other studies have the cells in the workspace's list.

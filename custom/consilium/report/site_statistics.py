@@ -17,7 +17,7 @@ Answers = Mapping[str, Mapping[str, Any]]
 """By site its statistics, see privacy/disclosure_control.py, or {"refused": why}."""
 
 
-def text(job: str, sites: Answers) -> str:
+def statistics_text(job: str, sites: Answers) -> str:
     """Return a table as plain text of at most 80 columns: per site a row for each statistic, the numbers of samples first."""
     rows = [
         [name if number == 0 else "", *pair] for name, told in sites.items() for number, pair in enumerate(_rows_of_site(told))

@@ -72,12 +72,12 @@ def columns(*headings: str) -> list[Column]:
     return [Column(heading, right=place > 0) for place, heading in enumerate(headings)]
 
 
-def number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Return a score as tables show it: three digits after the point, or "-" for None and NaN."""
     return "-" if value is None or value != value else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
-def difference(value: float) -> str:
+def difference_text(value: float) -> str:
     """Return a difference of scores as tables show it, with its sign, but "0.000" if it rounds to zero."""
     found = f"{value:+.3f}"
     return found if float(found) else "0.000"
@@ -88,7 +88,7 @@ def only_true(texts: Mapping[str, object]) -> list[str]:
     return [text for text, holds in texts.items() if holds]
 
 
-def terminal(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
+def terminal_table(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
     """Return a table for a terminal of `width` cells, with its notes.
 
     If the table is too wide, headings are put into two lines and shortened, and names are shortened (unless `whole`). If that
@@ -193,7 +193,7 @@ def _shorten_middle(name: str, width: int, mark: str) -> str:
     return next((cut for cut in cuts if cell_len(cut) <= width), mark)
 
 
-def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
+def markdown_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
     """Return notes and tables as Markdown. The best cells are bold."""
 
     def line_of(cells: Iterable[str], bold: Set[int] = frozenset()) -> str:
@@ -235,7 +235,7 @@ _QUIET = frozenset("‘’“”„‚–—†‡•‰€™")
 """Characters beyond U+017F, where Latin letters end, that pdfLaTeX prints with T1 and textcomp."""
 
 
-def tex(text: str) -> str:
+def escape_tex(text: str) -> str:
     """Return a text escaped for LaTeX. The hyphen before a number that begins a word is a minus."""
     return "".join(_TEX.get(c, c) for c in re.sub(r"(?<!\S)-(?=[0-9])", "−", shown(text, 2000)))
 
@@ -251,7 +251,7 @@ _Piece = Mapping[int, float]
 """Columns of a table that together fit a column or a page of a paper: each column's width in points, by its index."""
 
 
-def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
+def latex_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
     """Return tables as LaTeX for a two-column paper, in letters of 8 points, none wider than the page.
 
     A table that fits into one column of the paper stays there. Columns of details go into tables of their own at the end, and
@@ -334,17 +334,17 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: 
         return "{}" + row if row.startswith(("[", "*")) else row  # LaTeX would read [ or * as an option of the line before
 
     def written(row: int, place: int) -> str:
-        text = tex(table.rows[row][place])
+        text = escape_tex(table.rows[row][place])
         if place in wrapped:  # a word of over 12 letters may break at every eighth
             words = shown(table.rows[row][place], 2000).split(" ")
             text = " ".join(
-                r"\allowbreak{}".join(map(tex, textwrap.wrap(word, 8) if len(word) > 12 else [word])) for word in words
+                r"\allowbreak{}".join(map(escape_tex, textwrap.wrap(word, 8) if len(word) > 12 else [word])) for word in words
             )
         return rf"\textbf{{{text}}}" if (row, place) in table.best else text
 
     def head(place: int) -> str:
         lines = _head_lines(table, place)
-        stack = r"\\".join(map(tex, lines))
+        stack = r"\\".join(map(escape_tex, lines))
         return stack if len(lines) == 1 else rf"\shortstack[{'r' if table.columns[place].right else 'l'}]{{{stack}}}"
 
     def align(place: int) -> str:
@@ -357,7 +357,7 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: 
     return [
         rf"\begin{{table{star}}}[t]",
         r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
-        rf"\caption{{{tex(caption)}}}\smallskip{label}",
+        rf"\caption{{{escape_tex(caption)}}}\smallskip{label}",
         rf"\begin{{tabular}}{{{''.join(map(align, piece))}}}",
         r"\toprule",
         line_of(map(head, piece)),
@@ -384,7 +384,7 @@ def csv_text(rows: Sequence[Mapping[str, Any]], heads: Sequence[str] = ()) -> st
     return file.getvalue()
 
 
-def size(count: float) -> str:
+def size_text(count: float) -> str:
     """Return a number of bytes as a text with its unit."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= factor:
@@ -392,7 +392,7 @@ def size(count: float) -> str:
     return f"{count:,.0f} B"
 
 
-def stamp(seconds: float) -> str:
+def timestamp_text(seconds: float) -> str:
     """Return a time, in seconds since 1970, as a date and time in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
@@ -400,6 +400,6 @@ def stamp(seconds: float) -> str:
         return "an impossible time"
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as a text in seconds, minutes or hours."""
     return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

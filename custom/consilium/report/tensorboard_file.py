@@ -34,7 +34,7 @@ class EventFile:
         self.folder = folder
         self._path: Path | None = None
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def add_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add the numbers of one step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -44,7 +44,7 @@ class EventFile:
                 step,
             )
 
-    def image(self, title: str, pixels: np.ndarray, step: int) -> None:
+    def add_image(self, title: str, pixels: np.ndarray, step: int) -> None:
         """Add a picture (height, width, 3), uint8."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -80,22 +80,22 @@ class SiteEvents:
         self._every, self._rounds = -(-rounds // PICTURES), rounds
         self._file, self._broken = EventFile(folder), False
 
-    def draws(self, round: int) -> bool:
+    def is_picture_round(self, round: int) -> bool:
         """Tell whether this round's pictures are drawn."""
         return not self._broken and (round % self._every == 0 or round == self._rounds - 1)
 
-    def scalars(self, values: Mapping[str, float], number: int) -> None:
+    def write_scalars(self, values: Mapping[str, float], number: int) -> None:
         """Write the numbers of one optimizer step, or of a round."""
-        self._try(lambda: self._file.scalars(values, number))
+        self._try(lambda: self._file.add_scalars(values, number))
 
-    def pictures(self, round: int, stage: Stage, make: Callable[[], Examples | None]) -> None:
+    def write_pictures(self, round: int, stage: Stage, make: Callable[[], Examples | None]) -> None:
         """Draw a model's predictions, which `make` returns, if this round has pictures. None: the task has no pictures."""
 
         def write() -> None:
             if (found := make()) is not None:
-                self._file.image(f"validation/{stage}", draw_example_rows({stage: found}), round)
+                self._file.add_image(f"validation/{stage}", draw_example_rows({stage: found}), round)
 
-        if self.draws(round):
+        if self.is_picture_round(round):
             self._try(write)
 
     def _try(self, write: Callable[[], None]) -> None:

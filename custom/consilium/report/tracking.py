@@ -59,7 +59,7 @@ class Tracker:
         self._thread = threading.Thread(target=self._work, daemon=True, name="mlflow")
         self._thread.start()
 
-    def metrics(self, source: str, values: Mapping[str, float], step: int) -> None:
+    def send_metrics(self, source: str, values: Mapping[str, float], step: int) -> None:
         """Send numbers of a site, of the server or of all sites to MLflow."""
         if self._over or not values:
             return
@@ -118,7 +118,7 @@ class Tracker:
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(self._uri)
-        if (run := self._former(client)) is not None:
+        if (run := self._resume_former_run(client)) is not None:
             return client, run
         name = self._config.name
         found = client.get_experiment_by_name(name)
@@ -132,7 +132,7 @@ class Tracker:
         write_atomic(self._folder / KEPT, json.dumps({"run": run}).encode())
         return client, run
 
-    def _former(self, client: Any) -> str | None:
+    def _resume_former_run(self, client: Any) -> str | None:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -153,12 +153,13 @@ def metric_name(source: str, name: str) -> str:
     A name that MLflow refuses would end the tracking of the run. So no part is empty, or too long for a file's name in UTF-8.
     """
     short = [
-        tensorboard_tag(part)[:LONGEST_PART].strip(".") or "-" for part in (source.strip("()"), *flat_name(name).split("/"))
+        tensorboard_tag(part)[:LONGEST_PART].strip(".") or "-"
+        for part in (source.strip("()"), *name_with_dotted_class(name).split("/"))
     ]
     return "/".join(short)[:LONGEST_NAME].rstrip("/")
 
 
-def flat_name(name: str) -> str:
+def name_with_dotted_class(name: str) -> str:
     """Return a metric's name with a dot before its class: MLflow's file store cannot have both "dice" and "dice/cup"."""
     key = MetricKey.parse(name)
     return name if key is None else str(MetricKey(key.split, key.stage, key.metric.replace("/", ".")))

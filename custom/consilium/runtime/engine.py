@@ -13,7 +13,7 @@ from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import write_json
 from consilium.data.disk_cache import clear_cache_if_present
 from consilium.federation.job import Job
-from consilium.federation.simulated_sites import record_sites
+from consilium.federation.simulated_sites import sites_record
 from consilium.privacy.secagg.simulated_identities import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
 from consilium.runtime.side_by_side import SideBySide, one_by_one_event, why_one_by_one
@@ -52,7 +52,9 @@ def simulate(
     if job.config.secure_aggregation:
         make_simulated_identities(workspace / IDENTITIES, list(sites))
     with WorkerPool(job, sites, folder, workers, observer, former) if workers else nullcontext() as pool:
-        members: Members = pool.sites() if pool else simulated_sites(job, sites, folder, observer, former, together > 1)
+        members: Members = (
+            pool.wait_for_sites() if pool else simulated_sites(job, sites, folder, observer, former, together > 1)
+        )
         trainers, pooled, probe = members, list[str](), None
         here = {name: member for name, member in members.items() if isinstance(member, SimulatedSite)}
         if job.strategy.traits.pools_data:
@@ -70,7 +72,7 @@ def simulate(
         root = workspace / IDENTITIES / "rootCA.pem"
         masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
         crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-        write_json(workspace / SIMULATION, record_sites(sites)._asdict())
+        write_json(workspace / SIMULATION, sites_record(sites)._asdict())
         try:
             beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
             transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)
@@ -133,7 +135,7 @@ class LocalTransport:
     def begin(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take) -> Callable[[], None]:
         """See Transport. Sites in workers begin at once; sites in this process run one after another when waited for."""
         c = self._coordinator
-        answers = {name: self._members[name].begin(kind, c.run, message) for name, message in messages.items()}
+        answers = {name: self._members[name].prepare_ask(kind, c.run, message) for name, message in messages.items()}
 
         def end() -> None:
             done = self._beside.run(answers) if self._beside and kind in (Kind.TRAIN, Kind.EVALUATE) else answers

@@ -32,7 +32,7 @@ class Transport(Protocol):
 class Probe(Protocol):
     """Measures inside the sites during a phase, see site_diagnostics.py."""
 
-    def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
+    def store_result(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
         """Store a site's accepted result and the payload that it was sent."""
 
     def conclude(self, state: ServerState) -> dict[str, float]:
@@ -65,8 +65,8 @@ class RunLoop:
         """
         c, ask = self.coordinator, self.transport.ask
         self.transport.register(first=True)
-        if (survey := c.survey).wanted:
-            survey.begin(names := self.pooled or list(c.sites))
+        if (survey := c.survey).is_pending:
+            survey.record_asked_sites(names := self.pooled or list(c.sites))
             ask(Kind.STATISTICS, dict.fromkeys(names), survey.accept, lambda: len(survey.found) >= c.quorum)
             survey.finish()
         if crossing := self.crossing:
@@ -75,21 +75,21 @@ class RunLoop:
                 ask(Kind.EVALUATE, payloads, crossing.accept, lambda: crossing.num_scored >= c.quorum)
 
             # every site scores the shared models, and then each personalized model that its owner sends
-            score(crossing.shared_model_payloads())
+            score(crossing.start_shared_model_scoring())
             for owner in crossing.owners:
                 ask(Kind.MODEL, {owner: None}, crossing.take_model, lambda: False)
-                score(crossing.owner_model_payloads())
+                score(crossing.take_owner_model_payloads())
             crossing.finish()
-        while not c.done:
-            self.phase()
+        while not c.is_done:
+            self.run_phase()
             self.transport.register(first=False)
         self.finish()
 
-    def phase(self) -> None:
+    def run_phase(self) -> None:
         """Run one phase of a round. Meanwhile, sites that do not train in it evaluate the model."""
         c = self.coordinator
         if self.masked:
-            self.masked.phase(self.transport.ask, lambda: self._begin_held_out()())
+            self.masked.run_phase(self.transport.ask, lambda: self._begin_held_out()())
             return
         payloads = c.start()
         end_held_out = self._begin_held_out()
@@ -97,7 +97,7 @@ class RunLoop:
         def accept(name: str, result: Payload) -> str | None:
             refusal = c.accept(name, result)
             if self.probe and refusal is None:
-                self.probe.after(c.asked[name], payloads[name], result)
+                self.probe.store_result(c.asked[name], payloads[name], result)
             return refusal
 
         self.transport.ask(Kind.TRAIN, payloads, accept, lambda: c.has_quorum)
@@ -117,7 +117,7 @@ class RunLoop:
                 scored.add(name)
             return refusal
 
-        payloads = c.final_payloads() if c.job.config.trains else {}
+        payloads = c.start_final_evaluation() if c.job.config.trains else {}
         if self.pooled:
             payloads = {name: payload for payload in payloads.values() for name in self.pooled}
         self.transport.ask(Kind.EVALUATE, payloads, accept, lambda: len(scored) >= c.quorum)

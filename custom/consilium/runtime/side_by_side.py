@@ -26,8 +26,8 @@ from consilium.core.messages import Observer
 from consilium.federation.job import Job
 from consilium.training.joint_forward import (
     Call,
-    check_drew_nothing,
     check_joint_outputs,
+    check_random_state_unchanged,
     forward_together,
     joined_part,
     random_state,
@@ -46,7 +46,7 @@ class _Forward:
     device: torch.device
 
     @contextmanager
-    def modes(self) -> Iterator[None]:
+    def use_thread_modes(self) -> Iterator[None]:
         """Within the context, use the modes of the site's thread, because PyTorch's modes are per thread."""
         wanted, dtype = self.autocast
         with torch.set_grad_enabled(self.gradients), torch.autocast(self.device.type, dtype, enabled=wanted):
@@ -114,16 +114,16 @@ class SideBySide:
 
     def _run_together(self, workers: Sequence["_Worker"]) -> None:
         """Run the workers in turns. Those with the same kind of request continue in one joint pass."""
-        self._running = {worker.begin(): worker for worker in workers}
+        self._running = {worker.start_thread(): worker for worker in workers}
         try:
             for worker in workers:
-                worker.go_on()
+                worker.run_until_request()
             while waiting := [worker for worker in workers if worker.request is not None]:
                 earliest = min(worker.progress_key for worker in waiting)
                 group = [worker for worker in waiting if worker.progress_key == earliest]
                 self._answer(group)
                 for worker in group:
-                    worker.go_on()
+                    worker.run_until_request()
         finally:
             for worker in workers:
                 worker.stop()
@@ -146,7 +146,7 @@ class SideBySide:
             request = worker.request
             assert isinstance(request, _Forward)
             if (watched := request.call.has_hooks) and request.gradients:
-                self._tell("each site's model is looked into, as adapters and algorithms with hooks do")
+                self._warn_once("each site's model is looked into, as adapters and algorithms with hooks do")
             key: object = id(worker) if self._refused or watched else (request.call.key, request.autocast)
             alike.setdefault(key, []).append(worker)
         for key, workers in alike.items():
@@ -164,24 +164,24 @@ class SideBySide:
         before = random_state()
         try:
             if key not in self._checked:
-                with requests[0].modes():
+                with requests[0].use_thread_modes():
                     check_joint_outputs(calls)
                 self._checked.add(key)
-            with requests[0].modes():
+            with requests[0].use_thread_modes():
                 outputs = forward_together(calls)
-            check_drew_nothing(before)
+            check_random_state_unchanged(before)
         except STOPS:
             raise
         except Exception as error:  # an error that a site also raises alone becomes that site's error
             self._refused = True
-            self._tell(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error)[:200]}")
+            self._warn_once(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error)[:200]}")
             set_random_state(before)
             return False
         for worker, output in zip(workers, outputs, strict=True):
             worker.answer = partial(_return_value, output)
         return True
 
-    def _tell(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self._told:
             self._told = True
             self._observer(one_by_one_event(why))
@@ -207,7 +207,7 @@ class SideBySide:
 
 
 class _Worker:
-    """One site's thread. `go_on` lets it run, while the others wait, until its next request or its end."""
+    """One site's thread. `run_until_request` lets it run, while the others wait, until its next request or its end."""
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         self.name = name
@@ -230,13 +230,13 @@ class _Worker:
             return LAST
         return self._backward_passes, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
 
-    def begin(self) -> int:
-        """Start the thread, which waits for `go_on`; return the thread's identifier."""
+    def start_thread(self) -> int:
+        """Start the thread, which waits for `run_until_request`; return the thread's identifier."""
         self._thread.start()
         assert self._thread.ident is not None
         return self._thread.ident
 
-    def go_on(self) -> None:
+    def run_until_request(self) -> None:
         """Let the site run until its next request or its end. Raises the error that ended it if this must end the run."""
         self.request = None
         set_random_state(self._random)
@@ -249,7 +249,7 @@ class _Worker:
         """End the thread, also if it waits for an answer."""
         self._stopping = True
         while not self._ended:
-            self.go_on()
+            self.run_until_request()
         self._thread.join()
 
     def answer_alone(self) -> None:
@@ -257,8 +257,8 @@ class _Worker:
         request = self.request
         assert isinstance(request, _Forward)
         set_random_state(self._random)
-        with request.modes():
-            self.answer = _capture_result(request.call.alone)
+        with request.use_thread_modes():
+            self.answer = _capture_result(request.call.run_alone)
         self._random = random_state()
 
     def wait(self, request: _Forward | _Backward | _Save) -> Any:

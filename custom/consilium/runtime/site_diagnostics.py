@@ -17,8 +17,8 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
 from consilium.federation.job import Job
-from consilium.strategies.heterogeneity_leakage import Move, leakage
-from consilium.strategies.heterogeneous_ranks.exact_server import whole_update
+from consilium.strategies.heterogeneity_leakage import Move, drift_and_leakage
+from consilium.strategies.heterogeneous_ranks.exact_server import factored_global_update
 from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, layer_changes, oracle_drift
 from consilium.strategies.strategy import Role, ServerState, SiteResult
@@ -63,7 +63,7 @@ class SiteDiagnostics:
             save_state(path, own, {"round": payload.round, "phase": payload.phase})
         self._starts[name] = self.job.strategy.receive(own, payload)
 
-    def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
+    def store_result(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
         """Store an accepted result with its payload and weight."""
         self._results[info.name] = SiteResult(result, self.job.config.weight(info.num_samples), payload, info)
 
@@ -73,10 +73,10 @@ class SiteDiagnostics:
         if self.config.leakage and self._results:
             ends = {name: self.sites[name].stored_tensors(self._runs[name]) for name in self._results}
             seen = {n: Move(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
-            found = leakage(seen, self._factors_with_local_partner(state.round, state.phase))
+            found = drift_and_leakage(seen, self._factors_with_local_partner(state.round, state.phase))
         oracle = self.config.oracle
         if oracle and self._results and (state.round + 1) % oracle.every == 0:
-            found |= self._drift(oracle, state)
+            found |= self._measure_oracle_drift(oracle, state)
         self._starts, self._results = {}, {}
         return found
 
@@ -91,20 +91,23 @@ class SiteDiagnostics:
                 found[layer] = which
         return found
 
-    def _drift(self, config: OracleConfig, state: ServerState) -> dict[str, float]:
+    def _measure_oracle_drift(self, config: OracleConfig, state: ServerState) -> dict[str, float]:
         """Return the mean absolute and relative drift from the oracle over some of the round's sites."""
         assert isinstance(self.job.strategy, UnequalRanks)  # as __init__ has made sure
         draw = random.Random(seed_for(self.job.config.training.seed, "oracle", state.round))
         names = sorted(draw.sample(sorted(self._results), min(config.sites, len(self._results))))
         # The oracle trains all ranks, see OracleConfig. The first rows of its A (rank, in) are the job's initial A, and the
         # adapter's rule draws the others.
-        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or adapter_state.start, self.job.config.training.seed
+        begin, seed = (
+            ADAPTERS[self.job.config.adapter.kind].start or adapter_state.initial_tensor,
+            self.job.config.training.seed,
+        )
         start = {}
         for layer, (out, into) in shapes(self.job.initial).items():
             name, rank = f"{layer}.lora_A", min(out, into, config.rank or out)
             more = begin(name, (rank, into), seed)
             start[layer] = torch.cat([self.job.initial[name][:rank], more[len(self.job.initial[name]) :]])
-        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, start))
+        whole = Payload(state.round, state.phase, factored_global_update(self.job.strategy, state, start))
         drifts = []
         for name in names:
             unseen = copy.copy(self.sites[name].context)  # this training has no events and no validation

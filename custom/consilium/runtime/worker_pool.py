@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Self
 
 from consilium.client.build import build_guard, build_site
 from consilium.client.client import Client, perform
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig, check_packages
+from consilium.config.site import SiteConfig, check_simulated_plugins
 from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send_by_value
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading_event
@@ -36,7 +36,7 @@ class SimulatedSite:
     site: Client
     guard: Guard
 
-    def begin(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
+    def prepare_ask(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
         """Return a function that asks this site and returns its answer."""
         return partial(self.ask, kind, run, message)
 
@@ -68,10 +68,10 @@ def simulated_sites(
     observer(loading_event(job.config.model.title))
     model, keys, made = build_model(job.config, next(iter(sites.values()))), folder.parent / IDENTITIES, {}
     for name, site in sites.items():
-        check_packages(job.config, site, name)
+        check_simulated_plugins(job.config, site, name)
         own = folder / name
         home = former / "sites" / name if former and (former / "sites" / name).is_dir() else own
-        data = site_data(job.config, name, site, home, own)
+        data = load_site_data(job.config, name, site, home, own)
         identity = read_simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
         guard = build_guard(job, name, site, own, own, observer, simulated=True, data=data, identity=identity)
         own_model = copy_sharing_base(model) if together else model
@@ -110,7 +110,7 @@ class Worker(ChildProcess):
     """A worker process with its sites, and the queue of its questions."""
 
     def __init__(self) -> None:
-        super().__init__(work, threads=1)
+        super().__init__(worker_main, threads=1)
         self.waiting, self.busy = deque[tuple[Any, ...]](), False
 
     def ask(self, site: str, *question: Any) -> None:
@@ -170,7 +170,7 @@ class WorkerPool:
         if isinstance(error[1], _Gone):
             raise ConsiliumError(str(error[1])) from None
 
-    def sites(self) -> dict[str, "RemoteSite"]:
+    def wait_for_sites(self) -> dict[str, "RemoteSite"]:
         """Wait until all sites are built, and return them. Raises ConsiliumError if a site cannot be built."""
         for number, _ in enumerate(self.workers):
             self._await_answer(number)
@@ -208,7 +208,7 @@ class RemoteSite(NamedTuple):
     name: str
     pool: WorkerPool
 
-    def begin(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
+    def prepare_ask(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
         """Send the question at once and return a function that waits for the answer."""
         return self.pool.ask(self.name, kind, run, message)
 
@@ -228,12 +228,12 @@ def _with_gpu(site: SiteConfig, number: int) -> SiteConfig:
 # in the process -------------------------------------------------------------------------------------------------------
 
 
-def work(pipe: connection.Connection) -> None:
+def worker_main(pipe: connection.Connection) -> None:
     """Run in a worker process: build the sites, then answer questions until None is received."""
     exit_with_parent()
     setup: WorkerSetup = receive(pipe)
 
-    def tell(event: Mapping[str, Any]) -> None:
+    def send_event(event: Mapping[str, Any]) -> None:
         send_by_value(pipe, (None, dict(event)))
 
     members: dict[str, SimulatedSite] = {}
@@ -241,7 +241,7 @@ def work(pipe: connection.Connection) -> None:
     def make_sites() -> None:
         # None: all installed plug-ins are allowed, because this is the researcher's own machine
         config = validate(JobConfig, setup.settings, Path("job.yaml"), None)
-        members.update(simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former))
+        members.update(simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, send_event, setup.former))
 
     with suppress(EOFError, OSError):
         send_by_value(pipe, (setup.number, _result_or_failure(make_sites)))

@@ -17,7 +17,7 @@ from consilium.core.linalg.norms import concat_small
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
-from consilium.server.checks import check_next
+from consilium.server.checks import check_next_state
 from consilium.strategies.strategy import RoundResults, ServerState, SiteResult, Strategy, trained_names
 from consilium.training.loop import make_optimizer, restore_optimizer, state_of
 
@@ -59,11 +59,13 @@ def apply_server_optimizer(job: Job, state: ServerState, mean: Tensors) -> tuple
     """
     config = job.config
     if config.dpsgd is not None and config.dpsgd.trust == "distributed":
-        return gradient_step(config.training, state, mean)
+        return training_optimizer_step(config.training, state, mean)
     if config.server is None:
         return state, mean
     trained = trained_names(job.strategy, job.initial, state.round, state.phase)
-    after, steps = step(config.server, state, {name: update for name, update in mean.items() if name in trained})
+    after, steps = server_optimizer_step(
+        config.server, state, {name: update for name, update in mean.items() if name in trained}
+    )
     return after, {**mean, **steps}
 
 
@@ -77,14 +79,14 @@ def aggregate_results(job: Job, state: ServerState, mean: RoundResults) -> Serve
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round + 1}: the results cannot be merged ({type(error).__name__}: {why})") from None
-    check_next(job.strategy, state, after)
+    check_next_state(job.strategy, state, after)
     kept = [after.shared, after.matrices, after.optimizer, *after.sites.values()]
     if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
         raise ConsiliumError(f"round {state.round + 1}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
     return after
 
 
-def step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
+def server_optimizer_step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
     """Return the state with the optimizer's new moments, and the step that the strategy adds instead of the mean, float64.
 
     An update with a smaller shape than its tensor (as with dp_dylora) applies to the tensor's leading rows and columns.
@@ -94,13 +96,13 @@ def step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[Serve
     kept, steps = dict(state.optimizer), dict[str, Tensor]()
     for name, value in mean.items():
         whole, update, part = state.shared[name], value.double(), tuple(slice(size) for size in value.shape)
-        first = _copy_moment(kept, f"{FIRST}/{name}", whole, 0.0)[part]
+        first = _store_moment_copy(kept, f"{FIRST}/{name}", whole, 0.0)[part]
         share = 1.0 if config.optimizer == "momentum" else 1 - config.beta1
         first.mul_(config.beta1).add_(update, alpha=share)
         if config.optimizer == "momentum":
             steps[name] = config.learning_rate * first
             continue
-        second, square = _copy_moment(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
+        second, square = _store_moment_copy(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
         if config.optimizer == "adam":
             second.mul_(config.beta2).add_(square, alpha=1 - config.beta2)
         else:
@@ -109,7 +111,7 @@ def step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[Serve
     return replace(state, optimizer=kept), steps
 
 
-def gradient_step(config: TrainingConfig, state: ServerState, descent: Tensors) -> tuple[ServerState, Tensors]:
+def training_optimizer_step(config: TrainingConfig, state: ServerState, descent: Tensors) -> tuple[ServerState, Tensors]:
     """Apply `training.optimizer` to one DP-SGD step over all sites. Return the state with its new state, and the step to add.
 
     `descent`: minus the noisy gradient, float64. The optimizer is PyTorch's, with the state of all earlier steps. So one step
@@ -125,7 +127,7 @@ def gradient_step(config: TrainingConfig, state: ServerState, descent: Tensors) 
     return replace(state, optimizer=state.optimizer | state_of(optimizer, list(parameters))), steps
 
 
-def _copy_moment(kept: Tensors, name: str, whole: Tensor, start: float) -> Tensor:
+def _store_moment_copy(kept: Tensors, name: str, whole: Tensor, start: float) -> Tensor:
     """Store a copy of a moment, or its initial value, in `kept`. Return it, to be changed in place."""
     before = kept.get(name)
     kept[name] = torch.full(whole.shape, start, dtype=torch.float64) if before is None else before.clone()
@@ -219,7 +221,7 @@ class RoundAggregate:
 
     def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
         """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
-        if self.strategy.traits.needs == "sites" or self.server.robust:
+        if self.strategy.traits.needs == "sites" or self.server.is_robust:
             self._uploads[site.name] = SiteResult(update, weight, sent, site)
         else:
             self._mean.add(update.tensors, weight)
@@ -227,21 +229,21 @@ class RoundAggregate:
     def take(self) -> RoundResults:
         """Return the mean, or all results in the order of sites' names if the strategy needs them; forget them."""
         if self.strategy.traits.needs == "sums":
-            return self.mean()
+            return self.take_mean()
         uploads = {name: self._uploads[name] for name in sorted(self._uploads)}
         self.reset()
         return uploads
 
-    def sums(self) -> Tensors:
+    def take_sums(self) -> Tensors:
         """Return the sums of the updates, int64 in units of `MEAN_UNIT`, and forget them."""
         sums = self._mean.sums()
         self.reset()
         return sums
 
-    def mean(self) -> Tensors:
+    def take_mean(self) -> Tensors:
         """Return the mean update in float64, by the job's `server.mean`, and forget the results."""
         updates = [result.update.tensors for result in self._uploads.values()]
-        mean = robust_mean(self.server, updates) if self.server.robust else self._mean.value()
+        mean = robust_mean(self.server, updates) if self.server.is_robust else self._mean.value()
         self.reset()
         return mean
 

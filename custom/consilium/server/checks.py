@@ -13,9 +13,9 @@ from torch import Tensor
 
 from consilium.adapters.adapter_state import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
-from consilium.core.linalg.norms import non_finite, norm
+from consilium.core.linalg.norms import non_finite_names, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash_or_empty
-from consilium.core.sanitize import few, shown
+from consilium.core.sanitize import first_names_text, shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
 from consilium.privacy.guard.release import NUMBERS, is_adapter_tensor, upload_shapes
@@ -89,7 +89,7 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
     # The norm is compared with that of the initial adapter (1 if that is 0). The norm of the current adapter would grow with
     # accepted updates, so a site could send larger ones each round. Site-level noise is large by design, so its expected norm
     # is added to the limit.
-    adapter, update = job.norm or 1.0, norm(result.tensors)
+    adapter, update = job.initial_norm or 1.0, norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
     noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio
@@ -167,7 +167,7 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
 
 def _check_finite(tensors: Tensors) -> None:
     """Raise RefusedError if a tensor has NaN or Inf. `_check_tensor` must have checked each tensor before."""
-    if wrong := non_finite(tensors):
+    if wrong := non_finite_names(tensors):
         raise RefusedError(f"tensor {_first_name(wrong)!r} has NaN or Inf")
 
 
@@ -195,7 +195,7 @@ def _first_name(names: Iterable[Any]) -> str:
     return min(shown(name, 80) for name in names)
 
 
-def check_next(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
+def check_next_state(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
     """Raise ConsiliumError if the strategy's aggregate() returned no valid next state.
 
     Otherwise the sites would refuse it for an unclear reason, or the run would never end.
@@ -226,11 +226,11 @@ def refusals_text(reasons: Mapping[str, str], what: str = "gave no result") -> s
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(reasons.items()):
         by_reason.setdefault(reason, []).append(name)
-    told = [f"{few(names, MOST_NAMED)}: {reason}" for reason, names in by_reason.items()]
+    told = [f"{first_names_text(names, MOST_NAMED)}: {reason}" for reason, names in by_reason.items()]
     return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
 
 
-def suggest_remedy(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
+def remedy_text(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
     """Return the remedy for a round that too few of the `asked` sites answered. `reasons`: by site, its last refusal.
 
     A site that is ahead of this checkpoint, or has lost its record of the run, cannot take part again, even if others return.

@@ -10,29 +10,29 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from consilium.client.model_store import keep_shared
+from consilium.client.model_store import write_shared_model
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors, is_hash_or_empty
 from consilium.core.sanitize import count_with_noun, shown
 from consilium.core.seeding import seed_for
-from consilium.core.storage import locked, read_json, sweep, write_json
+from consilium.core.storage import lock_folder, read_json, sweep, write_json
 from consilium.federation.diagnostics import deviation
 from consilium.federation.job import Job
 from consilium.federation.saved_model import SavedModel, keeps_local
 from consilium.privacy.guard.release import geometries, noised_sum, server_sees_only_sums, upload_shapes
-from consilium.privacy.mechanism import Geometry, in_reals, privatize, restore_update
+from consilium.privacy.mechanism import Geometry, privatized_coordinates, restore_update, to_real_numbers
 from consilium.privacy.plan import Plan, make_plan, not_private_sentence
 from consilium.privacy.randomness import Randomness
 from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import run_start
 from consilium.server.aggregation import RoundAggregate, aggregate_results, mean_penalty_losses
-from consilium.server.checks import check_evaluation, check_hello, check_update, refusals_text, suggest_remedy
-from consilium.server.early_stopping import early_end, no_score_warning, record_validation
+from consilium.server.checks import check_evaluation, check_hello, check_update, refusals_text, remedy_text
+from consilium.server.early_stopping import early_end, no_score_warning, updated_validations
 from consilium.server.run_start import Saved, server_start
 from consilium.server.statistics_round import StatisticsRound
-from consilium.strategies.strategy import RoundResults, SiteResult, scaling_of
+from consilium.strategies.strategy import RoundResults, SiteResult, scaling_multiplier
 
 # ledger seals ----------------------------------------------------------------------------------------------------------
 # The last seal of each site's privacy ledger that the server has received, over all runs.
@@ -55,11 +55,11 @@ class Seals:
 
     def note(self, site: str, seal: str) -> None:
         """Store the seal that a site has just sent. "", the seal of an empty ledger, is not stored."""
-        if self._path and seal and self.of(site) != seal:
-            with suppress(OSError), locked(self._path.parent):
+        if self._path and seal and self.last_seal(site) != seal:
+            with suppress(OSError), lock_folder(self._path.parent):
                 write_json(self._path, self._read() | {site: seal})
 
-    def of(self, site: str) -> str:
+    def last_seal(self, site: str) -> str:
         """Return the last seal of a site; "" if none is known."""
         return self._read().get(site, "")
 
@@ -77,9 +77,9 @@ class Seals:
 class Coordinator:
     """Coordinates one run. Both engines (in-process and FLARE) call the same methods in the same order.
 
-    The order is welcome* -> (start -> accept* -> conclude) until done -> final_payloads -> accept_final* -> finish. welcome and
-    accept may be called from several threads. `own`: the server's settings: the base's checkpoint, for strategies that start
-    from its weights, and the place of run tracking; `seals`: the last seals of sites' ledgers, over all runs.
+    The order is welcome* -> (start -> accept* -> conclude) until done -> start_final_evaluation -> accept_final* -> finish.
+    welcome and accept may be called from several threads. `own`: the server's settings: the base's checkpoint, for strategies
+    that start from its weights, and the place of run tracking; `seals`: the last seals of sites' ledgers, over all runs.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Coordinator:
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True after the last round, after early stopping, and for a job without rounds."""
         config, over = self.job.config, self.state.round >= self.job.config.training.rounds
         return not config.trains or over or early_end(config, self.state, self.validations) is not None
@@ -203,7 +203,7 @@ class Coordinator:
         self.log.record_phase_start(self.state, sorted(self.asked))
         self.sent = {name: self.job.strategy.payload(self.state, site) for name, site in self.asked.items()}
         for name, payload in self.sent.items():
-            self.log.count_sent_bytes(name, payload)
+            self.log.note_sent_bytes(name, payload)
         return dict(self.sent)
 
     def evaluation_payloads(self) -> dict[str, Payload]:
@@ -241,7 +241,7 @@ class Coordinator:
                 if plan is not None and not server_sees_only_sums(self.job.config):
                     # Sites clip but send float32. So their whitened coordinates are clipped once more, in integers on the grid.
                     maps = self._whitening_maps(result.tensors)
-                    coordinates, _ = privatize(result.tensors, maps, plan.config.clip, 0, each=plan.by_tensor)
+                    coordinates, _ = privatized_coordinates(result.tensors, maps, plan.config.clip, 0, each=plan.by_tensor)
                     summed = replace(result, tensors=coordinates)
                 self.aggregate.add(self.asked[name], summed, weight, sent)
             except ConsiliumError as refusal:
@@ -292,10 +292,10 @@ class Coordinator:
         with self._lock:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
-                step = suggest_remedy(self.reasons, self.asked, self.quorum)
+                step = remedy_text(self.reasons, self.asked, self.quorum)
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(self.reasons)}{few}; {step}")
             if plan := self._central_plan:  # noise of sigma S on the sum, then divided by the number of results
-                noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
+                noised = to_real_numbers(noised_sum(plan, self.aggregate.take_sums(), Randomness.secret()))
                 means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}
                 mean: RoundResults = restore_update(self._whitening_maps(noised), means)
             else:
@@ -310,7 +310,7 @@ class Coordinator:
             self.log.record_diagnostics(self.state, curves | dict(seen or {}))
             after = aggregate_results(self.job, self.state, mean)
             place = config, self.job.strategy, self.state
-            self.validations = record_validation(*place, self.validations, self._trained)
+            self.validations = updated_validations(*place, self.validations, self._trained)
             if warning := no_score_warning(*place, self.validations):
                 self.observer({"event": "warning", "text": warning})
             self.state = after
@@ -328,7 +328,7 @@ class Coordinator:
         public = self.state.shared | self.state.initial
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
 
-    def final_payloads(self) -> dict[str, Payload]:
+    def start_final_evaluation(self) -> dict[str, Payload]:
         """Record early stopping, if the run ended so, and return the payload of each site for the final evaluation."""
         if ended := early_end(self.job.config, self.state, self.validations):
             self.log.record_early_end(ended)
@@ -352,8 +352,8 @@ class Coordinator:
         strategy = self.job.strategy
         if self.job.config.trains and strategy.traits.needs == "sums" and not keeps_local(strategy, self.job.initial):
             last = strategy.final(self.state, SiteInfo("", 1, joined=True))
-            kept = SavedModel(self.state.initial | last.tensors, self.state.round, scaling_of(strategy, last))
-            keep_shared(
+            kept = SavedModel(self.state.initial | last.tensors, self.state.round, scaling_multiplier(strategy, last))
+            write_shared_model(
                 self.folder, self.job.config, kept, self.sites, self.log.results, self.checkpoint, self.plan, self.log.seeded
             )
 

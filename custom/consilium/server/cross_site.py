@@ -55,8 +55,8 @@ def scored_run_state(job: Job, folder: Path | None) -> Saved | None:
 class CrossSites:
     """Coordinates a cross-site job. Both engines call the same methods in the same order.
 
-    The order is shared_model_payloads -> accept*; then, for each of `owners`, take_model -> owner_model_payloads -> accept*;
-    then finish. `saved`: the result of `scored_run_state`.
+    The order is start_shared_model_scoring -> accept*; then, for each of `owners`, take_model -> take_owner_model_payloads ->
+    accept*; then finish. `saved`: the result of `scored_run_state`.
     """
 
     def __init__(self, coordinator: Coordinator, section: CrossSiteConfig, saved: Saved) -> None:
@@ -72,7 +72,7 @@ class CrossSites:
         joined = sorted(name for name, site in self.coordinator.sites.items() if site.joined)
         return joined[:MODELS] if self.section.personalized else []
 
-    def shared_model_payloads(self) -> dict[str, Payload]:
+    def start_shared_model_scoring(self) -> dict[str, Payload]:
         """Return, by site, the payload with the shared model. The site scores it together with its own local factors."""
         strategy, sites = self.job.strategy, self.coordinator.sites
         self._begin_row(SHARED, Stage.GLOBAL)
@@ -84,7 +84,7 @@ class CrossSites:
         self._model = Payload(self.state.round, len(self._rows), result.tensors, result.scalars)
         self._begin_row(owner, Stage.PERSONALIZED)
 
-    def owner_model_payloads(self) -> dict[str, Payload]:
+    def take_owner_model_payloads(self) -> dict[str, Payload]:
         """Return, by site, the payload with the stored model of its owner, and forget the model; {} if none is stored."""
         model, self._model = self._model, None
         return {name: model for name in sorted(self.coordinator.sites)} if model else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from consilium.config.job import JobConfig
 from consilium.core.messages import MetricKey, Stage
-from consilium.federation.saved_model import leading
+from consilium.federation.saved_model import leading_score_name
 from consilium.report.run_files import mean_metrics
 from consilium.strategies.strategy import ServerState, Strategy
 from consilium.tasks.registry import LOWER
@@ -35,21 +35,21 @@ class Validations:
         return Validations(metric, score, round) if better else replace(self, metric=metric, worse=self.worse + 1)
 
 
-def record_validation(
+def updated_validations(
     config: JobConfig, strategy: Strategy, state: ServerState, before: Validations, site_metrics: list[dict[str, float]]
 ) -> Validations:
     """Return the record after a phase. `state`: before the phase; `site_metrics`: of each site that trained in it."""
-    if not _validates_now(config, strategy, state):
+    if not _is_validation_due(config, strategy, state):
         return before
     means, meant = mean_metrics(site_metrics), ("validation", Stage.GLOBAL)
     found = {key.metric: means[name] for name in means if (key := MetricKey.parse(name)) and (key.split, key.stage) == meant}
     if not found:  # no site reported a score, so this is not a validation
         return before
-    metric = before.metric or leading(config, found)
+    metric = before.metric or leading_score_name(config, found)
     return before.after(metric, state.round, found.get(metric, math.nan))
 
 
-def _validates_now(config: JobConfig, strategy: Strategy, state: ServerState) -> bool:
+def _is_validation_due(config: JobConfig, strategy: Strategy, state: ServerState) -> bool:
     """Tell whether sites validate in this phase the model of a complete round, and early stopping is on."""
     due = config.training.validates(state.round, Stage.GLOBAL) and state.phase == 0
     return due and config.training.validation.patience > 0 and state.round >= strategy.traits.warm_up
@@ -58,7 +58,7 @@ def _validates_now(config: JobConfig, strategy: Strategy, state: ServerState) ->
 def no_score_warning(config: JobConfig, strategy: Strategy, state: ServerState, known: Validations) -> str | None:
     """Return a warning if no site reported a score in the run's first validation, otherwise None."""
     first = state.round < strategy.traits.warm_up + config.training.validation.every
-    if known.metric or not first or not _validates_now(config, strategy, state):
+    if known.metric or not first or not _is_validation_due(config, strategy, state):
         return None
     return (
         "training.validate.patience: no site told a validation score, and without one the run goes to its last round; "

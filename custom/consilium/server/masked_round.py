@@ -16,12 +16,12 @@ from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
 from consilium.privacy.guard.release import geometries, server_sees_only_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, restore_update
-from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
-from consilium.privacy.secagg.messages import cancellations
+from consilium.privacy.secagg.arithmetic import Layout, layout, unflatten
+from consilium.privacy.secagg.messages import needed_cancellations
 from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from consilium.server.aggregation import RoundAggregate
-from consilium.server.checks import refusals_text, suggest_remedy
+from consilium.server.checks import refusals_text, remedy_text
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import ServerState
 
@@ -46,12 +46,14 @@ class MaskedAggregate(RoundAggregate):
         self._mean.set_sums(sums, divisor)
         self._maps = dict(maps)
 
-    def mean(self) -> Tensors:
+    def take_mean(self) -> Tensors:
         """Return the mean update, float64, and forget the sum."""
-        return restore_update(self._maps, super().mean())
+        return restore_update(self._maps, super().take_mean())
 
 
-def sums_and_divisor(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
+def with_divisor_and_maps(
+    job: Job, state: ServerState, sums: Tensors, weight: int
+) -> tuple[Tensors, float, dict[str, Geometry]]:
     """Return the unmasked `sums` of a phase (int64, units) with their divisor and the whitening maps.
 
     `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
@@ -87,13 +89,13 @@ class MaskedRounds:
         self.coordinator, config = coordinator, coordinator.job.config
         run = f"{coordinator.run}.{config.digest[:16]}"  # the guards use the same name
         self._away: set[str] = set()
-        self.bare = config.sums_without_noise
+        self.bare = config.has_sums_without_noise
         self.collector = Collector(coordinator.folder / "server" / FOLDER, config, run, root, server)
 
-    def phase(self, ask: Ask, begun: Callable[[], None]) -> None:
+    def run_phase(self, ask: Ask, begun: Callable[[], None]) -> None:
         """Run one phase to its conclusion. `begun` is called after the sites are chosen. Raises ConsiliumError."""
         c = self.coordinator
-        self._ask_roster_entries(ask)
+        self._admit_new_sites(ask)
         attempt, payloads = self._begin()
         begun()
         try:
@@ -110,16 +112,16 @@ class MaskedRounds:
                 if (reason := c.accept(name, result)) is not None:
                     raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")
             assert isinstance(c.aggregate, MaskedAggregate)
-            c.aggregate.fill(*sums_and_divisor(c.job, c.state, *unflat(words, summed.order)))
+            c.aggregate.fill(*with_divisor_and_maps(c.job, c.state, *unflatten(words, summed.order)))
             self.collector.save_proof(summed.attempt, summed.attempt.proof(summed.parties, survivors))
             c.conclude()
-            self.collector.forget(summed.attempt)
+            self.collector.delete_phase_attempts(summed.attempt)
         finally:
             for name in self._away:
                 c.sites.pop(name, None)
             self._away = set()
 
-    def _ask_roster_entries(self, ask: Ask) -> None:
+    def _admit_new_sites(self, ask: Ask) -> None:
         """Ask new sites for their roster entries. A site that gives none does not take part, and is asked again later.
 
         Without noise no site may join after the first phase has begun, because a sum over a larger set would reveal its update.
@@ -159,12 +161,14 @@ class MaskedRounds:
 
     def _run_attempt(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
         """Run an attempt until its sum can be opened. Return the sum and the survivors, None if too few sites remain."""
-        if attempt.answers.of("cancel"):
+        if attempt.answers.answers_to("cancel"):
             return None  # it is being cancelled
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
         least = attempt.terms.least
-        first = {name: attempt.prepare_question(self.collector.proof_for(name)) for name in attempt.silent("prepare", present)}
-        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.of("prepare")) >= least)
+        first = {
+            name: attempt.prepare_question(self.collector.proof_for(name)) for name in attempt.silent_sites("prepare", present)
+        }
+        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.answers_to("prepare")) >= least)
         # Fix the parties of the sum. Raises ConsiliumError if too few have prepared.
         c = self.coordinator
         try:
@@ -186,7 +190,7 @@ class MaskedRounds:
 
     def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
         """Ask the survivors in `there`, the sites that are present, to sign the sum."""
-        attempt, silent = summed.attempt, summed.attempt.silent("confirm", there)
+        attempt, silent = summed.attempt, summed.attempt.silent_sites("confirm", there)
 
         def take(name: str, answer: Any) -> None:
             attempt.take_confirmed(name, answer, survivors, summed.masks)
@@ -197,7 +201,7 @@ class MaskedRounds:
     def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
         """Ask the sites that signed the sum for their shares."""
         attempt = summed.attempt
-        silent = attempt.silent("reveal", [name for name in there if name in attempt.answers.of("confirm")])
+        silent = attempt.silent_sites("reveal", [name for name in there if name in attempt.answers.answers_to("confirm")])
 
         def take(name: str, answer: Any) -> None:
             attempt.take_revealed(name, answer, summed.parties, summed.masks)
@@ -224,11 +228,11 @@ class MaskedRounds:
         Sites are asked to cancel only if enough sites answered the last question, because a site that has cancelled can no
         longer help to open the sum.
         """
-        last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.load_masked(name)]
-        present = {*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys()
-        able = [name for name in sorted(present) if name not in attempt.answers.of("reveal")]
-        asked = attempt.silent("cancel", able)
-        if len(able) >= cancellations(attempt.terms):
+        last = attempt.answers.answers_to("confirm") or [name for name in attempt.cohort if attempt.load_masked(name)]
+        present = {*last, *attempt.answers.answers_to("cancel")} & self.coordinator.sites.keys()
+        able = [name for name in sorted(present) if name not in attempt.answers.answers_to("reveal")]
+        asked = attempt.silent_sites("cancel", able)
+        if len(able) >= needed_cancellations(attempt.terms):
             question = attempt.cancel_question()
             ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
         if not attempt.is_cancelled:
@@ -236,10 +240,10 @@ class MaskedRounds:
                 "secure aggregation: too few sites are left to open this phase's sum, and too few to cancel it and ask anew",
                 attempt,
             )
-        return self.collector.again(attempt)
+        return self.collector.begin_next_attempt(attempt)
 
     def _too_few_error(self, what: str, attempt: Attempt) -> ConsiliumError:
         """Return the error for a phase that too few sites completed: the reasons, the consequence `what`, and the remedy."""
         reasons = self.coordinator.reasons
-        step = suggest_remedy(reasons, self.coordinator.asked, attempt.terms.least)
+        step = remedy_text(reasons, self.coordinator.asked, attempt.terms.least)
         return ConsiliumError(f"{refusals_text(reasons)}{what}; {step}")

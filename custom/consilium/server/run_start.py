@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from consilium import __version__
-from consilium.adapters.names import is_requested_part
+from consilium.adapters.names import is_strategy_part
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Tensors
 from consilium.core.storage import checkpoint_hash, file_hash, flatten_groups, group_of, load_state, save_state
-from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
+from consilium.federation.job import Job, bare_model, checkpoint_of, kinds_of, resolve_checkpoint_path
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_adapter_folder
 from consilium.report.run_files import incompatible_version
@@ -41,7 +41,7 @@ def check_start_folder(config: JobConfig, own: SiteConfig) -> None:
     """
     if config.adapter.start is None:
         return
-    path = in_checkpoints("adapter.start", config.adapter.start, own, "the server's").resolve()
+    path = resolve_checkpoint_path("adapter.start", config.adapter.start, own, "the server's").resolve()
     if own.checkpoints is None or not path.is_relative_to(own.checkpoints.resolve()):
         raise ConfigError(
             f"adapter.start: {config.adapter.start!r}: not in the server's checkpoint folder; "
@@ -54,10 +54,10 @@ def server_start(job: Job, own: SiteConfig) -> Start:
     if not job.config.trains:
         return Start(job.initial)
     if job.config.adapter.start is not None:
-        folder = in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's")
+        folder = resolve_checkpoint_path("adapter.start", job.config.adapter.start, own, "the server's")
         kept, card = read_adapter_folder(folder)
         _check_comparable(job.config, kept, card, folder)
-        if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_requested_part(name)):
+        if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_strategy_part(name)):
             raise ConfigError(
                 f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section"
             )
@@ -80,7 +80,7 @@ def server_start(job: Job, own: SiteConfig) -> Start:
 def _initial_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
     """Return a tensor's initial value from the adapter. Raises ConfigError if it is missing or has another shape."""
     if name not in kept.values:
-        if is_requested_part(name):
+        if is_strategy_part(name):
             return fresh
         raise ConfigError(f"adapter.start: {folder} lacks {name!r}, which this job trains; use its model and adapter sections")
     if kept.values[name].shape != fresh.shape:

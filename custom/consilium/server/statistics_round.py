@@ -31,12 +31,12 @@ class StatisticsRound:
         self._asked: set[str] = set()
 
     @property
-    def wanted(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether the job asks for statistics and they are not written yet."""
         asks = self.config.statistics is not None and self.config.cross_site is None  # the run that it scores has asked already
         return asks and not (self.folder / FILE).is_file()
 
-    def begin(self, names: Iterable[str]) -> None:
+    def record_asked_sites(self, names: Iterable[str]) -> None:
         """Record the names of the sites that are asked."""
         self._asked = set(names)
 
@@ -45,13 +45,13 @@ class StatisticsRound:
         if name not in self._asked or name in self.found:
             raise RefusedError(f"{name}: statistics that nobody asked for")
         found = SiteStatistics.read(values)
-        check(self.config, found)
+        check_site_statistics(self.config, found)
         self.found[name] = found
         self.observer({"event": "statistics", "site": name})
 
     def decline(self, name: str, reason: str) -> None:
         """Record why a site has no statistics or takes no part. Do nothing once the statistics are written."""
-        if self.wanted and name not in self.found:
+        if self.is_pending and name not in self.found:
             self.refused[name] = reason
 
     def finish(self) -> None:
@@ -62,12 +62,12 @@ class StatisticsRound:
         told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
         sites = {name: told[name] for name in sorted(told)}
         self._asked = set()
-        write_atomic(self.folder / "statistics.txt", site_statistics.text(self.config.name, sites).encode())
+        write_atomic(self.folder / "statistics.txt", site_statistics.statistics_text(self.config.name, sites).encode())
         site_statistics.plot(self.folder / "statistics.png", sites)
         write_json(self.folder / FILE, {"job": self.config.name, "sites": sites}, indent=1)
 
 
-def check(config: JobConfig, found: SiteStatistics) -> None:
+def check_site_statistics(config: JobConfig, found: SiteStatistics) -> None:
     """Raise RefusedError unless a site's statistics fit this job: its classes and bins, each once, and no small count."""
     section = config.statistics
     if section is None or found.minimum < section.minimum:

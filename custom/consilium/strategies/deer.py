@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.adapters.names import factor, lora_factor
+from consilium.adapters.names import checked_lora_factor, factor
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
 from consilium.core.messages import Tensors
@@ -69,7 +69,7 @@ class DEeR(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for the factor that this phase does not train, SHARED for all other tensors."""
-        which = lora_factor(name, self.name)
+        which = checked_lora_factor(name, self.name)
         return Role.FROZEN if self.eliminator and which not in (None, self._trained_factors(round)[phase]) else Role.SHARED
 
     def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
@@ -78,7 +78,7 @@ class DEeR(Strategy):
         if not self.rebalance:
             return after
         frozen = "A" if self._trained_factors(after.round)[after.phase] == "B" else "B"
-        return replace(after, shared=after.shared | rebalance_factors(after.shared, frozen))
+        return replace(after, shared=after.shared | orthonormalize_frozen_factor(after.shared, frozen))
 
     def _trained_factors(self, round: int) -> str:
         """Return the factors that the phases of a round train, in order, such as "BA"."""
@@ -86,7 +86,7 @@ class DEeR(Strategy):
         return rounds[round % len(rounds)]
 
 
-def rebalance_factors(shared: Tensors, frozen: str) -> Tensors:
+def orthonormalize_frozen_factor(shared: Tensors, frozen: str) -> Tensors:
     """Return the factors of every layer with the factor `frozen` ("A" or "B") orthonormal and the product B A unchanged.
 
     With A^T = Q R, A becomes Q^T and B becomes B R^T; for B the same with the roles swapped. A layer whose frozen factor is

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.adapters.names import factor, lora_factor
+from consilium.adapters.names import checked_lora_factor, factor
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank, Seed
@@ -45,7 +45,7 @@ class DPDyLoRA(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""
-        lora_factor(name, self.name)
+        checked_lora_factor(name, self.name)
         return Role.SHARED
 
     def rank(self, full: int, round: int) -> int:

@@ -65,19 +65,19 @@ class FedALA(FedIT):
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
         """Train from the mixture and return trained minus global tensors, because the server averages theta_i."""
-        begin, weights = self.mixed(trainer.own, trainer.start, trainer.memory, trainer.probe())
+        begin, weights = self.learn_mixture(trainer.own, trainer.start, trainer.memory, trainer.gradient_probe())
         trainer.memory.update(weights)
         trainer.load(begin)
         trainer.fit()
         return trainer.update(since=payload.tensors)
 
-    def mixed(self, own: Tensors, start: Tensors, known: Tensors, probe: GradientProbe) -> tuple[Tensors, Tensors]:
+    def learn_mixture(self, own: Tensors, start: Tensors, known: Tensors, probe: GradientProbe) -> tuple[Tensors, Tensors]:
         """Return the mixture that training starts from, and the learned weights by tensor.
 
         `known`: the weights of the site's last round, {} before the first. Without own tensors or batches, return `start`,
         `known`.
         """
-        upper = self.upper(start)
+        upper = self.top_layer_tensors(start)
         if not upper or not probe.batches or not set(upper) <= own.keys():
             return start, known
         gap = {name: start[name] - own[name] for name in upper}
@@ -90,7 +90,7 @@ class FedALA(FedIT):
             losses.append(loss)
         return {**start, **mixture(own, gap, weights)}, weights
 
-    def upper(self, names: Iterable[str]) -> list[str]:
+    def top_layer_tensors(self, names: Iterable[str]) -> list[str]:
         """Return the names of the tensors in the top layers; `names`: all tensors in the model's order."""
         ordered = list(names)
         found = list(dict.fromkeys(map(layer_of, ordered)))

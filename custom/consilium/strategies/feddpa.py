@@ -112,7 +112,7 @@ class FedDPA(Strategy):
         """
         waits = self.reading == "as_in_code" and payload.round == 0
         if trainer.closing or (self.variant == "T" and not waits):
-            trainer.fit((name for name in trainer.start if is_local(name)), share=self.local_share)
+            trainer.fit((name for name in trainer.start if is_local(name)), local_adapter_weight=self.local_share)
         if not trainer.closing:
             trainer.fit(name for name in trainer.start if not is_local(name))
         return trainer.update()

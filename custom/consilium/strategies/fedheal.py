@@ -25,7 +25,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from consilium.core.lazy import torch
-from consilium.core.linalg.lowrank import summed
+from consilium.core.linalg.lowrank import sum_tensors
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT
@@ -67,8 +67,8 @@ class FedHEAL(FedIT):
         share = normalize_weights({name: float(kept[name][WEIGHT]) for name in masks})
         shared = {}
         for n, value in state.shared.items():  # each number over the sites whose mask is 1 there; unchanged without one
-            weight = summed([share[site] * masks[site][n] for site in share])
-            total = summed([share[site] * masked[site][n] for site in share])
+            weight = sum_tensors([share[site] * masks[site][n] for site in share])
+            total = sum_tensors([share[site] * masked[site][n] for site in share])
             shared[n] = (value.double() + total / weight.clamp(min=1e-300)).to(value.dtype)
         sites = {}
         for name in masks:  # in how many of the site's rounds each number fell (no change counts as falling)

@@ -106,7 +106,7 @@ class FedHeLLo(UnequalRanks):
             weights = odds(state.matrices[SCORES].tolist())
             keys = {layer: generator.random() ** (1 / weight) for layer, weight in zip(layers, weights, strict=True)}
             return set(sorted(layers, key=lambda layer: -keys[layer])[:count])
-        return {layers[place] for place in places(self.layers, len(layers), count)}
+        return {layers[place] for place in chosen_layer_indices(self.layers, len(layers), count)}
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each layer is the mean over the sites that trained it."""
@@ -139,7 +139,7 @@ class FedHeLLo(UnequalRanks):
         return pair(layer, (b, a))
 
 
-def places(rule: str, layers: int, count: int) -> list[int]:
+def chosen_layer_indices(rule: str, layers: int, count: int) -> list[int]:
     """Return which `count` of `layers` layers, numbered from the input, a rule without chance takes; ties go to the first."""
     if rule == "spread":
         return [number * layers // count for number in range(count)]

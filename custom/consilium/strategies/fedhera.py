@@ -150,8 +150,8 @@ class FedHera(ExactServer):
         """Return W plus the sites' weighted changes (residual) or products (literal), or the products alone (replace)."""
         if self.aggregation == "residual":
             return lowrank.add(update, lowrank.weighted_sum_of_changes(layer, 1.0))
-        base = lowrank.zero(*update.shape) if self.aggregation == "replace" else update
-        return lowrank.add(base, lowrank.products(layer, 1.0))
+        base = lowrank.zero_update(*update.shape) if self.aggregation == "replace" else update
+        return lowrank.add(base, lowrank.weighted_sum_of_products(layer, 1.0))
 
     def sites_after(
         self, state: ServerState, uploads: Mapping[str, SiteResult], updates: Mapping[str, Update]

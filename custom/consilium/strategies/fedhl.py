@@ -40,10 +40,10 @@ class FedHL(ExactServer):
         e_i in [0, 1] is the share of the update's energy that the site's ranks leave out.
         """
         own = shares(uploads)
-        raw = {name: own[name] / (self.floor + self._lost(state, upload.site)) for name, upload in uploads.items()}
+        raw = {name: own[name] / (self.floor + self._lost_energy_share(state, upload.site)) for name, upload in uploads.items()}
         return {name: value / sum(raw.values()) for name, value in raw.items()}
 
-    def _lost(self, state: ServerState, site: SiteInfo) -> float:
+    def _lost_energy_share(self, state: ServerState, site: SiteInfo) -> float:
         """Return the share of the global update's energy that the site's ranks leave out; 0 before there is an update."""
         ranks, found = self.download_ranks(state, site), stored_spectra(state)
         total = sum(one.energy for one in found.values())

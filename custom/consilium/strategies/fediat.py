@@ -109,7 +109,7 @@ class FedIAT(Strategy):
             moved = _stack(step.params, layers, shared) - shared_0
             proxy_sh = moved.mT @ shared_0 if shared == "B" else moved @ shared_0.mT
             proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
-            terms.append(squared_cosine(proxy_sh, proxy_lo, self._floor(shared_0, private_0)).sum())
+            terms.append(squared_cosine(proxy_sh, proxy_lo, self._cosine_epsilon(shared_0, private_0)).sum())
         return self.sor_weight * torch.stack(terms).sum()
 
     def _groups(self, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -122,7 +122,7 @@ class FedIAT(Strategy):
                 groups.setdefault(f"{self.shared_factor(name)}{shapes}", []).append(layer)
         return groups
 
-    def _floor(self, shared_0: Tensor, private_0: Tensor) -> Tensor:
+    def _cosine_epsilon(self, shared_0: Tensor, private_0: Tensor) -> Tensor:
         """Return the epsilon that Eq. 8 adds to the product of norms, per layer (L,), scaled by `eps_scale`.
 
         Where B0 = 0 it is the square root of the smallest positive number, so that dividing a gradient by it stays finite.

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from consilium.core.lazy import Tensor
-from consilium.core.linalg.lowrank import summed
+from consilium.core.linalg.lowrank import sum_tensors
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.fedit import FedIT
@@ -37,4 +37,4 @@ class FedProx(FedIT):
         if not self.mu:
             return None
         terms = [(p - step.anchors[n]).square().sum() for n, p in step.params.items() if p.requires_grad]
-        return self.mu / 2 * summed(terms) if terms else None
+        return self.mu / 2 * sum_tensors(terms) if terms else None

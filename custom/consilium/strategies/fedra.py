@@ -30,7 +30,7 @@ from pydantic import Field
 from consilium.adapters.names import WHOLE_BASE, skippable_block
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor
-from consilium.core.linalg.lowrank import summed
+from consilium.core.linalg.lowrank import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed
 from consilium.core.seeding import seed_for
@@ -88,7 +88,7 @@ class FedRA(FedIT):
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each tensor is the plain mean over the sites that had it."""
         ordered = [results[name] for name in sorted(results)]
-        shared = {name: _mean(value, _moves(ordered, name)) for name, value in state.shared.items()}
+        shared = {name: _mean(value, _site_updates(ordered, name)) for name, value in state.shared.items()}
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared)
 
@@ -96,7 +96,7 @@ class FedRA(FedIT):
         """Return how many of the round's sites had each block: the column sums of the allocation matrix."""
         found = list(results.values())
         blocks = {name: block for name in state.shared if (block := skippable_block(name)) is not None}
-        return {f"holders/{block}": float(len(_moves(found, name))) for name, block in blocks.items()}
+        return {f"holders/{block}": float(len(_site_updates(found, name))) for name, block in blocks.items()}
 
     # client half ------------------------------------------------------------------------------------------------------
 
@@ -112,10 +112,10 @@ class FedRA(FedIT):
         return Payload(payload.round, payload.phase, moved)
 
 
-def _moves(results: list[SiteResult], name: str) -> list[Tensor]:
+def _site_updates(results: list[SiteResult], name: str) -> list[Tensor]:
     """Return the updates of tensor `name`, float64, from the sites that had it."""
     return [one.update.tensors[name].double() for one in results if one.sent.tensors[name].numel()]
 
 
 def _mean(value: Tensor, moves: list[Tensor]) -> Tensor:
-    return (value.double() + summed(moves) / len(moves)).to(value.dtype) if moves else value
+    return (value.double() + sum_tensors(moves) / len(moves)).to(value.dtype) if moves else value

@@ -15,7 +15,7 @@ Learning", ICLR 2025.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.adapters.names import bottleneck_half, lora_factor
+from consilium.adapters.names import bottleneck_half, checked_lora_factor
 from consilium.strategies.strategy import Role, Strategy
 
 
@@ -27,5 +27,5 @@ class FedSALoRA(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for lora_A and M_d, LOCAL for the rest. Raises ConfigError if the whole model trains."""
-        first = (bottleneck_half(name) or lora_factor(name, self.name)) in ("A", "down")
+        first = (bottleneck_half(name) or checked_lora_factor(name, self.name)) in ("A", "down")
         return Role.SHARED if first else Role.LOCAL

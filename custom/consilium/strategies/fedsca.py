@@ -115,12 +115,12 @@ class FedSCA(Strategy):
         weights = {name: float(result.weight) for name, result in results.items()}
         shared = _weighted_sum(shares(results).values(), list(fresh.values()))
         known = {**state.weights, **weights}
-        matrix = self._matrix(sites, known, set(fresh))
+        matrix = self._mixture_matrix(sites, known, set(fresh))
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         after = replace(state, round=round, phase=phase, shared=shared, sites=sites)
         return replace(after, reported=reported, weights=known, matrices={MATRIX: matrix})
 
-    def _matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
+    def _mixture_matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
         """Return the mixture weights (N, N), float64: the row's site receives the column's upload with that weight.
 
         Rows and columns are in the order of names. A site that reported mixes the uploads of this round; a site that missed the
@@ -141,9 +141,9 @@ class FedSCA(Strategy):
     def _weights(self, flat: Tensor, prior: Tensor) -> Tensor:
         if self.mixture == "mean":
             return prior.expand(len(prior), -1)
-        return mixture_weights(self._prior(prior), similarities(flat, self.similarity, self.normalize), self.alpha)
+        return mixture_weights(self._effective_prior(prior), similarities(flat, self.similarity, self.normalize), self.alpha)
 
-    def _prior(self, prior: Tensor) -> Tensor:
+    def _effective_prior(self, prior: Tensor) -> Tensor:
         return prior if self.prior == "samples" else torch.zeros_like(prior)
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
@@ -152,7 +152,7 @@ class FedSCA(Strategy):
             return {}
         prior = torch.tensor(list(shares(results).values()), dtype=torch.float64)
         flat = torch.stack([_flat(result.trained_tensors()) for result in results.values()])
-        limits = isolation_alpha(self._prior(prior), similarities(flat, self.similarity, self.normalize))
+        limits = smallest_isolating_alpha(self._effective_prior(prior), similarities(flat, self.similarity, self.normalize))
         alone = [name for name, limit in zip(results, limits.tolist(), strict=True) if self.alpha >= limit]
         if alone:
             what = f"{', '.join(alone)} mix nobody in round {state.round + 1}"
@@ -175,7 +175,7 @@ class FedSCA(Strategy):
         return -self.pull * torch.nn.functional.cosine_similarity(now, then, dim=0, eps=1e-12)
 
 
-def isolation_alpha(prior: Tensor, similar: Tensor) -> Tensor:
+def smallest_isolating_alpha(prior: Tensor, similar: Tensor) -> Tensor:
     """Return, for each site (N,), the smallest alpha at which it receives only its own upload; inf if there is none.
 
     The row is e_i exactly where v_i - v_j >= 1 for all j, v = m + (alpha / 2) d_i.

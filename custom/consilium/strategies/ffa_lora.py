@@ -8,7 +8,7 @@ Source: Y. Sun, Z. Li, Y. Li, B. Ding, "Improving LoRA in Privacy-preserving Fed
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.adapters.names import lora_factor
+from consilium.adapters.names import checked_lora_factor
 from consilium.strategies.strategy import Role, Strategy
 
 
@@ -20,4 +20,4 @@ class FFALoRA(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for lora_A, SHARED for the rest."""
-        return Role.FROZEN if lora_factor(name, self.name) == "A" else Role.SHARED
+        return Role.FROZEN if checked_lora_factor(name, self.name) == "A" else Role.SHARED

@@ -52,4 +52,4 @@ class FlexLoRA(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return the weighted mean of the sites' products."""
-        return lowrank.add(lowrank.zero(*update.shape), lowrank.products(layer, 1.0))
+        return lowrank.add(lowrank.zero_update(*update.shape), lowrank.weighted_sum_of_products(layer, 1.0))

@@ -28,7 +28,7 @@ Models", ICLR 2025, and the authors' code, github.com/IAMJackYan/FRLoRA.
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
+from consilium.adapters.names import GATE, WHOLE, checked_lora_factor, is_frozen_part
 from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
@@ -54,7 +54,7 @@ class FRLoRA(Strategy):
         """Return FROZEN for tails, SHARED for factors and a head. Raises ConfigError for another adapter."""
         if is_frozen_part(name):
             return Role.FROZEN
-        lora_factor(name, self.name)
+        checked_lora_factor(name, self.name)
         return Role.SHARED
 
     # server half ------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class FRLoRA(Strategy):
     def start(self, initial: Tensors, weights: Tensors, scaling: float) -> Tensors:
         """Return (B0, A0) computed from every layer's weights (out, in), and the head's initial values."""
         ranks = {layer: len(initial[f"{layer}.lora_A"]) for layer in shapes(initial)}
-        found = {layer: pair(layer, principal(weights[layer], rank, scaling)) for layer, rank in ranks.items()}
+        found = {layer: pair(layer, principal_factors(weights[layer], rank, scaling)) for layer, rank in ranks.items()}
         return {name: found.get(name.rpartition(".")[0], initial)[name] for name in initial}
 
     def initialize(self, initial: Tensors) -> ServerState:
@@ -98,7 +98,7 @@ class FRLoRA(Strategy):
                 tails |= {f"{layer}.tail_B": b, f"{layer}.tail_A": a, f"{layer}.{GATE}": torch.ones(1)}
             else:
                 tails[f"{layer}.{WHOLE}"] = (b.double() @ a.double()).float()
-        heads = {n: u for n, u in results.items() if lora_factor(n, self.name) is None}
+        heads = {n: u for n, u in results.items() if checked_lora_factor(n, self.name) is None}
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in heads.items()}
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, matrices=tails)
@@ -110,7 +110,7 @@ class FRLoRA(Strategy):
         return with_factored_tails(payload.tensors)
 
 
-def principal(weight: Tensor, rank: int, scaling: float) -> Product:
+def principal_factors(weight: Tensor, rank: int, scaling: float) -> Product:
     """Return (B0, A0), float32, such that `scaling` B0 A0 is the best approximation of `weight` (out, in) at `rank`.
 
     The largest entry of each left singular vector is made positive, so that signs do not depend on the solver.

@@ -36,7 +36,7 @@ class Move:
     weight: float
 
 
-def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, float]:
+def drift_and_leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, float]:
     """Return the norms of common drift and leakage over all layers, and the share of leakage in their sum.
 
     Also return the smallest singular value of the factors. `shared`: "A" or "B", the shared factor of each layer.

@@ -105,8 +105,8 @@ class HetLoRA(UnequalRanks):
 def _norm_beyond(tensors: Mapping[str, Tensor], rank: int) -> Tensor:
     """Return sum over layers of ||B[:, rank:]||_F ||A[rank:]||_F; its gradient at 0 is 0."""
     pairs = [factors(tensors, layer) for layer in shapes(tensors)]
-    return lowrank.summed([_length(b[:, rank:]) * _length(a[rank:]) for b, a in pairs])
+    return lowrank.sum_tensors([_frobenius_norm(b[:, rank:]) * _frobenius_norm(a[rank:]) for b, a in pairs])
 
 
-def _length(tensor: Tensor) -> Tensor:
+def _frobenius_norm(tensor: Tensor) -> Tensor:
     return (tensor.square().sum() + 1e-24).sqrt()

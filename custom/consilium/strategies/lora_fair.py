@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.adapters.names import lora_factor
+from consilium.adapters.names import checked_lora_factor
 from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product
@@ -45,17 +45,17 @@ class LoraFair(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for LoRA factors and a head. Raises ConfigError for other kinds of adapter."""
-        lora_factor(name, self.name)
+        checked_lora_factor(name, self.name)
         return Role.SHARED
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every shared tensor averaged in float64, and every B corrected."""
         share, ends = shares(results), {name: upload.trained_tensors() for name, upload in sorted(results.items())}
-        shared = {n: lowrank.summed([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared}
+        shared = {n: lowrank.sum_tensors([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared}
         for layer in shapes(shared):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)
-            shared |= pair(layer, (b + self.correction(lowrank.products(products, 1.0), b, a), a))
+            shared |= pair(layer, (b + self.correction(lowrank.weighted_sum_of_products(products, 1.0), b, a), a))
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 

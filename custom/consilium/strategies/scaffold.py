@@ -32,7 +32,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.linalg.lowrank import summed
+from consilium.core.linalg.lowrank import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT
@@ -103,4 +103,4 @@ def weighted_mean(sites: Mapping[str, Tensors], weights: Mapping[str, float]) ->
     """Return the mean of the sites' tensors in float64, summed in the order of names."""
     share = normalize_weights({name: weights[name] for name in sorted(sites)})
     names = next(iter(sites.values()))
-    return {n: summed([share[site] * sites[site][n].double() for site in share]) for n in names}
+    return {n: sum_tensors([share[site] * sites[site][n].double() for site in share]) for n in names}

@@ -164,7 +164,7 @@ class Strategy:
         return {"": payload}
 
 
-def scaling_of(strategy: Strategy, payload: Payload) -> float:
+def scaling_multiplier(strategy: Strategy, payload: Payload) -> float:
     """Return the factor on the adapter's alpha / rank in the forward pass while this payload is in the model."""
     return payload.scalars.get("scaling", 1.0) if strategy.traits.scales_adapter else 1.0
 

@@ -42,8 +42,8 @@ class GradientProbe(Protocol):
 class Trainer(Protocol):
     """A site's model and training data during one phase.
 
-    `fit` and `probe` read records. `fit` may be called `Traits.fits` times per phase. `probe` needs `Traits.probe_fraction` and
-    is refused under DP-SGD.
+    `fit` and `gradient_probe` read records. `fit` may be called `Traits.fits` times per phase. `gradient_probe` needs
+    `Traits.probe_fraction` and is refused under DP-SGD.
 
     `own`: the site's tensors after its last training, {} before its first. `start`: the tensors as `Strategy.receive` returned
     them, in the model's order; the model holds them when the phase begins. `memory`: tensors that the site stores for the
@@ -59,20 +59,20 @@ class Trainer(Protocol):
         self,
         names: Iterable[str] | None = None,
         *,
-        share: float = 0.0,
+        local_adapter_weight: float = 0.0,
         penalty: Penalty | None = None,
         feature_penalty: FeaturePenalty | None = None,
         correction: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Train the tensors `names` for the job's steps; by default all of `start` that have a role other than FROZEN.
 
-        `share`: the weight of a local adapter in the forward pass. `penalty`, `feature_penalty`: terms of the loss; the second
-        needs the part FEATURE_SHIFT. `correction`: changes by tensor name; each step adds an equal part beside the optimizer's
-        step.
+        `local_adapter_weight`: the weight of a local adapter in the forward pass. `penalty`, `feature_penalty`: terms of the
+        loss; the second needs the part FEATURE_SHIFT. `correction`: changes by tensor name; each step adds an equal part beside
+        the optimizer's step.
         """
         ...
 
-    def probe(self) -> GradientProbe:
+    def gradient_probe(self) -> GradientProbe:
         """Return a reader of losses and gradients on `Traits.probe_fraction` of the training data."""
         ...
 

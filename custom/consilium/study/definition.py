@@ -227,10 +227,10 @@ class GridErrors:
     def raise_if_any(self) -> None:
         """Raise ConfigError with a line per collected error, if there is any."""
         if self._found:
-            raise ConfigError("\n".join(f"{describe(having, self._all)}: {line}" for line, having in self._found.items()))
+            raise ConfigError("\n".join(f"{describe_cells(having, self._all)}: {line}" for line, having in self._found.items()))
 
 
-def describe(having: list[Mapping[str, str]], everyone: list[dict[str, str]]) -> str:
+def describe_cells(having: list[Mapping[str, str]], everyone: list[dict[str, str]]) -> str:
     """Return a short description of the cells `having`, among `everyone`.
 
     It is the values that only these cells share, if there are such; else the first cell and the number of the others.
@@ -267,7 +267,7 @@ class Cell:
     metrics: frozenset[str] = frozenset()
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         """The cell's value on each axis, as a text."""
         return labels_text(self.labels)
 
@@ -318,14 +318,15 @@ class Study:
         """The values of each axis at this size."""
         return {axis: self.size_changes.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
 
-    def grid(self) -> list[dict[str, str]]:
+    def unfiltered_grid(self) -> list[dict[str, str]]:
         """Return the labels of all cells at this size, including excluded cells."""
         return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
 
     def excluded(self) -> list[tuple[dict[str, str], str]]:
         """Return (labels, reason) for each excluded cell, with its first reason."""
         reasons = (
-            (labels, (one.reason for one in self.config.exclude if fits_choice(labels, one.when))) for labels in self.grid()
+            (labels, (one.reason for one in self.config.exclude if fits_choice(labels, one.when)))
+            for labels in self.unfiltered_grid()
         )
         return [(labels, why) for labels, found in reasons if (why := next(found, ""))]
 
@@ -336,7 +337,7 @@ class Study:
     @cached_property
     def _cells(self) -> list[Cell]:
         left_out = {tuple(labels.values()) for labels, _ in self.excluded()}
-        wanted = [labels for labels in self.grid() if tuple(labels.values()) not in left_out]
+        wanted = [labels for labels in self.unfiltered_grid() if tuple(labels.values()) not in left_out]
         if not wanted:
             raise ConfigError(f"{self.path}: axes and exclude leave no cell; leave some values in")
         errors, found = GridErrors(wanted), list[Cell]()
@@ -347,7 +348,9 @@ class Study:
         seen: dict[str, Cell] = {}
         for cell in found:
             if (other := seen.setdefault(cell.id, cell)) is not cell:  # one run cannot be two results
-                raise ConfigError(f"{self.path}: {other.name} and {cell.name} are the same job; take one of them out")
+                raise ConfigError(
+                    f"{self.path}: {other.display_name} and {cell.display_name} are the same job; take one of them out"
+                )
         if not self.size:  # a smaller size may have another task
             _check_published(self, found)
         return found

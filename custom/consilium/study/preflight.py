@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from pydantic import TypeAdapter
 
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.code_digest import strategy_code_digest
 from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
@@ -56,7 +56,7 @@ class DataDigests:
             with TemporaryDirectory(
                 dir=make_private_folder(self._path.parent)
             ) as folder:  # private, for decoded patients' pictures
-                data = site_data(config, name, site, Path(folder))
+                data = load_site_data(config, name, site, Path(folder))
             labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
             files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
             for item in (item for split in data.splits.values() for item in split):

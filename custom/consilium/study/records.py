@@ -48,7 +48,7 @@ class CellRecord:
         """Write the record into a cell's folder atomically."""
         write_atomic(folder / RECORD, json.dumps(asdict(self), indent=1).encode())
 
-    def outdated(self, code: str) -> bool:
+    def is_outdated(self, code: str) -> bool:
         """Tell whether a cell ran, finished or not, by other code than `code`; False if its record has no digest of code."""
         return self.state != "locked" and self.code not in ("", code)
 

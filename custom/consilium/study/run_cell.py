@@ -32,7 +32,7 @@ def is_finished(planned: Planned) -> bool:
 
 def _must_set_aside(record: CellRecord, planned: Planned) -> bool:
     """Tell whether a run must be set aside because its code has changed. A finished run is set aside only with `rerun`."""
-    return record.outdated(planned.code) and (planned.rerun or record.state != "done")
+    return record.is_outdated(planned.code) and (planned.rerun or record.state != "done")
 
 
 def update_record(planned: Planned) -> CellRecord:
@@ -93,14 +93,14 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
     folder, record, start, refused = planned.cell.folder, running_record(planned), time.monotonic(), ""
     record.save(folder)
 
-    def hear(event: Mapping[str, Any]) -> None:
+    def forward_event(event: Mapping[str, Any]) -> None:
         nonlocal refused
         if event["event"] == "refused":
             refused = f"{event['site']} was refused: {event['reason']}; "
         observer(event)
 
     try:
-        simulate_cell(planned, hear)
+        simulate_cell(planned, forward_event)
         ended = replace(record, state="done", reason="")
     except Exception as error:  # the other cells still run
         traceback.print_exc()

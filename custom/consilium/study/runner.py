@@ -93,7 +93,7 @@ def run_study(cells: list[Planned], workers: int, on_update: Told) -> dict[str, 
                     break
                 if idle is None:
                     crew.append(idle := Worker(threads))
-                idle.give(report_cell, left.popleft()[1])
+                idle.give(run_and_report_cell, left.popleft()[1])
             busy: dict[Any, Worker] = {worker.pipe: worker for worker in crew if worker.task}
             for worker in [busy[pipe] for pipe in connection.wait(list(busy), RETRY)] if busy else ():
                 said, planned = worker.take(), worker.task
@@ -117,7 +117,7 @@ def run_study(cells: list[Planned], workers: int, on_update: Told) -> dict[str, 
             worker.end()
 
 
-def report_cell(planned: Planned, pipe: connection.Connection) -> None:
+def run_and_report_cell(planned: Planned, pipe: connection.Connection) -> None:
     """Run a cell in a worker process. Output goes to the cell's log; progress and the record go through the pipe."""
     with open_private(log_of(planned.cell.folder), "a") as log:
         redirect(log)

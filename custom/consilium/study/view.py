@@ -9,7 +9,7 @@ from rich.text import Text
 
 from consilium.core.sanitize import shown
 from consilium.report.live_view import LiveScreen
-from consilium.report.tables import Column, Table, duration
+from consilium.report.tables import Column, Table, duration_text
 from consilium.study.definition import Cell
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, current_record
@@ -46,7 +46,7 @@ class StudyView(LiveScreen):
             self.parts[cell.id] = said
             self.first.setdefault(cell.id, (said[0], time.monotonic()))
             if not self._live and time.monotonic() - self.said_at >= OFTEN:
-                running = ", ".join(f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts)
+                running = ", ".join(f"{c.display_name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts)
                 self.say(f"{self._done_of_total()} {running}{self._eta_text()}")
             return
         before = self.records[cell.id].state
@@ -54,11 +54,11 @@ class StudyView(LiveScreen):
         self.parts.pop(cell.id, None)
         self.first.pop(cell.id, None)
         if said.state == "failed":
-            self.say(f"{self._done_of_total()} {cell.name}: failed: {said.reason}", "red")
+            self.say(f"{self._done_of_total()} {cell.display_name}: failed: {said.reason}", "red")
         elif said.state == "done" and not self._live:
-            self.say(f"{self._done_of_total()} {cell.name}: done in {duration(said.seconds)}{self._eta_text()}")
+            self.say(f"{self._done_of_total()} {cell.display_name}: done in {duration_text(said.seconds)}{self._eta_text()}")
         elif said.state == "locked" != before:
-            self.say(f"{cell.name}: another process is at it; waiting", "yellow")
+            self.say(f"{cell.display_name}: another process is at it; waiting", "yellow")
 
     def _count(self, *states: str) -> int:
         return sum(self.records[cell.id].state in states for cell in self.cells)
@@ -86,14 +86,14 @@ class StudyView(LiveScreen):
         if not took:
             return ""
         left = len(self.cells) - self._count("done", "failed") - sum(part for part, *_ in self.parts.values())
-        return duration(max(left, 0.0) * sum(took) / len(took) / max(min(self.workers, left), 1))
+        return duration_text(max(left, 0.0) * sum(took) / len(took) / max(min(self.workers, left), 1))
 
     def render(self) -> Group:
         """Return the bar and a line per running cell."""
         done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
         failed = f", {count} failed" if (count := self._count("failed")) else ""
-        bar = self.bar(done, f"{shown(self.title, 40)} {self._done_of_total()}{failed}", self.eta())
-        running = [f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
+        bar = self.update_bar(done, f"{shown(self.title, 40)} {self._done_of_total()}{failed}", self.eta())
+        running = [f"{c.display_name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
         return Group(bar, *lines)
 
@@ -113,7 +113,7 @@ def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapp
     rows = []
     for cell in cells:
         record, size = records[cell.id], sizes.get(cell.id)
-        took = duration(record.seconds) if record.seconds else ""
+        took = duration_text(record.seconds) if record.seconds else ""
         sent = "" if size is None else f"{size / 2**20:,.2f}"
         rows.append([*cell.labels.values(), record.state, took, sent, cell.id])
     return Table(title, heads, rows)

@@ -85,7 +85,7 @@ class ShowsUnits(Protocol):
 class GroupsRecords(Protocol):
     """A task that may choose which records are in a batch together, instead of random ones."""
 
-    def grouped(self, order: list[int], size: int) -> list[int]:
+    def batch_order(self, order: list[int], size: int) -> list[int]:
         """Return an epoch's shuffled `order`, rearranged for batches of `size`."""
         ...
 
@@ -105,7 +105,8 @@ class Task(Protocol):
         A sample's augmentation depends only on `seed` and its own index, never on other samples of the batch. Samples that
         cannot be read are left out if the site allows it; {} if none remains. If a task's attribute `workers` (its number of
         reading threads) is over 0, one background thread calls `batch` ahead of training. Calls of `batch` never overlap. A
-        task whose attribute `quiet` is true leaves out samples that do not fit the job, possibly all; see data/loading.py.
+        task whose attribute `ignores_unfit` is true leaves out samples that do not fit the job, possibly all; see
+        data/loading.py.
         """
         ...
 
@@ -113,8 +114,8 @@ class Task(Protocol):
         """Return the scalar mean loss of a batch."""
         ...
 
-    def evaluate(self, model: "nn.Module", split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return the metrics of a split, {} if it is empty. `distances`: also those of the final evaluation only."""
+    def evaluate(self, model: "nn.Module", split: str, batch_size: int, full: bool = False) -> dict[str, float]:
+        """Return the metrics of a split, {} if it is empty. `full`: also those of the final evaluation only."""
         ...
 
     def examples(self, model: "nn.Module", split: str) -> Examples | None:
@@ -138,7 +139,7 @@ class SampledTask:
         return self._samples.skipped
 
     @property
-    def quiet(self) -> bool:
+    def ignores_unfit(self) -> bool:
         """See Task."""
         return self.data.loading.ignore_unfit and not self._samples.all_lost
 

@@ -30,10 +30,10 @@ def prepare(config: Any, data: DataList) -> DataList:
 
 
 def check(
-    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, prepare_list: Change | None = None
+    path: Path, config: Any = None, tokenizer: Any = None, input_size: int = 0, prepare_list: Change | None = None
 ) -> Findings:
     """Return the findings of the check of a data list and its files, for a job's task if `config` is given. See Check."""
     found: Findings = _check_datalist(
-        path, *((config.classes, config) if config else ()), prepare_list=prepare_list, size=max_length
+        path, *((config.classes, config) if config else ()), prepare_list=prepare_list, size=input_size
     )
     return found

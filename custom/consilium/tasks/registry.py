@@ -73,9 +73,9 @@ class Scores:
 
     def label(self, name: str) -> str:
         """Return a score's heading with its grid, for figures, captions and sentences."""
-        return ", ".join(part for part in (self.heading(name), self.scored_grid(name)) if part)
+        return ", ".join(part for part in (self.heading(name), self.pixel_grid(name)) if part)
 
-    def scored_grid(self, name: str) -> str:
+    def pixel_grid(self, name: str) -> str:
         """Return whose pixels a score counts, "" for the loss and for tasks without masks."""
         return "" if name == "loss" else self.grid
 
@@ -84,13 +84,13 @@ Change = Callable[[DataList], DataList]
 
 
 class Check(Protocol):
-    """Checks a data list before training. `config`, `tokenizer`, `max_length`: from the job, if there is one.
+    """Checks a data list before training. `config`, `tokenizer`, `input_size`: from the job, if there is one.
 
-    `max_length`: the size of the model's input: tokens of a text, or pixels of a picture's side.
+    `input_size`: the size of the model's input: tokens of a text, or pixels of a picture's side.
     """
 
     def __call__(
-        self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, prepare_list: Change | None = None
+        self, path: Path, config: Any = None, tokenizer: Any = None, input_size: int = 0, prepare_list: Change | None = None
     ) -> Findings:
         """Return the findings. Raises DataError if the list cannot be read.
 
@@ -132,7 +132,7 @@ class TaskKind:
     former: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     undigested: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def completed(self, task: Mapping[str, Any]) -> dict[str, Any]:
+    def with_former_defaults(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `task:` section of a run's files, completed with the values of `former` for the fields that it lacks."""
         given = {name: task.get(name) or {} for name in self.former}
         return {**task, **{n: {**self.former[n], **own} if isinstance(own, dict) else own for n, own in given.items()}}
@@ -155,6 +155,6 @@ def task_scores(task: Mapping[str, Any]) -> Scores | None:
     """Return how the scores of a `task:` section are shown; None for an unknown task or an invalid section."""
     try:
         kind = TASKS[str(task.get("name"))]
-        return kind.scores(kind.config.model_validate(kind.completed(task)))
+        return kind.scores(kind.config.model_validate(kind.with_former_defaults(task)))
     except (ConfigError, KeyError, ValueError):
         return None

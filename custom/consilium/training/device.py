@@ -21,7 +21,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     return nullcontext()
 
 
-def multiplies_bf16() -> bool:
+def has_native_bf16() -> bool:
     """Return whether this processor has instructions for products of bfloat16. Others emulate them, which is slow.
 
     `torch.ops.mkldnn._is_mkldnn_bf16_supported` is true on x86 processors that emulate, so it decides on ARM only.

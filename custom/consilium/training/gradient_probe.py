@@ -37,7 +37,7 @@ class BatchGradients:
 
         If no sample can be read and the task is `quiet` about unfit samples, loss and gradients are 0 instead.
         """
-        if not (batch := self._batch()) and getattr(self.task, "quiet", False):
+        if not (batch := self._next_batch()) and getattr(self.task, "ignores_unfit", False):
             return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}
         if not batch:
             raise DataError(NOTHING_LEFT)
@@ -53,7 +53,7 @@ class BatchGradients:
             raise ConsiliumError(what, Reason.TRAINING)
         return loss.item(), gradients_of(loss, {name: params[name] for name in names})
 
-    def _batch(self) -> Batch:
+    def _next_batch(self) -> Batch:
         """Return the next batch with at least one readable sample, {} if there is none."""
         for _ in range(self.batches):
             number, indices = next(self._parts)

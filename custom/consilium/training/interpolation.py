@@ -28,16 +28,16 @@ def interpolate_adapter(
     `cut`: the point in the model whose output is the representation of a sample; None for a fixed weight.
     """
     examples, handle = interpolation.examples, None
-    if cut is not None and examples and len(known := reference_features(model, cut, task, mix, examples, seed)):
+    if cut is not None and examples and len(known := training_features(model, cut, task, mix, examples, seed)):
 
         def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
             mix(1.0)
             with torch.no_grad():
                 found = mean_at_cut(cut, lambda: model.forward(*args, **kwargs))
-            mix(sample_shares(interpolation, found, known))
+            mix(sample_weights(interpolation, found, known))
 
         handle = model.register_forward_pre_hook(weigh, with_kwargs=True)
-    mix(fixed_share(interpolation))
+    mix(fixed_weight(interpolation))
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def interpolate_adapter(
         mix(0.0)
 
 
-def reference_features(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, seed: int) -> Tensor:
+def training_features(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, seed: int) -> Tensor:
     """Return the representations (S, F) of `count` random training records, with the local adapter at weight 1.
 
     There are fewer if not all records can be read.
@@ -71,12 +71,12 @@ def mean_at_cut(cut: Cut, run: Callable[[], Any]) -> Tensor:
     return seen[-1].float().movedim(cut.axis, 1).reshape(len(seen[-1]), cut.width, -1).mean(2)
 
 
-def fixed_share(interpolation: Interpolation) -> float:
+def fixed_weight(interpolation: Interpolation) -> float:
     """Return the local adapter's weight for a sample that is not compared, or that has similarity 1."""
     return 1 - interpolation.most if interpolation.as_in_code else interpolation.most
 
 
-def sample_shares(interpolation: Interpolation, found: Tensor, known: Tensor) -> Tensor:
+def sample_weights(interpolation: Interpolation, found: Tensor, known: Tensor) -> Tensor:
     """Return the weight of the local adapter for each of N samples, (N,).
 
     It follows from the mean cosine similarity of a sample's representation `found` (N, F) to the site's own samples `known`

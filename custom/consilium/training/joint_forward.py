@@ -53,7 +53,7 @@ class Call:
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
-    def alone(self) -> Any:
+    def run_alone(self) -> Any:
         """Return the output of the site's own model."""
         return self.run(*self.arguments, **self.options)
 
@@ -79,7 +79,7 @@ class Call:
     @property
     def key(self) -> Key:
         """The properties that joined calls must share: shapes of a row, other arguments, and the model's settings."""
-        return self.part.training, adapter_state.forward_settings(self.model), _shape((self.arguments, self.options))
+        return self.part.training, adapter_state.forward_settings(self.model), _join_key((self.arguments, self.options))
 
 
 def forward_together(calls: Sequence[Call]) -> list[Any]:
@@ -126,9 +126,9 @@ def check_joint_outputs(calls: Sequence[Call]) -> None:
                 tensor.add_(torch.randn(tensor.shape, generator=noise).to(tensor), alpha=CHANGE * (size or 1.0))
             before = random_state()
             outputs = forward_together(calls)
-            check_drew_nothing(before)
+            check_random_state_unchanged(before)
             for n in {0, len(calls) - 1}:
-                _check_equal(outputs[n], calls[n].alone())
+                _check_equal(outputs[n], calls[n].run_alone())
         finally:
             for tensor, value in zip(own, kept, strict=True):
                 tensor.copy_(value)
@@ -146,7 +146,7 @@ def set_random_state(state: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state_all(list(state[1:]))
 
 
-def check_drew_nothing(before: Sequence[Tensor]) -> None:
+def check_random_state_unchanged(before: Sequence[Tensor]) -> None:
     """Raise ValueError if random numbers were drawn, on the CPU or a GPU, since the state `before`."""
     if not all(map(torch.equal, before, random_state())):
         raise ValueError("the model draws random numbers, as dropout does")
@@ -177,14 +177,14 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _shape(value: Any) -> Any:
+def _join_key(value: Any) -> Any:
     """Return a key that is equal for values that can be joined. Tokens may differ in length, because they are padded."""
     if isinstance(value, Tensor):
         return str(value.dtype), str(value.device), "tokens" if _is_tokens(value) else tuple(value.shape[1:])
     if isinstance(value, Mapping):
-        return tuple((name, _shape(one)) for name, one in value.items())
+        return tuple((name, _join_key(one)) for name, one in value.items())
     if isinstance(value, (list, tuple)):
-        return tuple(_shape(one) for one in value)
+        return tuple(_join_key(one) for one in value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 

@@ -99,7 +99,7 @@ class LossAccumulator:
         self._unread.append(loss.detach())
         self._shares.append(share)
 
-    def end_step(self, last: bool) -> bool:
+    def end_step_and_read(self, last: bool) -> bool:
         """End a step. Read the unread losses on a CPU, after EVERY seconds, or in the `last` step; return whether so.
 
         Then `total` is the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
@@ -239,7 +239,7 @@ def _step_function(
     After the last step it returns True.
     """
     if dp is None:
-        with closing(stream(task, config, seed, total * config.accumulate, _device(model))) as made:
+        with closing(prefetched_batches(task, config, seed, total * config.accumulate, _device(model))) as made:
             yield partial(_step, model, task, optimizer, made, config, backward)
         return
     # in bf16 a record's gradient depends on its batch, by up to 1.5e-3 of the clip
@@ -269,7 +269,7 @@ def _step(
         value.backward()
     for batch in itertools.islice(stream, config.accumulate):
         losses.add(_backward(model, task, batch, config, 1 / config.accumulate, backward))
-    known = losses.end_step(last)
+    known = losses.end_step_and_read(last)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return known
@@ -298,7 +298,7 @@ def _private_step(
     for count, batch in read_units(model, task, parts, private.seed()):
         with private.sum.add_unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
-    known = losses.end_step(last)
+    known = losses.end_step_and_read(last)
     gradients: list[Tensor | None] = [None] * len(trained)
     if value is not None and value.requires_grad:
         gradients = list(torch.autograd.grad(value, list(trained.values()), allow_unused=True))
@@ -347,7 +347,7 @@ def check_scalar_loss(loss: Tensor) -> Tensor:
     return loss
 
 
-def stream(
+def prefetched_batches(
     task: Task, config: TrainingConfig, seed: int, count: int, device: torch.device = CPU
 ) -> Generator[Batch, None, None]:
     """Yield `count` batches, each epoch shuffled with its own seed. Further ones are prepared meanwhile if the task allows it.
@@ -364,7 +364,7 @@ def stream(
                     empty, count = 0, count - 1
                     yield batch
                 elif (empty := empty + 1) >= length:
-                    if getattr(task, "quiet", False):
+                    if getattr(task, "ignores_unfit", False):
                         return
                     raise DataError(NOTHING_LEFT)
 
@@ -376,8 +376,8 @@ def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
 
 def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    if hasattr(task, "grouped"):  # from Python 3.12 on isinstance does not see methods behind a wrapper's __getattr__
-        order = cast(GroupsRecords, task).grouped(order, batch_size)
+    if hasattr(task, "batch_order"):  # from Python 3.12 on isinstance does not see methods behind a wrapper's __getattr__
+        order = cast(GroupsRecords, task).batch_order(order, batch_size)
     for start in range(0, len(order), batch_size):
         yield partial(_batch, task, device, order[start : start + batch_size], seed)
 

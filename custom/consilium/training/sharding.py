@@ -124,13 +124,13 @@ def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["F
     return found
 
 
-def hand_over(block: "FSDPModule") -> None:
+def join_block_gather(block: "FSDPModule") -> None:
     """Take part in gathering a block that another rank asked for, and free it again."""
     block.unshard()
     block.reshard()
 
 
-def ask_for(blocks: list["FSDPModule"], ask: Callable[[int], None]) -> None:
+def register_gather_hooks(blocks: list["FSDPModule"], ask: Callable[[int], None]) -> None:
     """Register hooks that call `ask` with a block's number before the model gathers the block's parts."""
     for number, block in enumerate(blocks):
         cast(nn.Module, block).register_forward_pre_hook(lambda module, args, number=number: ask(number), prepend=True)

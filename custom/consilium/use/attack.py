@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from consilium.adapters import adapter_state
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import DataError
@@ -42,7 +42,7 @@ from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_pseudonym
 from consilium.federation.job import build_task
 from consilium.privacy.accounting.accountant import epsilon_of
-from consilium.privacy.accounting.composition import noise_multiplier_within
+from consilium.privacy.accounting.composition import noise_multiplier_for_part
 from consilium.privacy.plan import make_plan
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
@@ -78,13 +78,13 @@ def attack(
     site: SiteConfig,
     name: str,
     shadows: Sequence[TrainedModel],
-    folder: Path,
+    phantom_folder: Path,
     confidence: float = 0.95,
     on_progress: Callable[[], None] = lambda: None,
 ) -> list[AttackResult]:
     """Run all attacks on a model with the data of `site`, and return their results. `name`: the site's name in the run.
 
-    `shadows`: models that were trained on other parts of the same data list. `folder`: receives generated phantoms.
+    `shadows`: models that were trained on other parts of the same data list. `phantom_folder`: receives generated phantoms.
     `on_progress` is called for each unit. Raises DataError.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
@@ -94,15 +94,19 @@ def attack(
     if own.dataset(opened.config.data.dataset, name)[1] is None and len({one.config.training.seed for one in models}) > 1:
         # phantoms of different seeds have equal names and are different pictures
         raise DataError("--shadow: generated pictures follow training.seed, so these runs had other pictures; give --data")
-    whole = read_samples(opened, name, own, folder)
-    seen = [_training_keys(one, own, name, folder) for one in shadows]
+    whole = read_samples(opened, name, own, phantom_folder)
+    seen = [_training_keys(one, own, name, phantom_folder) for one in shadows]
     whole = _keep_varied_samples(whole, seen) if shadows else whole
-    drawn = draw_units(whole, _training_keys(opened, own, name, folder), private is not None and private.unit == "patient")
+    drawn = draw_units(
+        whole, _training_keys(opened, own, name, phantom_folder), private is not None and private.unit == "patient"
+    )
     task = build_task(with_all_samples(opened.config), drawn.data, own)
-    loss, before = losses(opened, task, drawn.units, on_progress)
+    loss, before = model_and_base_losses(opened, task, drawn.units, on_progress)
     scores = {"loss": -loss, "calibrated": before - loss}
     if shadows:
-        confident = np.array([logit_confidence(losses(one, task, drawn.units, on_progress)[0]) for one in shadows])
+        confident = np.array(
+            [logit_confidence(model_and_base_losses(one, task, drawn.units, on_progress)[0]) for one in shadows]
+        )
         scores["likelihood"] = likelihood_ratio(
             logit_confidence(loss), confident, np.array([drawn.included(one) for one in seen])
         )
@@ -112,11 +116,13 @@ def attack(
     return [replace(one, confidence=confidence) for one in found]
 
 
-def _training_keys(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
+def _training_keys(opened: TrainedModel, site: SiteConfig, name: str, phantom_folder: Path) -> set[Key]:
     config = opened.config.model_copy(update={"privacy": None})
     return {
         key_of(item)
-        for item in site_data(config, name, site, folder, quiet=opened.config.privacy is not None).splits["training"]
+        for item in load_site_data(config, name, site, phantom_folder, ignore_unfit=opened.config.privacy is not None).splits[
+            "training"
+        ]
     }
 
 
@@ -135,9 +141,11 @@ def _keep_varied_samples(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
     return replace(whole, splits=splits)
 
 
-def read_samples(opened: TrainedModel, name: str, site: SiteConfig, folder: Path) -> DataList:
+def read_samples(opened: TrainedModel, name: str, site: SiteConfig, phantom_folder: Path) -> DataList:
     """Return all samples of a site's data list without augmentation, read as in the run. Raises ConfigError, DataError."""
-    return site_data(with_all_samples(opened.config), name, site, folder, quiet=opened.config.privacy is not None)
+    return load_site_data(
+        with_all_samples(opened.config), name, site, phantom_folder, ignore_unfit=opened.config.privacy is not None
+    )
 
 
 def with_all_samples(config: JobConfig) -> JobConfig:
@@ -279,7 +287,7 @@ def key_of(item: Any) -> Key:
 
 
 @torch.no_grad()
-def losses(
+def model_and_base_losses(
     opened: TrainedModel, task: Task, units: Sequence[Sequence[int]], on_progress: Callable[[], None]
 ) -> tuple[Values, Values]:
     """Return (every unit's mean loss under the model, the same under its pretrained base), (N,) each.
@@ -291,7 +299,7 @@ def losses(
         for unit in units:
             on_progress()
             own = _unit_loss(opened, task, unit)
-            with adapter_state.disabled(opened.model):
+            with adapter_state.disable_adapter(opened.model):
                 found.append((own, _unit_loss(opened, task, unit)))
     table = np.array(found)
     return table[:, 0], table[:, 1]
@@ -303,7 +311,7 @@ def _unit_loss(opened: TrainedModel, task: Task, unit: Sequence[int]) -> float:
     return sum(parts) / len(parts) if parts else math.nan
 
 
-def epsilon_of_record(opened: TrainedModel) -> float | None:
+def record_level_epsilon(opened: TrainedModel) -> float | None:
     """Return the epsilon for one record that follows from privacy with the site as unit; None for other units.
 
     An attack tests single records. Two data sets that differ in one record can have updates that differ by twice the clipping
@@ -315,7 +323,7 @@ def epsilon_of_record(opened: TrainedModel) -> float | None:
         return None
     event = replace(
         plan.event,
-        noise_multiplier=noise_multiplier_within(plan.event.noise_multiplier, private.adjacency),
+        noise_multiplier=noise_multiplier_for_part(plan.event.noise_multiplier, private.adjacency),
         count=plan.releases,
     )
     return epsilon_of([event], private.delta)

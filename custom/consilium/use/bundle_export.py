@@ -64,7 +64,7 @@ def check(config: JobConfig, card: Card) -> None:
             )
 
 
-def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
+def merge_and_write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
     """Write the bundle. Return (how to run it, in Markdown; the largest difference of its logits from the model's).
 
     If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.
@@ -82,7 +82,7 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     torch.export.save(program, folder / "models/model.pt2")
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
     _write_json(folder / "configs/metadata.json", metadata(config, card))
-    _write_json(folder / "configs/inference.json", inference(config))
+    _write_json(folder / "configs/inference.json", inference_config(config))
     write_atomic(folder / "scripts/__init__.py", b'"""Code of this bundle."""\n', PUBLIC)
     write_atomic(folder / "scripts/pictures.py", CODE.read_bytes(), PUBLIC)
     return _ABOUT.format(
@@ -152,7 +152,7 @@ def _numbered_classes(config: JobConfig) -> dict[str, str]:
     return {str(number): name for number, name in enumerate(_class_names(config))}
 
 
-def inference(config: JobConfig) -> dict[str, Any]:
+def inference_config(config: JobConfig) -> dict[str, Any]:
     """Return the content of configs/inference.json. Its sections have MONAI's names, so that other programs find them."""
     settings: Any = config.task
     window = [settings.window.center, settings.window.width] if settings.window else None

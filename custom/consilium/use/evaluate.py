@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from consilium.client.evaluator import remember_embeddings, scores as all_scores
-from consilium.client.site_data import site_data
+from consilium.client.evaluator import enable_embedding_cache, scores as all_scores
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
@@ -18,24 +18,24 @@ from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
 from consilium.report.run_record import cell_folder
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
-from consilium.use.model import TrainedModel, check_generated, open_model, sites_with_models
+from consilium.use.model import TrainedModel, check_generated_data, open_model, sites_with_models
 
 Split = Literal["training", "validation", "test"]
 
 
 def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
     """Return all metrics on a split, with surface distances and confidence intervals. Raises DataError for an empty split."""
-    remember_embeddings(opened.config, opened.model, task)
+    enable_embedding_cache(opened.config, opened.model, task)
     found = all_scores(opened.model, task, opened.config, split, full=True)
     if not found:
         raise DataError(f"--split {split}: there are no samples in it; give another split")
     return found
 
 
-def task_of(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> Task:
+def task_of(opened: TrainedModel, site: SiteConfig, name: str, phantom_folder: Path) -> Task:
     """Return the model's task on a site's data, read as in the run but without a cache on disk. Raises DataError."""
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
-    return build_task(opened.config, site_data(opened.config, name, own, folder), own)
+    return build_task(opened.config, load_site_data(opened.config, name, own, phantom_folder), own)
 
 
 def evaluate(opened: TrainedModel, data: Path, split: Split) -> dict[str, float]:
@@ -74,7 +74,7 @@ def cross_sites(
         site_names("", data) if data is not None else sorted(path.name for path in (run / "sites").iterdir() if path.is_dir())
     )
     if data is None:
-        check_generated(run, first, "the folder with a folder per site")
+        check_generated_data(run, first, "the folder with a folder per site")
     given = Given(data)
     with tempfile.TemporaryDirectory() as place:
         tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}

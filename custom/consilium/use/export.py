@@ -19,7 +19,7 @@ from consilium.core.sanitize import markdown_cell
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES, UNSTATED
-from consilium.federation.saved_model import CARD, TENSORS, changes_to_parameters, export_adapter, read_adapter_folder
+from consilium.federation.saved_model import CARD, TENSORS, convert_changes_to_parameters, export_adapter, read_adapter_folder
 from consilium.models.base_weights import tensor_names
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
@@ -44,7 +44,7 @@ class Exported:
     difference: float | None
 
 
-def check_possible(format: Format, folder: Path) -> None:
+def check_exportable(format: Format, folder: Path) -> None:
     """Raise ConfigError if the model in an adapter folder cannot be exported in this format. Its base is not loaded."""
     kept, card = read_adapter_folder(folder)
     config = job_of(folder)
@@ -85,10 +85,10 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
     unfinished folder of this name. Raises ConfigError, CheckpointError.
     """
     check_destination(folder, force)
-    check_possible(format, found.folder)
+    check_exportable(format, found.folder)
     with new_folder(folder, force) as made:
         about, difference = _write_format(found, format, made, own, base)
-        _copy_licences(found, own, made)
+        _copy_companion_files(found, own, made)
         name = f"docs/{CARD}" if format == "bundle" else CARD
         card = found.folder / CARD
         text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
@@ -134,8 +134,12 @@ def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConf
         return about, None
     model, config = found.model.cpu().float(), found.config  # the base may be stored in bfloat16
     if format == "merged":
-        return merge.write(made, model, config, tokenizer_of(config, own))
-    return onnx_export.write(made, model, config) if format == "onnx" else bundle_export.write(made, model, config, found.card)
+        return merge.merge_and_write(made, model, config, tokenizer_of(config, own))
+    return (
+        onnx_export.merge_and_write(made, model, config)
+        if format == "onnx"
+        else bundle_export.merge_and_write(made, model, config, found.card)
+    )
 
 
 _PEFT = """An adapter for PEFT, on the unchanged base, which {where}:
@@ -185,7 +189,7 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
 
     Returns how to use the files, in Markdown.
     """
-    values = changes_to_parameters(found.model, found.kept.values)
+    values = convert_changes_to_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
     kept_as = {"fp32": "float32", "bf16": "bfloat16"}.get(found.config.model.dtype)
     text = _PEFT_CLASSES if is_sequence_classifier(found.config) else _PEFT_TEXT
@@ -208,7 +212,7 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
     return f"{about}\n`consilium predict` and `evaluate` open this folder too.\n"
 
 
-def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:
+def _copy_companion_files(found: TrainedModel, own: SiteConfig, made: Path) -> None:
     """Copy job.yaml, privacy.json, and the licence files in the folders of the adapter and the base.
 
     Links in the adapter's folder are not followed. The folder may come from somebody else, and a link could lead to other files
@@ -216,15 +220,15 @@ def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:
     """
     base = checkpoint_of(found.config.model, own)
     for name in ("job.yaml", "privacy.json"):
-        _copy_file(found.folder / name, made, links=False)
+        _copy_file(found.folder / name, made, follow_links=False)
     for place, links in ((base, True), (found.folder, False)):
         for pattern in LICENCES if place is not None and place.is_dir() else ():
             for path in sorted(place.glob(pattern)):  # type: ignore[union-attr]
                 _copy_file(path, made, links)
 
 
-def _copy_file(path: Path, made: Path, links: bool) -> None:
-    if path.is_file() and (links or not path.is_symlink()):
+def _copy_file(path: Path, made: Path, follow_links: bool) -> None:
+    if path.is_file() and (follow_links or not path.is_symlink()):
         shutil.copyfile(path, made / path.name)
 
 

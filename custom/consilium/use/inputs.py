@@ -34,20 +34,20 @@ class Input:
     name: str
 
 
-def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None = None) -> list[Input]:
+def find_inputs(given: Path, texts: bool, out: Path, companions: list[Path] | None = None) -> list[Input]:
     """Return the inputs in the file or folder `given`, sorted by name. Raises ConfigError if there are none.
 
     `texts`: look for records instead of images. Files in `out` are ignored. DICOM objects that are not images, such as earlier
-    segmentations and reports, are appended to `beside`.
+    segmentations and reports, are appended to `companions`.
     """
     if not given.exists():
         raise ConfigError(f"{shown(given)}: no such file or folder; give pictures, volumes or a folder of them")
     if not given.is_dir() and not given.is_file():
         raise ConfigError(f"{shown(given)}: is a device or a pipe; give a file or a folder")
-    ends, beside = TEXTS if texts else PICTURES, [] if beside is None else beside
+    ends, companions = TEXTS if texts else PICTURES, [] if companions is None else companions
     if not given.is_dir():
         return [Input(given, given.name)]
-    paths = _find_under(given, ends, {out.resolve(), given.resolve()}, beside)
+    paths = _find_under(given, ends, {out.resolve(), given.resolve()}, companions)
     found = [Input(path, given.resolve().name if path == given else path.relative_to(given).as_posix()) for path in paths]
     if not found:
         wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM images"
@@ -55,7 +55,7 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
     return sorted(found, key=lambda one: one.name)
 
 
-def _find_under(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
+def _find_under(folder: Path, ends: tuple[str, ...], seen: set[Path], companions: list[Path]) -> Iterator[Path]:
     """Yield the inputs under a folder and its subfolders. Folders in `seen` are skipped, so that links cannot form a loop.
 
     Broken links are yielded too, so that they are reported as unusable inputs.
@@ -71,16 +71,16 @@ def _find_under(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: li
         if ends is not TEXTS
         else []
     )
-    yield from _dicom_images(folder, dicom, beside)
+    yield from _dicom_images(folder, dicom, companions)
     lost = [path for path in entries if path.is_symlink() and not path.exists()]
     yield from (path for path in [*files, *lost] if path.name.lower().endswith(ends))
     for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)
-            yield from _find_under(path, ends, seen, beside)
+            yield from _find_under(path, ends, seen, companions)
 
 
-def _dicom_images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
+def _dicom_images(folder: Path, files: list[Path], companions: list[Path]) -> list[Path]:
     """Return the inputs among a folder's DICOM files.
 
     If each image has a series of its own, such as radiographs, these are the files. Otherwise this is [folder], as one series.
@@ -100,7 +100,7 @@ def _dicom_images(folder: Path, files: list[Path], beside: list[Path]) -> list[P
         except DataError:  # a damaged file counts as an image in a series of its own
             other, series = False, str(path)
         if other:
-            beside.append(path)
+            companions.append(path)
         else:
             images[path] = series
     return list(images) if len(set(images.values())) == len(images) else [folder]

@@ -35,7 +35,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.messages import Tensors
 from consilium.core.storage import write_figure
 from consilium.federation.job import build_task
-from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, quantize, unflat
+from consilium.privacy.secagg.arithmetic import UNIT, flatten, layout, quantize, unflatten
 from consilium.privacy.secagg.sealing import mask
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Batch, Task
@@ -82,11 +82,11 @@ class Inversion:
     attacks: list[Inverted]
 
 
-def inversion(
+def run_inversion(
     opened: TrainedModel,
     site: SiteConfig,
     name: str,
-    folder: Path,
+    phantom_folder: Path,
     count: int = 1,
     sites: int = 3,
     steps: int = 400,
@@ -95,11 +95,11 @@ def inversion(
     """Attack the first `count` training pictures of `site`, and return the results. `name`: the site's name in the run.
 
     `sites`: number of sites in the sum. The next pictures of the same list stand for the other sites' pictures. `steps`: steps
-    of each reconstruction. `folder`: receives generated phantoms. `on_progress` is called at each step. Raises ConfigError for
-    a task without pictures, DataError for too few pictures.
+    of each reconstruction. `phantom_folder`: receives generated phantoms. `on_progress` is called at each step. Raises
+    ConfigError for a task without pictures, DataError for too few pictures.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints})
-    data, config = read_samples(opened, name, own, folder), with_all_samples(opened.config)
+    data, config = read_samples(opened, name, own, phantom_folder), with_all_samples(opened.config)
     there = len(data.splits["training"])
     if there < max(2, count * sites):
         raise DataError(f"{data.path}: {there} training pictures, the sum needs {count * sites}; lower --batch or --sum")
@@ -181,9 +181,9 @@ def enable_shared_gradients(model: nn.Module, strategy: Strategy) -> list[str]:
 def mask_update(update: Tensors, seed: int) -> Tensors:
     """Return a masked update as it looks to somebody without the mask: the integers that a site sends, read as numbers."""
     order = layout({name: tuple(tensor.shape) for name, tensor in update.items()})
-    words = flat(quantize(update), 1, 2**62)
+    words = flatten(quantize(update), 1, 2**62)
     words += mask(seed.to_bytes(32, "big"), len(words))
-    return {name: tensor.double().mul(UNIT).float() for name, tensor in unflat(words, order)[0].items()}
+    return {name: tensor.double().mul(UNIT).float() for name, tensor in unflatten(words, order)[0].items()}
 
 
 def invert(

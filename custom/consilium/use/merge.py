@@ -103,7 +103,7 @@ def merge_if_possible(model: nn.Module, config: JobConfig) -> None:
         merge(model, config)
 
 
-def write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any) -> tuple[str, float]:
+def merge_and_write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any) -> tuple[str, float]:
     """Merge the model in place and write it. Return (how to load it, in Markdown; largest difference from the model's logits).
 
     Raises ConfigError, CheckpointError.

@@ -22,7 +22,7 @@ from consilium.federation.saved_model import (
     TENSORS,
     SavedModel,
     apply_forward_settings,
-    load_values,
+    load_except_missing_blocks,
     read_adapter_folder,
 )
 from consilium.federation.simulated_sites import read_recorded_sites
@@ -73,14 +73,14 @@ def open_model(
         )
     model = build_model(config, own)
     try:
-        load_values(model, config.strategy, kept.values, str(folder))
+        load_except_missing_blocks(model, config.strategy, kept.values, str(folder))
     except CheckpointError as error:
         raise CheckpointError(f"{folder / TENSORS}: does not fit its job.yaml ({error}); copy the whole folder again") from None
     apply_forward_settings(model, config, kept)
     return TrainedModel(config, model.eval(), folder, card, kept, own)
 
 
-def check_generated(run: Path, opened: TrainedModel, what: str) -> None:
+def check_generated_data(run: Path, opened: TrainedModel, what: str) -> None:
     """Raise ConfigError unless the run in a folder generated its data. `what`: the value of --data that is needed."""
     lists = next((lists for lists in read_recorded_sites(run).sites.values() if lists), [])
     if lists or opened.config.data.phantoms is None:

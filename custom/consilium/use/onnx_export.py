@@ -34,7 +34,7 @@ def check(config: JobConfig) -> None:
         )
 
 
-def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
+def merge_and_write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
     """Write one graph per part of the model. Return (how to run them, in Markdown; the largest difference of the logits).
 
     If the adapter can be merged, it is merged into `model` in place. The caller has called `check`.

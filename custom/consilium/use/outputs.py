@@ -16,7 +16,7 @@ from torch import Tensor
 
 from consilium import __version__
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.sanitize import few, shown
+from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import write_atomic
 from consilium.data import nifti, volumes
 from consilium.data.file_kinds import RAW_VOLUMES, volume_format
@@ -101,10 +101,10 @@ def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: 
     the DICOM files.
     """
     from consilium.data.dicom.files import open_file, wrap_dicom_errors
-    from consilium.data.dicom.frames import stack
+    from consilium.data.dicom.frames import read_stack_headers
 
     with wrap_dicom_errors(source):
-        frames = stack(source).frames
+        frames = read_stack_headers(source).frames
         files = list(dict.fromkeys(frame.file for frame in frames))
         if len(files) == 1 and len(frames) > 1:  # frames of a multi-frame file keep the file's order
             segments = segments[np.argsort([frame.number for frame in frames], kind="stable")]
@@ -207,7 +207,7 @@ def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: Outp
         )
     there = [str(wanted.out / name) for name in names if (wanted.out / name).exists()]
     if there and not wanted.force:
-        raise ConfigError(f"{few(there, 1)}: is there already; give another folder, or --force to replace it")
+        raise ConfigError(f"{first_names_text(there, 1)}: is there already; give another folder, or --force to replace it")
 
 
 def _common_files(task: str) -> list[str]:

@@ -157,7 +157,7 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     )
     rows = list[list[Any]]()
     for one, found in asked:
-        with _errors_added_to(outcome, one):
+        with _collect_errors(outcome, one):
             if texts:
                 _write_answers(one, found, wanted, outcome)
             elif name == "segmentation":
@@ -173,7 +173,7 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
 
 
 @contextmanager
-def _errors_added_to(outcome: Outcome, one: Input) -> Iterator[None]:
+def _collect_errors(outcome: Outcome, one: Input) -> Iterator[None]:
     """Within the context, add a DataError, or an OSError when writing, to `outcome`. Raises an OSError that is in ENDS."""
     try:
         yield

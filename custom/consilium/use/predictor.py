@@ -90,7 +90,7 @@ class Predictor:
             yield ModelInput(item, image, self._prompts_for(one, item, image.shape))
 
     @torch.no_grad()
-    def ask(self, parts: Sequence[ModelInput]) -> list[Prediction]:
+    def run_model(self, parts: Sequence[ModelInput]) -> list[Prediction]:
         """Return the model's raw outputs as float32 on the CPU, from a single call. The parts may belong to several inputs.
 
         Raises ConfigError if they do not fit into the device's memory.
@@ -219,13 +219,13 @@ def answer_inputs(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tup
     for one in inputs:
         found = _open_input(predictor, one)
         if isinstance(found, list):
-            yield from waiting.answers()
-            yield one, _ask_alone(predictor, one, found)
+            yield from waiting.flush()
+            yield one, _predict_alone(predictor, one, found)
             continue
         if not waiting.has_room(found):
-            yield from waiting.answers()
+            yield from waiting.flush()
         waiting.found.append((one, found))
-    yield from waiting.answers()
+    yield from waiting.flush()
 
 
 def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Exception:
@@ -241,9 +241,9 @@ def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | E
     return picture
 
 
-def _ask_alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
+def _predict_alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
     for start in range(0, len(items), predictor.batch_size):
-        yield from predictor.ask(list(predictor.load_parts(one, items[start : start + predictor.batch_size])))
+        yield from predictor.run_model(list(predictor.load_parts(one, items[start : start + predictor.batch_size])))
 
 
 @dataclass
@@ -261,10 +261,10 @@ class _Waiting:
         pixels = sum(one.image.shape[0] * one.image.shape[1] for one in [*held, more])
         return len(held) < self.predictor.batch_size and pixels <= MOST_PIXELS
 
-    def answers(self) -> Iterator[tuple[Input, Iterator[Prediction]]]:
+    def flush(self) -> Iterator[tuple[Input, Iterator[Prediction]]]:
         """Call the model on all waiting pictures, yield each input with its output or error, and clear the queue."""
         pictures = [one for _, one in self.found if isinstance(one, ModelInput)]
-        raw = iter(self.predictor.ask(pictures) if pictures else [])
+        raw = iter(self.predictor.run_model(pictures) if pictures else [])
         for one, found in self.found:
             yield one, _raise_when_iterated(found) if isinstance(found, Exception) else iter([next(raw)])
         self.found = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from consilium.adapters import adapter_state
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Tensors
@@ -53,7 +53,7 @@ class Sums:
         self.config = JobConfig.model_validate(raw)
         self.initial = moved(assemble_job(self.config).initial)
         self.model = build_model(self.config, SiteConfig())
-        self.task = build_task(self.config, site_data(self.config, "site-1", SiteConfig(), folder))
+        self.task = build_task(self.config, load_site_data(self.config, "site-1", SiteConfig(), folder))
         monkeypatch.setattr(PrivateSteps, "draw", lambda steps: self.batch)
         monkeypatch.setattr(PrivateSteps, "step", lambda steps, penalty: self._keep(steps))
 
@@ -110,7 +110,7 @@ def test_the_label_of_one_record_takes_no_test_split_away(unit: str, tmp_path: P
     tested = []
     for training in (bare, [listed["training"][0] | {"patient": "p0"}, *bare[1:]]):
         path.write_text(json.dumps(listed | {"training": training, "validation": [], "test": [{"image": bare[0]["image"]}]}))
-        data = site_data(JobConfig.model_validate(raw), "site-1", SiteConfig(datalist=path), tmp_path)
+        data = load_site_data(JobConfig.model_validate(raw), "site-1", SiteConfig(datalist=path), tmp_path)
         tested.append(len(data.splits["test"]))
     assert tested[0] == tested[1]
 
@@ -129,7 +129,7 @@ def test_the_fold_of_one_record_takes_no_other_out_of_training(unit: str, tmp_pa
     trained = []
     for some in (entries, entries[1:]):
         path.write_text(json.dumps(listed | {"training": some, "validation": []}))
-        data = site_data(JobConfig.model_validate(raw), "site-1", SiteConfig(datalist=path), tmp_path)
+        data = load_site_data(JobConfig.model_validate(raw), "site-1", SiteConfig(datalist=path), tmp_path)
         trained.append({Path(str(item.image)).name for item in data.splits["training"]})
     assert len(trained[0] ^ trained[1]) == 1
     assert len(trained[0]) == len(entries)

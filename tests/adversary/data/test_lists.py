@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from consilium.core.errors import DataError
-from consilium.data.synthetic.phantoms import check_generated
+from consilium.data.synthetic.phantoms import refuse_overwriting_real_data
 from consilium.use.inputs import read_prompts
 from tests.adversary.data.lists import SECONDS, data_check, picture, refusal, write_list
 
@@ -87,11 +87,11 @@ def test_generated_data_replace_nobodys_list(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     write_list(tmp_path / "own")
     with pytest.raises(DataError, match="was not generated, so it is not replaced"):
-        check_generated(tmp_path / "own")
+        refuse_overwriting_real_data(tmp_path / "own")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "training.jsonl").touch()
     with pytest.raises(DataError, match="was not generated, so it is not replaced"):
-        check_generated(tmp_path / "texts")
+        refuse_overwriting_real_data(tmp_path / "texts")
 
 
 @pytest.mark.parametrize(

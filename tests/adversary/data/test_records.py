@@ -11,7 +11,7 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data.text import read_texts
-from consilium.tasks.language.answers import final_answer, first_label, plain_answer
+from consilium.tasks.language.answers import answer_label, canonical_answer, final_answer
 from consilium.tasks.language.text_scores import corpus_scores, record_scores
 from tests.adversary.data.lists import SECONDS, one_line
 
@@ -85,7 +85,7 @@ def test_too_many_references_or_labels(key: str, tmp_path: Path) -> None:
     assert f"{key}: 257 texts, at most 256 are" in refused(tmp_path, json.dumps(GOOD | {key: ["a"] * 257}).encode())
 
 
-@pytest.mark.parametrize("seen", [final_answer, plain_answer, lambda text: first_label(text, ["A", "yes"])])
+@pytest.mark.parametrize("seen", [final_answer, canonical_answer, lambda text: answer_label(text, ["A", "yes"])])
 def test_a_million_groups_of_digits(seen: Callable[[str], str | None]) -> None:
     """A number with a group of two digits at its end was read to that end from each of its groups."""
     began = time.process_time()

@@ -56,13 +56,13 @@ def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path)
     raw["privacy"] = {"unit": "site", "noise_multiplier": 3.0, "clip": 0.5, "trust": "local"}
     job, site = assemble_job(JobConfig.model_validate(raw)), SiteConfig(state=tmp_path / "new" / "state")
     fl_ctx = place(tmp_path)
-    server = Coordinator(job, job_context.server_folder(fl_ctx, job), lambda event: None)
-    folder, root = job_context.site_folder(fl_ctx, job, "a", site), job_context.site_root(fl_ctx, job, "a", site)
+    server = Coordinator(job, job_context.open_server_folder(fl_ctx, job), lambda event: None)
+    folder, root = job_context.open_site_folder(fl_ctx, job, "a", site), job_context.site_root(fl_ctx, job, "a", site)
     guard = build_guard(job, "a", site, folder, root, lambda event: None)
     member = SimulatedSite(build_site(job, "a", site, folder, lambda event: None), guard)
     server.welcome(member.ask(Kind.HELLO, server.run))
-    RunLoop(server, LocalTransport(server, {"a": member})).phase()
-    server.accept_final("a", member.ask(Kind.EVALUATE, server.run, server.final_payloads()["a"]))
+    RunLoop(server, LocalTransport(server, {"a": member})).run_phase()
+    server.accept_final("a", member.ask(Kind.EVALUATE, server.run, server.start_final_evaluation()["a"]))
     server.finish()
     server.close()
     names = {p.name for root in (tmp_path / STATE, site.state) for p in root.rglob("*") if p.is_file()}
@@ -81,7 +81,7 @@ def test_what_a_former_version_left_open_is_closed_at_the_next_run(tmp_path: Pat
     old = tmp_path / STATE / "runs"
     old.mkdir(parents=True)
     (tmp_path / STATE / "ledger.sqlite").touch()
-    job_context.server_folder(place(tmp_path), assemble_job(small_config("fedit")))
+    job_context.open_server_folder(place(tmp_path), assemble_job(small_config("fedit")))
     assert (tmp_path / STATE).stat().st_mode & 0o077 == 0
     assert old.stat().st_mode & 0o077 == 0
 

@@ -15,7 +15,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium.client.build import build_guard
-from consilium.client.site_data import site_data, watch_files
+from consilium.client.site_data import load_site_data, watch_files
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -110,7 +110,7 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         job = assembled(JobConfig.model_validate(raw))
         settings = SiteConfig(**site or {}, privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
         own = tmp_path / folder
-        data = site_data(job.config, "site-1", settings, own, tmp_path)
+        data = load_site_data(job.config, "site-1", settings, own, tmp_path)
         guard = build_guard(job, "site-1", settings, own, tmp_path, lambda event: None, job_id="flare-1", data=data)
         watch = watch_files(job.config, data)
         guard.ready = lambda: watch.check_still_readable(lambda split, index: None)  # as the site does before a round
@@ -162,7 +162,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         own = {"dataset": "ward-7"} if policy is None else policy
         site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy.model_validate(own))
         monkeypatch.setattr(job_context, "load_approved_job", lambda fl_ctx, name: (job, site))
-        monkeypatch.setattr(job_context, "site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
+        monkeypatch.setattr(job_context, "open_site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
         monkeypatch.setattr(job_context, "site_root", lambda fl_ctx, job, name, site: tmp_path)
         monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
         made.append(Kit(job, tmp_path))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from consilium.client.build import build_guard, build_site
 from consilium.client.client import Client
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -45,7 +45,7 @@ def config(privacy: dict) -> JobConfig:
 def built(privacy: dict, folder: Path) -> tuple[Client, SimulatedSite, Payload]:
     job = assembled(config(privacy))
     site = SiteConfig(workers=0, privacy=HospitalPrivacyPolicy(noise_seed=1))
-    data = site_data(job.config, "site-1", site, folder, folder)
+    data = load_site_data(job.config, "site-1", site, folder, folder)
     made = build_site(job, "site-1", site, folder, lambda event: None, root=folder, data=data)
     guard = build_guard(job, "site-1", site, folder, folder, lambda event: None, data=data)
     guard.ready = made.prepare_round

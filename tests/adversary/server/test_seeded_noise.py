@@ -129,13 +129,16 @@ ALLOWED = {
     ("training/loop.py", "_calls"): "the order of batches without DP",
     ("training/gradient_probe.py", "BatchGradients.__init__"): "order of a probe: not with DP-SGD, else under a site's noise",
     ("training/gradient_probe.py", "BatchGradients.__call__"): "draws nothing: puts the generators back after a probe",
-    ("training/interpolation.py", "reference_features"): "a personalized model, which never leaves",
+    ("training/interpolation.py", "training_features"): "a personalized model, which never leaves",
     (
         "training/joint_forward.py",
         "check_joint_outputs",
     ): "numbers that a simulation compares two passes by; DP-SGD has no joined pass",
     ("client/ddp_worker.py", "_compute_share"): "dropout on several devices, which DP-SGD refuses",
-    ("client/capacity_probe.py", "measured_ranks"): "draws nothing: puts the generators back after a step on made-up samples",
+    (
+        "client/capacity_probe.py",
+        "measure_affordable_ranks",
+    ): "draws nothing: puts the generators back after a step on made-up samples",
     (
         "client/site_data.py",
         "limit_training",

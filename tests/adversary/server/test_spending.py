@@ -126,7 +126,7 @@ def test_a_share_of_the_noise_is_refused_without_masks_and_among_fewer_sites_tha
     assert plan.shares == 999
     with pytest.raises(RefusedError, match=r"needs 1000 sites \(threshold, federation\.min_sites\); wait for more"):
         terms_of(config, 3)
-    assert terms_of(config, 1200).honest == 999
+    assert terms_of(config, 1200).least_honest_sites == 999
 
 
 @pytest.mark.parametrize("privacy", [None, SITE_LEVEL | {"trust": "central"}])

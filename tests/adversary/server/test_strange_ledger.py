@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from consilium.core.errors import RefusedError
-from consilium.flare.kit.evidence_archive import LEDGER, check_chains
+from consilium.flare.kit.evidence_archive import LEDGER, verify_chains
 from consilium.privacy.ledger.ledger import COLUMNS, Ledger
 from tests.privacy.test_ledger import ONE
 
@@ -42,7 +42,7 @@ def written(path: Path, script: str) -> bytes:
 def test_a_ledger_of_something_other_than_its_table(script: str, tmp_path: Path) -> None:
     """In evidence it is no whole ledger, and for a site it is none: nothing in it is run, whatever it would take."""
     path = tmp_path / "ledger.sqlite"
-    assert "it holds something other than its one table" in str(check_chains({LEDGER: written(path, script)})["ledger"])
+    assert "it holds something other than its one table" in str(verify_chains({LEDGER: written(path, script)})["ledger"])
     for use in (lambda: Ledger(path).seals(), lambda: Ledger(path).spend(ONE, {})):
         with pytest.raises(RefusedError, match="nothing was sent; restore it"):
             use()
@@ -52,10 +52,10 @@ def test_a_row_of_many_bytes(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     Ledger(path).spend(ONE, {})
     written(path, "UPDATE releases SET job = zeroblob(100000000)")
-    assert "too big" in str(check_chains({LEDGER: path.read_bytes()})["ledger"])
+    assert "too big" in str(verify_chains({LEDGER: path.read_bytes()})["ledger"])
 
 
 @pytest.mark.parametrize("line", [lambda count: "[" + "0," * count + "0]", lambda count: "{}\n" + "{" * count])
 def test_a_record_of_too_many_values(line: Callable[[int], str]) -> None:
-    found = check_chains({"audit-1.jsonl": line(2**25).encode()})
+    found = verify_chains({"audit-1.jsonl": line(2**25).encode()})
     assert found["record"] == "audit-1.jsonl holds over 33,554,432 values"

@@ -321,16 +321,16 @@ def kept(folder: Path) -> Path:
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_harmed_ledger_of_sums_is_noticed_and_what_it_said_is_read_from_records(harm: str, tmp_path: Path) -> None:
     path = kept(tmp_path)
-    assert sum_ledger.count_checked_lines(tmp_path) == 2
+    assert sum_ledger.check_and_count_lines(tmp_path) == 2
     HARMS[harm](path)
     left = path.read_bytes() if path.exists() else None
     with pytest.raises(RefusedError, match="the ledger of sums"):
-        sum_ledger.count_checked_lines(tmp_path)
-    said = sum_ledger.accept(tmp_path, "20261125-000000Z")
+        sum_ledger.check_and_count_lines(tmp_path)
+    said = sum_ledger.accept_ledger(tmp_path, "20261125-000000Z")
     assert 1 <= len(said["lost_sums"]) <= 2
     if said["sums_set_aside"]:
         assert Path(said["sums_set_aside"]).read_bytes() == left
-    sum_ledger.count_checked_lines(tmp_path)
+    sum_ledger.check_and_count_lines(tmp_path)
     for sites in (FOUR, ["site-1", "site-5", "site-6", "site-2"]):
         with pytest.raises(RefusedError, match=r"shows site-[24] alone"):
             SumLedger(tmp_path, ["ward"]).check(sites, 3)
@@ -341,7 +341,7 @@ def test_a_torn_line_costs_no_other_sum_though_no_record_is_left(tmp_path: Path)
     for sites in (THREE, ["site-1", "site-5", "site-6"]):
         ledger.add(sites, 3, "run")
     half(ledger.path)
-    said = sum_ledger.accept(tmp_path, "20261125-000000Z")
+    said = sum_ledger.accept_ledger(tmp_path, "20261125-000000Z")
     assert said["sums_set_aside"]
     assert [line["sites"] for line in sum_ledger.read(ledger.path)] == [THREE]
     with pytest.raises(RefusedError, match="shows site-4 alone"):
@@ -386,15 +386,15 @@ def test_a_former_run_without_noise_in_its_sums_counts_though_it_was_resumed(noi
 def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:
     path = kept(tmp_path)
     path.unlink()
-    sum_ledger.accept(tmp_path, "first")
+    sum_ledger.accept_ledger(tmp_path, "first")
     seal = SumLedger(tmp_path, ["ward"]).add(THREE, 3, "run-2")
     audit_log.AuditLog(tmp_path / "runs" / "2" / audit_log.FILE).add(
         {"kind": "update", "masked": {"sites": THREE}, "sums": seal}
     )
-    sum_ledger.count_checked_lines(tmp_path)
+    sum_ledger.check_and_count_lines(tmp_path)
     cut(path)
     with pytest.raises(RefusedError, match="the ledger of sums lacks what"):
-        sum_ledger.count_checked_lines(tmp_path)
+        sum_ledger.check_and_count_lines(tmp_path)
 
 
 @pytest.mark.slow

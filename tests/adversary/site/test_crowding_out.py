@@ -52,7 +52,7 @@ def test_growth_by_the_bound_every_round_stays_finite(strategy: str, tmp_path: P
     for name in "abm":
         server.welcome(Hello(name, 24, False, __version__))
     start = sum(float(t.double().square().sum()) for t in job.initial.values()) ** 0.5
-    while not server.done:
+    while not server.is_done:
         for name, sent in server.start().items():
             drawn = torch.Generator().manual_seed(server.state.round)
             update = {k: torch.randn(s, generator=drawn) * 1e-3 for k, s in upload_shapes(job.strategy, sent).items()}

@@ -132,7 +132,7 @@ def nested(trainer: Trainer, payload: Payload) -> Payload:
 
 
 def probing(trainer: Trainer, payload: Payload) -> Payload:
-    trainer.probe()(trainer.start, list(trainer.start))
+    trainer.gradient_probe()(trainer.start, list(trainer.start))
     return plain(trainer, payload)
 
 

@@ -154,11 +154,11 @@ def test_the_server_keeps_the_last_seal_of_each_site_over_runs(client: MakeClien
     job, path = client(None).job, tmp_path / "server" / FILE
     for number in range(2):
         coordinator = Coordinator(job, tmp_path / f"run-{number}", lambda event: None, seals=Seals(path))
-        assert coordinator.seals.of("site-1") == ("" if number == 0 else "a" * 64)
+        assert coordinator.seals.last_seal("site-1") == ("" if number == 0 else "a" * 64)
         coordinator.welcome(said("site-1", "a" * 64))
         coordinator.welcome(said("site-2", ""))
         coordinator.close()
-    assert Seals(path).of("site-2") == ""
+    assert Seals(path).last_seal("site-2") == ""
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -170,10 +170,10 @@ def said(name: str, seal: str) -> Hello:
 def test_a_damaged_file_of_seals_costs_no_job(text: str, tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_text(text)
-    assert Seals(path).of("site-1") == ""
+    assert Seals(path).last_seal("site-1") == ""
     Seals(path).note("site-1", SEAL)
-    assert Seals(path).of("site-1") == SEAL
+    assert Seals(path).last_seal("site-1") == SEAL
     path.unlink()
     path.mkdir()
     Seals(path).note("site-1", SEAL)
-    assert Seals(path).of("site-1") == ""
+    assert Seals(path).last_seal("site-1") == ""

@@ -23,7 +23,7 @@ from consilium.report import live_view
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
 from consilium.report.run_files import RunLog
-from consilium.report.tables import terminal
+from consilium.report.tables import terminal_table
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config
 
@@ -110,7 +110,7 @@ def test_the_live_view_and_the_closing_table(tmp_path: Path) -> None:
         view({"event": "metrics", "site": HOSTILE, "round": 0, "metrics": metrics})
         check(printed(view.render()))
     check(console.file.getvalue())
-    check(printed(terminal(results_table({HOSTILE: {"test/pretrained/dice": 0.5}}, DICE, HOSTILE), 120)))
+    check(printed(terminal_table(results_table({HOSTILE: {"test/pretrained/dice": 0.5}}, DICE, HOSTILE), 120)))
 
 
 def test_the_page_of_an_audit(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     found = Findings(HOSTILE, {HOSTILE: 1})
     found.images_of_class[HOSTILE] = Counter({"training": 1})
     found.add_problem(HOSTILE, HOSTILE)
-    found.warn(HOSTILE, HOSTILE)
+    found.add_warning(HOSTILE, HOSTILE)
     cli_jobs.show(data_lists._lines({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE)))
     check(capsys.readouterr().out)
 

@@ -40,7 +40,7 @@ def test_a_message_has_at_most_256_groups() -> None:
 
 def survey(folder: Path) -> StatisticsRound:
     made = StatisticsRound(config(), folder, lambda event: None)
-    made.begin(["a", "b"])
+    made.record_asked_sites(["a", "b"])
     return made
 
 
@@ -104,7 +104,7 @@ def test_forged_statistics_are_refused(path: str, value: Any, tmp_path: Path) ->
 def test_classes_that_exclude_one_another_add_up(tmp_path: Path) -> None:
     names = ["round", "elongated", "target", "teardrop", "spiky"]
     made = StatisticsRound(config(cells=True), tmp_path, lambda event: None)
-    made.begin(["a"])
+    made.record_asked_sites(["a"])
     empty: dict[str, Any] = {"areas": [], "sizes": [], "spacing": [], "lengths": [], "greys": []}
 
     def told(*counts: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_nobody_answers_twice_or_unasked(tmp_path: Path) -> None:
     made.finish()
     assert json.loads((tmp_path / FILE).read_text())["sites"] == {"a": honest(), "b": {"refused": "no answer"}}
     made.decline("b", "too late")
-    assert not made.wanted
+    assert not made.is_pending
 
 
 def test_a_refusals_text_does_nothing_to_the_table(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, DataError
@@ -373,7 +373,7 @@ def test_what_samples_hold_decides_no_answer_of_a_private_job(
     plain = job(case, seeing)
     for one, loud in zip(own, (False, case.loud), strict=True):
         try:
-            build_task(plain, site_data(plain, "site-1", one, tmp_path / "plain"), one)
+            build_task(plain, load_site_data(plain, "site-1", one, tmp_path / "plain"), one)
         except DataError:
             assert loud  # so this is a question, and who sends jobs without privacy is told what is wrong
         else:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ def pictures(folder: Path, odd: int) -> SiteConfig:
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_a_private_job_learns_not_whether_anybody_has_a_value(odd: int, question: dict[str, Any], tmp_path: Path) -> None:
     site, asked = pictures(tmp_path, odd), job({}, **question)
-    data = site_data(asked, "a", site, tmp_path / "run")
+    data = load_site_data(asked, "a", site, tmp_path / "run")
     assert (len(data.splits["training"]), data.skipped) == (4, 0)
     if asked.trains:
         label = build_task(asked, data).batch([0], 0)["label"]
@@ -54,12 +54,12 @@ def test_a_private_job_learns_not_whether_anybody_has_a_value(odd: int, question
 def test_without_privacy_a_wrong_value_still_stops_at_once(tmp_path: Path) -> None:
     site = pictures(tmp_path, 2)
     with pytest.raises(DataError, match="label value 3 belongs to no class"):
-        build_task(job({}), site_data(job({}), "a", site, tmp_path / "run"))
+        build_task(job({}), load_site_data(job({}), "a", site, tmp_path / "run"))
 
 
 def learned_of(config: JobConfig, site: SiteConfig, folder: Path) -> list[bool]:
     """Return of every training record whether anything is learned of it; all are counted."""
-    task = build_task(config, site_data(config, "a", site, folder))
+    task = build_task(config, load_site_data(config, "a", site, folder))
     return [bool(task.batch([index], 0)) for index in range(task.num_samples)]
 
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.config.job import JobConfig
 from consilium.core.messages import Payload, Tensors
-from consilium.privacy.secagg.arithmetic import Layout, unflat
+from consilium.privacy.secagg.arithmetic import Layout, unflatten
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.client import Party
 from consilium.privacy.secagg.server import MASKED, Attempt, Collector
@@ -113,7 +113,7 @@ class Net:
             attempt.take_revealed(name, answer, parties, self.context(attempt, parties))
 
     def opened(self, attempt: Attempt, parties: list[str], survivors: list[str]) -> tuple[Tensors, int]:
-        return unflat(attempt.unmask(parties, survivors, self.context(attempt, parties), ORDER), ORDER)
+        return unflatten(attempt.unmask(parties, survivors, self.context(attempt, parties), ORDER), ORDER)
 
     def plain(self, survivors: list[str]) -> tuple[Tensors, int]:
         """Return the sum as anybody adds it up who sees the updates."""

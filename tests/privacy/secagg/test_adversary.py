@@ -11,7 +11,7 @@ import torch
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.sealing import canonical, commitment, public_of, sign
+from consilium.privacy.secagg.sealing import canonical_json, commitment, public_key_of, sign
 from consilium.privacy.secagg.server import MASKED, Attempt
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, SENT, Net, as_sent, same
@@ -101,7 +101,7 @@ def test_a_threshold_that_the_server_shrinks_is_nobodys(net: Net) -> None:
     attempt = net.begin()
     parties = net.prepare(attempt)
     answer = net.parties["a"].answer(attempt.prepare_question())
-    assert "threshold" not in canonical(attempt.prepare_question()).decode()
+    assert "threshold" not in canonical_json(attempt.prepare_question()).decode()
     small = Net(net.folder / "small", net.identities, net.config.model_copy(update={"name": "another"}))
     small.meet()
     assert small.collector.roster["a"]["signature"] != net.collector.roster["a"]["signature"]
@@ -123,7 +123,7 @@ def test_forged_training_tasks_are_refused_before_anything_is_trained(net: Net) 
     task = net.task(attempt, "a", parties)
     told, shares = task.masking["prepared"], task.masking["shares"]
     two = {name: told[name] for name in "ab"}
-    own = sealing.public_of(sealing.new_key())
+    own = sealing.public_key_of(sealing.new_key())
     impostor = as_sent(told)
     impostor["b"] = told["b"] | {"key": own, "signature": told["c"]["signature"]}
     for bad, why in (
@@ -241,7 +241,7 @@ def test_a_colluder_who_signs_two_lists_opens_one_sum_only(net: Net) -> None:
     attempt, _ = net.through()
     context, lists = net.context(attempt, NAMES), {"a": ["a", "b", "d"], "b": ["a", "b", "d"], "c": ["b", "c", "d"]}
     signed = {n: net.parties[n].answer(attempt.confirm_question(one))["signature"] for n, one in lists.items()}
-    both = {n: sign(net.identities["d"].key, "confirm", context, canonical(lists[n])) for n in ("a", "c")}
+    both = {n: sign(net.identities["d"].key, "confirm", context, canonical_json(lists[n])) for n in ("a", "c")}
     first, second = {n: signed[n] for n in "ab"} | {"d": both["a"]}, {"c": signed["c"], "d": both["c"]}
     for name in ("a", "b"):
         shown = net.parties[name].answer(changed(attempt.reveal_question(), confirmed=first))
@@ -251,7 +251,7 @@ def test_a_colluder_who_signs_two_lists_opens_one_sum_only(net: Net) -> None:
             net, "c", changed(attempt.reveal_question(), confirmed=confirmed), "have confirmed this sum, under the threshold"
         )
     with pytest.raises(ConsiliumError, match="what it signed"):
-        attempt._reconstruct("c", attempt.answers.of("prepare")["c"]["seed"], commitment)
+        attempt._reconstruct("c", attempt.answers.answers_to("prepare")["c"]["seed"], commitment)
 
 
 def test_sites_that_are_shown_different_rosters_have_nothing_in_common(make_net: Callable[..., Net]) -> None:
@@ -284,10 +284,10 @@ def test_signatures_that_are_forged_replayed_or_of_others_do_not_count(net: Net)
         {"a": signed["a"]},
         signed,  # the threshold is 3
         signed | {"c": signed["a"]},
-        signed | {"c": sign(outsider, "confirm", context, canonical(survivors))},
-        signed | {"e": sign(outsider, "confirm", context, canonical(survivors))},
-        signed | {"c": sign(net.identities["c"].key, "cancel", context, canonical(survivors))},
-        signed | {"c": sign(net.identities["c"].key, "confirm", context, canonical(["a", "b", "c"]))},
+        signed | {"c": sign(outsider, "confirm", context, canonical_json(survivors))},
+        signed | {"e": sign(outsider, "confirm", context, canonical_json(survivors))},
+        signed | {"c": sign(net.identities["c"].key, "cancel", context, canonical_json(survivors))},
+        signed | {"c": sign(net.identities["c"].key, "confirm", context, canonical_json(["a", "b", "c"]))},
         signed | {"c": 7},
         None,
     ):
@@ -320,15 +320,15 @@ def test_a_late_update_stays_masked_for_ever(net: Net) -> None:
     refused(net, "d", attempt.confirm_question(survivors), "not in the sum")
     refused(net, "a", attempt.confirm_question(NAMES), "has answered confirm")
     words = late.tensors[MASKED].numpy().view("uint64")
-    private = attempt._reconstruct("d", attempt.answers.of("prepare")["d"]["key"], public_of)
+    private = attempt._reconstruct("d", attempt.answers.answers_to("prepare")["d"]["key"], public_key_of)
     for other in survivors:  # all that the server can take off
         key = sealing.pair_key(
-            private, attempt.answers.of("prepare")[other]["key"], "mask", net.context(attempt, parties), ("d", other)
+            private, attempt.answers.answers_to("prepare")[other]["key"], "mask", net.context(attempt, parties), ("d", other)
         )
         words = words + sealing.mask(key, 7)
     assert not np.array_equal(words[:6].view(np.int64), net.updates["d"]["w"].reshape(-1).numpy())
     with pytest.raises(ConsiliumError, match="what it signed"):
-        attempt._reconstruct("d", attempt.answers.of("prepare")["d"]["seed"], commitment)
+        attempt._reconstruct("d", attempt.answers.answers_to("prepare")["d"]["seed"], commitment)
 
 
 # attempts ---------------------------------------------------------------------------------------------------------------
@@ -343,12 +343,17 @@ def test_a_new_attempt_needs_so_many_cancellations_that_the_last_cannot_be_opene
     """Of 4 sites at threshold 3 with one colluder: 4 - 3 + 1 + 1 = 3."""
     attempt, _ = net.through()
     cancelled(net, attempt, "ab")
-    refused(net, "c", net.collector.again(attempt).prepare_question(), "2 sites have cancelled the last attempt, under the 3")
+    refused(
+        net,
+        "c",
+        net.collector.begin_next_attempt(attempt).prepare_question(),
+        "2 sites have cancelled the last attempt, under the 3",
+    )
     cancelled(net, attempt, "c")
-    second = net.collector.again(attempt)
+    second = net.collector.begin_next_attempt(attempt)
     net.prepare(second)
     forged = second.prepare_question()["cancelled"] | {"c": second.prepare_question()["cancelled"]["a"]}
-    third = net.collector.again(second)
+    third = net.collector.begin_next_attempt(second)
     refused(net, "d", changed(third.prepare_question(), cancelled=forged), "0 sites have cancelled the last attempt")
 
 
@@ -371,7 +376,7 @@ def test_a_new_attempt_is_of_the_same_sites(make_net: Callable[..., Net]) -> Non
     net.prepare(attempt, ["a", "b", "c"])
     cancelled(net, attempt, "ab")
     net.meet()
-    grown = changed(net.collector.again(attempt).prepare_question(), roster=net.collector.roster, cohort=NAMES)
+    grown = changed(net.collector.begin_next_attempt(attempt).prepare_question(), roster=net.collector.roster, cohort=NAMES)
     refused(net, "c", grown, "a new attempt asks other sites, or on other terms, than the last")
 
 
@@ -391,7 +396,7 @@ def test_a_share_that_a_site_forges_stops_the_phase(net: Net) -> None:
     attempt, survivors = net.through()
     net.confirm(attempt, NAMES, survivors, NAMES)
     net.reveal(attempt, NAMES, ["a", "b", "c"])
-    attempt.answers.of("reveal")["b"]["shares"]["d"] = "00" * sealing.WIDTH
+    attempt.answers.answers_to("reveal")["b"]["shares"]["d"] = "00" * sealing.WIDTH
     with pytest.raises(ConsiliumError, match=r"shares of 'd'.*signed"):
         net.opened(attempt, NAMES, survivors)
 
@@ -412,7 +417,7 @@ def test_what_colluders_and_server_see_of_a_third_is_uniform(net: Net) -> None:
     context = attempt.mask_context(parties, order, SENT)
     with net.parties["a"].record.opened() as known:
         private = bytes.fromhex(known["attempt"]["mask_key"])
-    shared = sealing.pair_key(private, attempt.answers.of("prepare")["b"]["key"], "mask", context, ("a", "b"))
+    shared = sealing.pair_key(private, attempt.answers.answers_to("prepare")["b"]["key"], "mask", context, ("a", "b"))
     left = (masked["b"] + sealing.mask(shared, 2049))[:2048]
     counts = np.bincount(left.view(np.uint8), minlength=256)
     assert ((counts - 64.0) ** 2 / 64.0).sum() < 405

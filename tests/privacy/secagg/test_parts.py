@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.arithmetic import UNIT, flat, largest_value, layout, quantize, unflat, vector_length
+from consilium.privacy.secagg.arithmetic import UNIT, flatten, largest_value, layout, quantize, unflatten, vector_length
 from consilium.privacy.secagg.sealing import encode_fields, is_signed_by, sign
 from consilium.privacy.secagg.terms import Terms, terms_of
 from tests.privacy.secagg.conftest import NOISE, secure_config
@@ -32,26 +32,26 @@ def test_a_hundred_sites_of_the_largest_weight_send_numbers_under_10_24() -> Non
 
 def test_the_largest_numbers_of_all_sites_together_do_not_wrap() -> None:
     most, weight, sites = largest_value(None, 3, 5), 5, 3
-    words = flat({"x": torch.tensor([most, -most])}, weight, most)
-    total, weights = unflat(words * np.uint64(sites), [("x", (2,))])
+    words = flatten({"x": torch.tensor([most, -most])}, weight, most)
+    total, weights = unflatten(words * np.uint64(sites), [("x", (2,))])
     assert total["x"].tolist() == [3 * 5 * most, -3 * 5 * most]
     assert weights == 15
 
 
 def test_numbers_over_the_bound_are_cut_off_at_it(caplog: pytest.LogCaptureFixture) -> None:
     """Of the smallest integer there is no absolute value in 64 bits."""
-    words = flat({"x": torch.tensor([-(2**63), -11, 7, 2**63 - 1])}, 3, 10)
+    words = flatten({"x": torch.tensor([-(2**63), -11, 7, 2**63 - 1])}, 3, 10)
     assert words.view(np.int64).tolist() == [-30, -30, 21, 30, 3]
     assert "were cut off" in caplog.text
     assert "secure_aggregation.bound" in caplog.text
 
 
 def test_tensors_stand_in_a_vector_by_name_and_the_weight_last() -> None:
-    words = flat({"b": torch.tensor([[3], [4]]), "a": torch.tensor([1, -2])}, 10, 100)
+    words = flatten({"b": torch.tensor([[3], [4]]), "a": torch.tensor([1, -2])}, 10, 100)
     assert words.view(np.int64).tolist() == [10, -20, 30, 40, 10]
     order = layout({"b": (2, 1), "a": (2,)})
     assert vector_length(order) == 5
-    tensors, weight = unflat(words, order)
+    tensors, weight = unflatten(words, order)
     assert tensors["b"].tolist() == [[30], [40]]
     assert (tensors["a"].tolist(), weight) == ([10, -20], 10)
 
@@ -116,10 +116,10 @@ def test_a_mask_is_the_key_stream_as_little_endian_words() -> None:
 
 def test_two_sites_have_one_key_and_a_point_of_small_order_none() -> None:
     one, two = sealing.new_key(), sealing.new_key()
-    left = sealing.pair_key(one, sealing.public_of(two), "mask", b"context", ("a", "b"))
-    assert left == sealing.pair_key(two, sealing.public_of(one), "mask", b"context", ("b", "a"))
-    assert left != sealing.pair_key(one, sealing.public_of(two), "seal", b"context", ("a", "b"))
-    assert left != sealing.pair_key(one, sealing.public_of(two), "mask", b"another", ("a", "b"))
+    left = sealing.pair_key(one, sealing.public_key_of(two), "mask", b"context", ("a", "b"))
+    assert left == sealing.pair_key(two, sealing.public_key_of(one), "mask", b"context", ("b", "a"))
+    assert left != sealing.pair_key(one, sealing.public_key_of(two), "seal", b"context", ("a", "b"))
+    assert left != sealing.pair_key(one, sealing.public_key_of(two), "mask", b"another", ("a", "b"))
     with pytest.raises(RefusedError, match="no key"):
         sealing.pair_key(one, "00" * 32, "mask", b"context", ("a", "b"))
 
@@ -148,7 +148,7 @@ def test_the_default_threshold_is_two_thirds_and_one(asked: int, section: dict, 
     found = terms_of(secure_config(**section), asked)
     assert (found.threshold, found.least) == expected
     assert found == Terms(asked, *expected, section.get("colluders", 1))
-    assert found.honest == expected[1] - section.get("colluders", 1)
+    assert found.least_honest_sites == expected[1] - section.get("colluders", 1)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_new_attempt_with_another_model_is_refused_at_the_site_that_had_it(net
     attempt, parties = trained(net, odd="b")
     for name in NAMES[:3]:
         attempt.take_cancelled(name, net.parties[name].answer(attempt.cancel_question()))
-    again = net.collector.again(attempt)
+    again = net.collector.begin_next_attempt(attempt)
     parties = net.prepare(again)
     net.masked(again, "a", net.task(again, "a", parties))
     with pytest.raises(RefusedError, match="another model"):
@@ -84,7 +84,7 @@ def test_a_proof_with_anything_in_it_changed_is_none(net: Net) -> None:
         ({"survivors": ["a", "b"]}, "2 sites are in the sum, under the 3"),
         ({"attempt": 1}, "0 sites have confirmed"),
         ({"attempt": True}, "no proof"),
-        ({"keys": {**past["keys"], "d": sealing.public_of(sealing.new_key())}}, "0 sites have confirmed"),
+        ({"keys": {**past["keys"], "d": sealing.public_key_of(sealing.new_key())}}, "0 sites have confirmed"),
         ({"keys": {**past["keys"], "nobody": "00"}}, "mask keys of other sites"),
         ({"keys": []}, "no proof"),
     ):

@@ -47,7 +47,7 @@ def test_under_the_least_nothing_is_asked_any_further(net: Net) -> None:
     attempt = net.begin()
     with pytest.raises(ConsiliumError, match=r"2 of 4 sites.*threshold 3 of 4"):
         net.prepare(attempt, ["a", "b"])
-    assert attempt.silent("prepare", ["d", "b", "c"]) == ["d", "c"]
+    assert attempt.silent_sites("prepare", ["d", "b", "c"]) == ["d", "c"]
     parties = net.prepare(attempt)
     assert net.train(attempt, parties, ["a", "b"]) == []
 
@@ -100,7 +100,7 @@ def test_a_cancelled_attempt_is_followed_by_another_with_the_same_numbers(make_n
     for name in ("a", "b"):
         attempt.take_cancelled(name, net.parties[name].answer(attempt.cancel_question()))
     assert attempt.is_cancelled
-    second = net.collector.again(attempt)
+    second = net.collector.begin_next_attempt(attempt)
     parties = net.prepare(second)
     first = attempt.load_masked("a")
     survivors = net.train(second, parties, NAMES)
@@ -122,7 +122,7 @@ def test_the_next_phase_has_new_masks_and_a_late_site_may_join_it(net: Net) -> N
     net.confirm(attempt, parties, survivors, parties)
     net.reveal(attempt, parties, parties)
     assert same(net.opened(attempt, parties, survivors), net.plain(parties))
-    net.collector.forget(attempt)
+    net.collector.delete_phase_attempts(attempt)
     attempt, survivors = net.through(round=1)
     again = attempt.load_masked("a")
     assert first is not None

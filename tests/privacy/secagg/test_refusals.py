@@ -15,7 +15,7 @@ from consilium.privacy.guard.masking import Masking
 from consilium.privacy.plan import site_plan
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.sealing import canonical, sign
+from consilium.privacy.secagg.sealing import canonical_json, sign
 from consilium.privacy.secagg.site_record import FILE, SiteRecord
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent
@@ -35,7 +35,7 @@ def test_a_mask_key_that_is_not_as_prepared_is_refused(net: Net, owner: str, why
     parties = net.prepare(attempt)
     task = net.task(attempt, "a", parties)
     question = as_sent(task.masking)
-    other = question["prepared"]["c"]["key"] if owner == "b" else sealing.public_of(sealing.new_key())
+    other = question["prepared"]["c"]["key"] if owner == "b" else sealing.public_key_of(sealing.new_key())
     told = attempt.context, owner.encode(), other.encode(), question["prepared"][owner]["seed"].encode()
     question["prepared"][owner] |= {"key": other, "signature": sign(net.identities[owner].key, "prepare", *told)}
     with pytest.raises(RefusedError, match=why):
@@ -68,7 +68,7 @@ def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> 
     forged = {"signature": sign(net.identities["b"].key, "cancel", attempt.context)}
     with pytest.raises(RefusedError, match="cancellation"):
         attempt.take_cancelled("a", forged)
-    assert canonical(swapped) != canonical(found["shares"])
+    assert canonical_json(swapped) != canonical_json(found["shares"])
 
 
 ODD: dict[str, Any] = {"no UTF-8": "\ud800" * 64, "a number": 7.5, "a list": [], "another text": "00"}
@@ -132,9 +132,9 @@ def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     site = object.__new__(Masking)
     privacy = SiteLevelDpConfig(unit="site", noise_multiplier=1.0, clip=1.0)
     site.site, site.plan = "a", site_plan(privacy, 1)
-    site.check_room(41.0)
+    site.check_noise_fits(41.0)
     with pytest.raises(RefusedError, match="under the 41 "):
-        site.check_room(40.9)
+        site.check_noise_fits(40.9)
 
 
 def test_a_sum_of_many_clipped_gradients_is_cut_off_before_the_noise_and_never_refused_for_its_size() -> None:

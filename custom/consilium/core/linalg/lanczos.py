@@ -39,7 +39,7 @@ class Spectrum:
         return max(0.0, self.energy - float(self.values[:rank].square().sum()))
 
 
-def certified(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum | None:
+def certified_spectrum(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum | None:
     """Return the first `top` triplets with certified error, or None if that would take as long as the full SVD.
 
     `start`: a guess at right singular vectors, or None.
@@ -57,11 +57,11 @@ def certified(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -
         enough = torch.nonzero(values[top:good] * slack <= values[top - 1] + tolerance / 4 * values[0])
         if good >= top and len(enough):
             keep = top + int(enough[0])
-            return _certificate(dense, lefts @ u[:, :keep], vt[:keep] @ rights.T, top, tolerance)
+            return _certify_spectrum(dense, lefts @ u[:, :keep], vt[:keep] @ rights.T, top, tolerance)
     return None
 
 
-def _certificate(dense: Tensor, left: Tensor, right: Tensor, top: int, tolerance: float) -> Spectrum | None:
+def _certify_spectrum(dense: Tensor, left: Tensor, right: Tensor, top: int, tolerance: float) -> Spectrum | None:
     """Return the spectrum with its measured error, None if the error is over the tolerance."""
     image = dense @ right.T
     values = (left * image).sum(0, dtype=torch.float64)
@@ -84,17 +84,17 @@ def _lanczos(dense: Tensor, start: Tensor, locked: Tensor | None = None) -> Iter
     """
     known = dense.new_zeros(dense.shape[1], 0) if locked is None else locked
     skip, lefts, core = known.shape[1], dense.new_zeros(dense.shape[0], 0), dense.new_zeros(0, 0)
-    block = _orthonormal(start, known)
+    block = _orthonormal_basis(start, known)
     while True:
         known, image = torch.cat([known, block], 1), dense @ block
-        lefts = torch.cat([lefts, left := _orthonormal(image, lefts)], 1)
+        lefts = torch.cat([lefts, left := _orthonormal_basis(image, lefts)], 1)
         core = torch.cat([torch.nn.functional.pad(core, (0, 0, 0, left.shape[1])), lefts.T @ image], 1)
         back = dense.T @ left
-        block = _orthonormal(back, known)
+        block = _orthonormal_basis(back, known)
         yield lefts, known[:, skip:], core, block.T @ back
 
 
-def _orthonormal(block: Tensor, known: Tensor) -> Tensor:
+def _orthonormal_basis(block: Tensor, known: Tensor) -> Tensor:
     """Return an orthonormal basis of `block` (n, b), orthogonal to `known`.
 
     The projection is repeated. After only one, a block that is almost within `known` would keep an O(1) part of it, and the

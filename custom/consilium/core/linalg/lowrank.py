@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared_norm
+from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified_spectrum, squared_norm
 
 Held = TypeVar("Held", "Update", "Spectrum")
 Product = tuple[Tensor, Tensor]
@@ -56,7 +56,7 @@ class Change:
 # composition ----------------------------------------------------------------------------------------------------------
 
 
-def zero(out: int, into: int, dtype: "torch.dtype | None" = None) -> Update:
+def zero_update(out: int, into: int, dtype: "torch.dtype | None" = None) -> Update:
     """Return W = 0."""
     return Update(torch.zeros(out, 0, dtype=dtype), torch.zeros(0, into, dtype=dtype))
 
@@ -82,7 +82,7 @@ def weighted_sum_of_changes(changes: Sequence[Change], scale: float) -> Product:
     return torch.cat([*lefts, *(b for b, _ in used)], 1), torch.cat([*rights, *(a for _, a in used)])
 
 
-def products(changes: Sequence[Change], scale: float) -> Product:
+def weighted_sum_of_products(changes: Sequence[Change], scale: float) -> Product:
     """Return sum_i p_i s B_i A_i as one product, without subtracting the starts."""
     return torch.cat([c.end[0] * (c.weight * scale) for c in changes], 1), torch.cat([c.end[1] for c in changes])
 
@@ -121,10 +121,10 @@ def spectra(updates: Mapping[str, Update], top: int, device: str | None = None) 
     """Return `spectrum` of every layer: one layer per thread on the CPU, or one after the other on `device`."""
     if device is not None:
         return {name: _move_to(spectrum(_move_to(update, device), top), "cpu") for name, update in updates.items()}
-    return dict(zip(updates, in_threads(lambda update: spectrum(update, top), list(updates.values())), strict=True))
+    return dict(zip(updates, map_in_threads(lambda update: spectrum(update, top), list(updates.values())), strict=True))
 
 
-def in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> list[Spectrum]:
+def map_in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> list[Spectrum]:
     """Return call(item) for all items, run in as many threads as torch uses, with one torch thread each."""
     threads = torch.get_num_threads()
     if min(threads, len(items)) < 2:
@@ -151,7 +151,7 @@ def spectrum(update: Update, top: int, tolerance: float = TOLERANCE, start: Tens
     top = min(top, *update.shape)
     if update.dense is None:
         found = _spectrum_of_factors(update, top)
-    elif min(update.dense.shape) > SMALL and (certain := certified(update.dense, top, tolerance, start)) is not None:
+    elif min(update.dense.shape) > SMALL and (certain := certified_spectrum(update.dense, top, tolerance, start)) is not None:
         found = certain
     else:  # the full SVD, in float64 for a small W; a wide W is transposed (twice as fast)
         whole = update.dense.double() if min(update.dense.shape) <= SMALL else update.dense
@@ -194,7 +194,7 @@ def balanced_factors(found: Spectrum, rank: int, scale: float, initial: Tensor) 
     return found.left[:, :rank] * root, rows
 
 
-def inner(first: Product, second: Product) -> float:
+def inner_product(first: Product, second: Product) -> float:
     """Return <L1 R1, L2 R2>_F = sum (L1'L2) * (R1 R2') in float64, computed from small Gram matrices only."""
     (left, right), (other, opposite) = ((p[0].double(), p[1].double()) for p in (first, second))
     return float(((left.T @ other) * (right @ opposite.T)).sum())
@@ -202,7 +202,7 @@ def inner(first: Product, second: Product) -> float:
 
 def norm(product: Product) -> float:
     """Return ||L R||_F."""
-    return max(0.0, inner(product, product)) ** 0.5
+    return max(0.0, inner_product(product, product)) ** 0.5
 
 
 def gram(sites: Sequence[Product]) -> Tensor:
@@ -213,7 +213,7 @@ def gram(sites: Sequence[Product]) -> Tensor:
     return (blocks.T @ ((left.T @ left) * (right @ right.T)) @ blocks).cpu()
 
 
-def summed(tensors: Sequence[Tensor]) -> Tensor:
+def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of one or more tensors, in the order given."""
     return reduce(torch.add, tensors)
 
@@ -223,7 +223,7 @@ def alignments(layers: Sequence[Sequence[Product]], weights: Sequence[float]) ->
 
     `layers`: for each layer, the products of all sites.
     """
-    total = summed([gram(sites) for sites in layers])
+    total = sum_tensors([gram(sites) for sites in layers])
     share = torch.tensor(weights, dtype=torch.float64)
     towards, norms = total @ share, total.diagonal().clamp(min=0).sqrt() * (share @ total @ share).clamp(min=0).sqrt()
     return torch.where(norms > 0, towards / norms.clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()
@@ -238,14 +238,14 @@ def alignments_with(sites: Mapping[str, Sequence[Product]], updates: Mapping[str
     for name, products in sites.items():
         update = updates[name]
         if update.dense is None:
-            row = [inner(one, (update.left, update.right)) for one in products]
+            row = [inner_product(one, (update.left, update.right)) for one in products]
         else:  # only the r rows B' W are formed
             row = [float(((b.double().T @ update.dense.double()) * a.double()).sum()) for b, a in products]
         inners.append(torch.tensor(row))
-    towards = summed(inners)
-    norms = summed([gram(products).diagonal() for products in sites.values()]).clamp(min=0).sqrt()
+    towards = sum_tensors(inners)
+    norms = sum_tensors([gram(products).diagonal() for products in sites.values()]).clamp(min=0).sqrt()
     wanted = [updates[n] for n in sites]
     total = math.sqrt(
-        sum(squared_norm(w.dense) if w.dense is not None else max(0.0, inner(*[(w.left, w.right)] * 2)) for w in wanted)
+        sum(squared_norm(w.dense) if w.dense is not None else max(0.0, inner_product(*[(w.left, w.right)] * 2)) for w in wanted)
     )
     return torch.where(norms * total > 0, towards / (norms * total).clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()

@@ -34,7 +34,7 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(numbers, dtype=torch.float64)) for numbers in found))
 
 
-def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+def non_finite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors that contain NaN or Inf."""
     doubtful = [name for names, numbers in concat_small(tensors) if not torch.isfinite(numbers).all() for name in names]
     return [name for name in doubtful if not torch.isfinite(tensors[name]).all()]

@@ -93,7 +93,7 @@ def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
     return found
 
 
-def window_after_rescale(scale: Scale) -> Window | None:
+def rescaled_center_and_width(scale: Scale) -> Window | None:
     """Return the file's window (center, width) for the values that `apply_rescale` returns; None for a file without one."""
     if scale.curve:
         return 0.5, 1.0
@@ -179,10 +179,10 @@ class Stack:
 def header(path: Path) -> VolumeHeader:
     """Return the VolumeHeader of a DICOM file, series folder or segmentation. Raises DataError."""
     with wrap_dicom_errors(path):
-        return stack(path).header
+        return read_stack_headers(path).header
 
 
-def stack(path: Path) -> Stack:
+def read_stack_headers(path: Path) -> Stack:
     """Return the frames of a file or a series, in order of position. Use within `wrap_dicom_errors`. Raises DataError."""
     files = dict(series(path))
     first = next(iter(files.values()))
@@ -198,14 +198,16 @@ def stack(path: Path) -> Stack:
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):
         raise DataError(f"{path}: holds {len(files)} images that do not say where they lie; name each by its file")
     kind = str(first.get("SOPClassUID") or "")
-    ordered, count, affine = sorted_frames_and_affine(path, frames, kind in SEGMENTATIONS)
+    ordered, count, affine = sorted_frames_count_affine(path, frames, kind in SEGMENTATIONS)
     rows, columns = ordered[0].shape
     middle = ordered[len(ordered) // 2]
     sides = [float(side) for side in np.atleast_1d(middle.own.get("PixelSpacing") or ())] if affine is None else []
     grid = Grid((columns, rows, count), affine, (sides[0], sides[1]) if len(sides) == 2 and count == 1 else None)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
-    found = VolumeHeader(grid, None if colours else window_after_rescale(middle.scale), patient_identifier(first), study, space)
+    found = VolumeHeader(
+        grid, None if colours else rescaled_center_and_width(middle.scale), patient_identifier(first), study, space
+    )
     return Stack(tuple(ordered), files, found, colours, kind)
 
 
@@ -265,16 +267,16 @@ def _read_place(file: Path, own: Dataset) -> Place | None:
     return Place(origin, i * spacing[1], j * spacing[0], depth)
 
 
-def sorted_frames_and_affine(
-    path: Path, frames: Sequence[Frame], on_lattice: bool
+def sorted_frames_count_affine(
+    path: Path, frames: Sequence[Frame], is_segmentation: bool
 ) -> tuple[list[Frame], int, np.ndarray | None]:
     """Return frames sorted along their normal, the number of slices, and the affine (4, 4) to mm.
 
-    The affine is None if frames have no position. `on_lattice`: frames of a segmentation, where several may share a slice and
-    empty slices have none. Raises DataError for frames that are not parallel, and for an uneven stack: different sizes, two
+    The affine is None if frames have no position. `is_segmentation`: frames of a segmentation, where several may share a slice
+    and empty slices have none. Raises DataError for frames that are not parallel, and for an uneven stack: different sizes, two
     frames at one position, a missing slice.
     """
-    if not on_lattice and any(frame.shape != frames[0].shape for frame in frames):
+    if not is_segmentation and any(frame.shape != frames[0].shape for frame in frames):
         raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
     places = [frame.place for frame in frames if frame.place is not None]
     if len(places) < len(frames):
@@ -287,14 +289,14 @@ def sorted_frames_and_affine(
     order = np.argsort(origins @ normal, kind="stable")
     origins, count = origins[order], len(order) - 1
     heights = origins @ normal
-    if on_lattice:
+    if is_segmentation:
         gaps = np.diff(heights)
         least = min(gaps[gaps > _SAME], default=one.depth)
         count = round(float(heights[-1] - heights[0]) / least)
         if count + 1 > MOST_FILES:
             raise DataError(f"{path}: its segments lie {least:.4f} mm apart over {count * least:.0f} mm; replace it")
     step = (origins[-1] - origins[0]) / count if count else normal * one.depth
-    if not on_lattice:
+    if not is_segmentation:
         _check_even(path, heights, origins, step)
     affine = np.eye(4)
     affine[:3] = np.stack([one.i, one.j, step, origins[0]], axis=1)

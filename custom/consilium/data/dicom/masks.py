@@ -15,7 +15,7 @@ from pydicom.uid import RTStructureSetStorage
 
 from consilium.core.errors import DataError
 from consilium.data.dicom.files import SEGMENTATIONS, only_file_or_path, open_file, wrap_dicom_errors
-from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, stack
+from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, read_stack_headers
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
 from consilium.data.label_masks import Labels
@@ -150,16 +150,16 @@ def points_inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.
             waiting.append(place)
             size += len(place)
             if size >= _AT_ONCE:
-                odd ^= _occurs_oddly(waiting, len(odd))
+                odd ^= _odd_occurrence_mask(waiting, len(odd))
                 waiting, size = [], 0
-        odd ^= _occurs_oddly(waiting, len(odd))
+        odd ^= _odd_occurrence_mask(waiting, len(odd))
         lines = odd.view(np.uint64).reshape(wide + 1, long // 8)
         before = np.bitwise_xor.accumulate(lines[:-1], axis=0).view(bool)
         found[low[0] : high[0], low[1] : high[1]] = before[:, :tall]
     return found
 
 
-def _occurs_oddly(places: Sequence[np.ndarray], length: int) -> np.ndarray:
+def _odd_occurrence_mask(places: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Return (length,) bytes: 1 for each index that occurs in `places` an odd number of times, else 0."""
     return np.bincount(np.concatenate(places) if places else np.zeros(0, np.int64), minlength=length).astype(np.uint8) & 1
 
@@ -202,12 +202,12 @@ def labels(path: Path, image: VolumeHeader) -> Labels:
             return _read_segments(path, elements, image.grid)
         if kind == RTStructureSetStorage:
             return read_contours(path, elements, image)
-        return Labels(values=to_integers(path, voxels(path, padding=True)))
+        return Labels(values=to_integers(path, voxels(path, keep_padding=True)))
 
 
 def _read_segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     """Return the segments as regions on the image's grid, or on their own grid if they match no voxels of the image."""
-    found = stack(path)
+    found = read_stack_headers(path)
     grid, places = image, [_map_to_grid(frame, image) for frame in found.frames]
     if any(place is None for place in places):
         grid = found.header.grid

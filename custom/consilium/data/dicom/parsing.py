@@ -73,9 +73,9 @@ class Budget:
         """Take `count` elements from the budget. Raises DataError where it is exceeded."""
         self._left -= count
         if self._left < 0:
-            raise self.exceeded_error(f"more than {self._most:,} elements and items of sequences")
+            raise self.store_exceeded_error(f"more than {self._most:,} elements and items of sequences")
 
-    def exceeded_error(self, what: str) -> DataError:
+    def store_exceeded_error(self, what: str) -> DataError:
         """Return the error for a file that exceeds a bound, and store it in `error`."""
         self.error = DataError(f"{self._path}: cannot be read as DICOM ({what}); {TAKE_OFF}")
         return self.error
@@ -96,7 +96,7 @@ class _Metered(io.RawIOBase):
             for order in "<>":
                 group, number = struct.unpack_from(f"{order}HH", self._head)
                 if size > _LONGEST.get(group << 16 | number, size):
-                    raise self._budget.exceeded_error(f"{size:,} bytes in the element {group:04X},{number:04X}")
+                    raise self._budget.store_exceeded_error(f"{size:,} bytes in the element {group:04X},{number:04X}")
         if size > 8:
             return self._file.read(min(size, max(0, self._size - self._file.tell())))  # read() allocates the size it is given
         found = self._file.read(size)
@@ -127,7 +127,7 @@ class _Inflating(io.RawIOBase):
                 break
             self._data += self._unpack.decompress(packed, 2**20)
             if len(self._data) > self.most:
-                raise self._budget.exceeded_error(f"inflates beyond {self.most:,} bytes")
+                raise self._budget.store_exceeded_error(f"inflates beyond {self.most:,} bytes")
         found = bytes(memoryview(self._data)[self._at : end])
         self._at += len(found)
         return found
@@ -180,7 +180,7 @@ def _unparsed_sequences(elements: Iterable[RawDataElement | DataElement]) -> Ite
 def _spend_elements(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
     """Take all elements of a sequence from a budget. Raises DataError if it is exceeded, or for more than MOST_LEVELS."""
     if level > MOST_LEVELS:
-        raise budget.exceeded_error(f"sequences nested over {MOST_LEVELS} deep")
+        raise budget.store_exceeded_error(f"sequences nested over {MOST_LEVELS} deep")
     value, order = sequence.value or b"", "<>"[not sequence.is_little_endian]
     file = io.BytesIO(value)
     items: Any = _Metered(file, len(value), budget)
@@ -201,7 +201,7 @@ def _parse_deflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: b
     if pixels:
         expected = get_expected_length(found)
         if expected > most:
-            raise budget.exceeded_error(f"{expected:,} bytes of pixels; at most {most:,} are of a file of its size")
+            raise budget.store_exceeded_error(f"{expected:,} bytes of pixels; at most {most:,} are of a file of its size")
         inflating.most = inflating.tell() + expected + _SPARE
         found.update(read_dataset(stream, False, True))
     meta.TransferSyntaxUID = ExplicitVRLittleEndian

@@ -14,7 +14,7 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPE
 from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, wrap_dicom_errors
-from consilium.data.dicom.frames import apply_rescale, frame_count, stack
+from consilium.data.dicom.frames import apply_rescale, frame_count, read_stack_headers
 from consilium.data.dicom.palette import palette_lookup
 from consilium.data.safe_open import TAKE_OFF, raise_first_fault
 
@@ -63,13 +63,13 @@ _DECODERS = ("pillow", "pyjpegls", "pydicom", "gdcm")
 """Decoders in order of preference."""
 
 
-def voxels(path: Path, padding: bool = False) -> np.ndarray:
+def voxels(path: Path, keep_padding: bool = False) -> np.ndarray:
     """Return values (i, j, k) in the file's unit, or 8-bit colours (i, j, k, 3). Raises DataError.
 
-    Padding pixels (PixelPaddingValue) get the least value of all others; `padding`: they keep their value.
+    Padding pixels (PixelPaddingValue) get the least value of all others; `keep_padding`: they keep their value.
     """
     with wrap_dicom_errors(path):
-        found = stack(path)
+        found = read_stack_headers(path)
         if found.kind in SEGMENTATIONS:
             raise DataError(f"{path}: is a segmentation, not an image; name it as a label")
         shape = found.header.grid.shape[::-1]  # each slice is contiguous
@@ -78,7 +78,7 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
         plain = len(kinds) == 1 and bits in (1, 8, 16, 32) and all(frame.scale.is_identity for frame in found.frames)
         dtype = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}" if plain else np.float32)
         values = (np.empty((*shape, 3), np.uint8) if found.colours else np.empty(shape, dtype)).swapaxes(0, 2)
-        padded = not (padding or found.colours) and any(frame.scale.padding for frame in found.frames)
+        padded = not (keep_padding or found.colours) and any(frame.scale.padding for frame in found.frames)
         filled = np.zeros(shape if padded else (1, 1, 1), bool).T
         places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
         for file in found.files:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.core.sanitize import few
+from consilium.core.sanitize import first_names_text
 from consilium.data.pairs import Pattern, compose_unicode
 from consilium.data.safe_open import open_picture, text_lines, wrap_decoding_errors
 
@@ -133,7 +133,7 @@ class Importer:
 def wrong_layout(source: Path, expected: str) -> DataError:
     """Return the error for a folder that differs from the `expected` layout. It lists the folder's entries."""
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
-    found = few(names, 6) or ("nothing" if source.is_dir() else "no such folder")
+    found = first_names_text(names, 6) or ("nothing" if source.is_dir() else "no such folder")
     return DataError(f"{source}: expected {expected}; found {found}")
 
 
@@ -188,7 +188,7 @@ def numbered_csv_rows(path: Path) -> list[tuple[int, list[str]]]:
         raise DataError(f"{path}:{reader.line_num}: expected rows of CSV; found otherwise ({error}); {GIVE}") from None
 
 
-def csv_rows(path: Path, *columns: str) -> list[dict[str, str]]:
+def csv_rows_if_complete(path: Path, *columns: str) -> list[dict[str, str]]:
     """Return the rows of a publisher's table by heading; [] if one of `columns` is missing. Raises DataError."""
     (_, head), *rows = numbered_csv_rows(path) or [(0, [])]
     found = [dict(zip_longest(head, row[: len(head)], fillvalue="")) for _, row in rows]

@@ -17,7 +17,7 @@ from consilium.data.folders import (
     may_have_classes,
     split_of,
     subfolders,
-    why_one_role_unread,
+    unreadable_role_reason,
 )
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import (
@@ -30,7 +30,7 @@ from consilium.data.importers.base import (
 )
 from consilium.data.importers.labels import dataset_json_labels, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
-from consilium.data.pairs import Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
+from consilium.data.pairs import Pairs, Pattern, find_pairs, has_pairs, role_of_name, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
 from consilium.data.site_names import select_sites
 
@@ -67,29 +67,29 @@ def read_site_folders(source: Path, options: Options) -> ImportResult:
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are not label pictures.
     """
     below = subfolders(source)
-    roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if _is_picture(one)}
-    plain = [one for one in below if kind_of(one.name) is None and any(map(_is_picture, one.iterdir()))]
+    roles = {role_of_name(one.name) for one in below} | {"image" for one in source.iterdir() if _is_picture(one)}
+    plain = [one for one in below if role_of_name(one.name) is None and any(map(_is_picture, one.iterdir()))]
     patients = options.patient_folders is not False and (
         are_patients(one.name for one in below)
         or (options.patient_folders is True and bool(below) and not any(map(_has_pictures_below, below)))
     )
     one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or patients
-    asked = [] if one_site else _asked_folders(source, below, options)
+    asked = [] if one_site else _selected_folders(source, below, options)
     sites = {one.name: site for one in asked if (site := _read_site(one, replace(options, only=())))}
     notes: list[str] = []
     whole = None
     if options.patient_folders and all(isinstance(own.label, str) for found, _ in sites.values() for own in found):
         called = any(map(_SITE.search, sites))
-        whole = (None if called else _read_classes_by_patient(source)) or _read_patients_by_class(source, True)
+        whole = (None if called else _read_patients_within_classes(source)) or _read_classes_within_patients(source, True)
         if whole is None and _why_not_sites(sites):
-            whole = _read_classes_by_patient(source, True)
+            whole = _read_patients_within_classes(source, True)
     if whole is not None or not sites or all(map(_named_split, sites)):
         whole = whole or _read_site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # raises the error that says what is wrong with the table
             unread = _describe_unread(source)
-            if options.patient_folders is None and not unread and _holds_patients(source):
+            if options.patient_folders is None and not unread and _has_patients_within_classes(source):
                 raise DataError(
                     f"{source}: holds folders of folders, which may be classes with a folder for each patient; "
                     "--patient-folders reads them so"
@@ -113,7 +113,7 @@ def read_site_folders(source: Path, options: Options) -> ImportResult:
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
     taken = {path for one in samples for path in (one.image, one.label)}
     told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _describe_unread(place, taken))]
-    told += [f"{place.name}: {lost}" for place in places if (lost := _describe_left_pictures(place, samples))]
+    told += [f"{place.name}: {lost}" for place in places if (lost := _unclassified_pictures_text(place, samples))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := dataset_json_labels(folder))]
     if all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
@@ -126,7 +126,7 @@ def _is_picture(path: Path) -> bool:
     return path.name.lower().endswith(PICTURES)
 
 
-def _asked_folders(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
+def _selected_folders(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
     """Return the folders of sites that --only names; without --only, all of `below`.
 
     If a name is not among them, but may be the source itself or a site of the source's table, none is returned; otherwise
@@ -209,7 +209,7 @@ def _refuse_other_folders(source: Path, sites: Mapping[str, Site], options: Opti
         raise DataError(f"{source}: {what}")
 
 
-def _describe_left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
+def _unclassified_pictures_text(folder: Path, samples: Sequence[SourceSample]) -> str:
     """Return a note of the pictures below a folder of classes that are in no class and are not read; "" for none.
 
     Raises DataError if they are at least half as many as the samples.
@@ -229,7 +229,7 @@ def _describe_left_pictures(folder: Path, samples: Sequence[SourceSample]) -> st
 
 def _has_pictures_below(folder: Path) -> bool:
     """Tell whether a folder, or a split's folder in it, has subfolders with pictures that are not named images or masks."""
-    own = [one for one in subfolders(folder) if not kind_of(one.name)]
+    own = [one for one in subfolders(folder) if not role_of_name(one.name)]
     return any(_has_pictures_below(one) if _named_split(one.name) else bool(find_files(one, PICTURES)) for one in own)
 
 
@@ -244,7 +244,7 @@ def _read_site(folder: Path, options: Options) -> Site | None:
         return _read_table(table, folder, options)
     pairs, classes = find_pairs(folder, pictures, options.mask_patterns), may_have_classes(folder)
     whole = pairs is not None and not pairs.alone and not pairs.unused
-    if pairs is not None and (whole or not classes or holds_pairs(folder, pictures)) and (pairs.found or table is None):
+    if pairs is not None and (whole or not classes or has_pairs(folder, pictures)) and (pairs.found or table is None):
         try:
             return _read_pairs(folder, pairs, options)
         except DataError:
@@ -253,7 +253,7 @@ def _read_site(folder: Path, options: Options) -> Site | None:
             return by_split
     if table is not None:
         return _read_table(table, folder, options)
-    if what := why_one_role_unread(folder):
+    if what := unreadable_role_reason(folder):
         raise DataError(f"{folder}: holds {what}")
     if classes:
         read = list(list_class_pictures(folder))
@@ -263,10 +263,10 @@ def _read_site(folder: Path, options: Options) -> Site | None:
             for part, path, label in read
         ], []
     asked = options.patient_folders is True
-    by_class = None if options.patient_folders is False else _read_patients_by_class(folder, asked)
+    by_class = None if options.patient_folders is False else _read_classes_within_patients(folder, asked)
     if by_class is not None and any(_DIAGNOSIS.search(str(one.label)) for one in by_class[0]):
         return by_class
-    return _read_classes_by_patient(folder, asked) or _read_splits(folder, options)
+    return _read_patients_within_classes(folder, asked) or _read_splits(folder, options)
 
 
 def _read_splits(folder: Path, options: Options) -> Site | None:
@@ -301,15 +301,17 @@ def _read_table(table: Table, folder: Path, options: Options) -> Site:
     return samples, [f"{table.path.name} was read", *table.notes]
 
 
-def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
+def _read_patients_within_classes(folder: Path, patients_declared: bool = False) -> Site | None:
     """Return the samples in folders of classes that hold a folder per patient, CLASS/PATIENT; None for another layout.
 
-    `asked`: the user says that the inner folders are patients, whatever their names.
+    `patients_declared`: the user says that the inner folders are patients, whatever their names.
     """
     classes = {one: subfolders(one) for one in subfolders(folder)}
-    if asked and any(kind_of(one.name) or _named_split(one.name) for own in classes.items() for one in (own[0], *own[1])):
+    if patients_declared and any(
+        role_of_name(one.name) or _named_split(one.name) for own in classes.items() for one in (own[0], *own[1])
+    ):
         return None
-    if not classes or not all(own and (asked or are_patients(two.name for two in own)) for own in classes.values()):
+    if not classes or not all(own and (patients_declared or are_patients(two.name for two in own)) for own in classes.values()):
         return None
     below = (three.name for own in classes.values() for two in own for three in subfolders(two))
     if any(map(_DIAGNOSIS.search, below)):
@@ -319,16 +321,18 @@ def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
     )
 
 
-def _read_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
+def _read_classes_within_patients(folder: Path, patients_declared: bool = False) -> Site | None:
     """Return the samples in folders of patients that hold a folder per class, PATIENT/CLASS; None for another layout.
 
-    All outer folders must have a number in their names, and at least one inner folder must have none. `asked`: the user says
-    that there are folders of patients, so the outer names need no word for a patient.
+    All outer folders must have a number in their names, and at least one inner folder must have none. `patients_declared`: the
+    user says that there are folders of patients, so the outer names need no word for a patient.
     """
     patients = {one: subfolders(one) for one in subfolders(folder)}
     outer, below = [one.name for one in patients], {two.name for inner in patients.values() for two in inner}
     numbered = all(re.search(r"\d", one) for one in outer) and not all(re.search(r"\d", one) for one in below)
-    if not (numbered and (asked or are_patients(outer))) or any(kind_of(one) or _named_split(one) for one in (*outer, *below)):
+    if not (numbered and (patients_declared or are_patients(outer))) or any(
+        role_of_name(one) or _named_split(one) for one in (*outer, *below)
+    ):
         return None
     found = [(one, two, path) for one, inner in patients.items() for two in inner for path in find_files(two, PICTURES)]
     if not found or any(path.parent != two for _, two, path in found) or len({one for one, _, _ in found}) < len(patients):
@@ -345,9 +349,9 @@ def _samples_by_patient(folder: Path, found: Sequence[tuple[Path, Path, Path]]) 
     ], []
 
 
-def _holds_patients(source: Path) -> bool:
+def _has_patients_within_classes(source: Path) -> bool:
     """Tell whether --patient-folders would read a folder, or one of its subfolders, as classes with patients."""
-    read = ((one, _read_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
+    read = ((one, _read_patients_within_classes(one, True)) for one in (source, *subfolders(source)))
     return any(
         len({one.label for one in site[0]}) > 1
         and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])

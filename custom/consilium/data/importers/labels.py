@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.data import pictures, slides, volumes
 from consilium.data.check_samples import image_shape
 from consilium.data.class_name_checks import doubtful_name_findings
@@ -31,20 +31,21 @@ def result_of_labels(
     samples: Sequence[SourceSample],
     notes: Sequence[str],
     options: Options,
-    unknown: str = "",
-    named: Sequence[Mapping[str, list[int]]] = (),
+    unnamed_patients_remedy: str = "",
+    dataset_json_classes: Sequence[Mapping[str, list[int]]] = (),
 ) -> ImportResult:
     """Return the import's result: samples with valid names of sites, and the classes that follow from masks or names.
 
-    Sites with classes are in `beside` if others have masks. `unknown`: the remedy in the note that patients are not named.
-    `named`: the classes in each dataset.json of the source. Raises DataError for masks that cannot be used.
+    Sites with classes are in `beside` if others have masks. `unnamed_patients_remedy`: the remedy in the note that patients are
+    not named. `dataset_json_classes`: the classes in each dataset.json of the source. Raises DataError for masks that cannot be
+    used.
     """
     chosen = {} if options.sites else options.rename  # with --sites, --rename names the sites that patients are dealt out to
-    names = valid_site_names({one.site for one in samples}, source, chosen=chosen)
+    names = valid_site_names({one.site for one in samples}, source, new_names=chosen)
     found = [replace(one, site=names[one.site]) for one in samples]
     notes = [*describe_renames(names), *notes]
-    notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
-    splits = grouped(((one.site, one.group), one.split) for one in found if one.is_patient and not options.resplit)
+    notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unnamed_patients_remedy}"]
+    splits = group_by_key(((one.site, one.group), one.split) for one in found if one.is_patient and not options.resplit)
     if cut := sorted(whose for whose, own in splits.items() if len(set(own)) > 1):
         notes.append(
             f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}; --resplit cuts anew"
@@ -68,7 +69,7 @@ def result_of_labels(
         if one.more and isinstance(one.label, Path):  # write the union of all masks of the picture
             mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *one.masks)
             masks[number] = replace(one, label=mask, more=())
-    return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
+    return ImportResult(masks, _classes(source, values, dataset_json_classes), [*notes, *(apart if beside else [])], beside)
 
 
 def dataset_json_labels(folder: Path) -> dict[str, list[int]]:

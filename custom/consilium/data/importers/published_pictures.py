@@ -23,7 +23,7 @@ from consilium.data.importers.base import (
     Options,
     SourceSample,
     by_stem,
-    csv_rows,
+    csv_rows_if_complete,
     find_files,
     find_partner,
     find_subfolder,
@@ -145,7 +145,7 @@ def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> lis
     """
     videos: dict[str, str] = {}
     for path in find_files(folder, ["metadata.csv"]) if folder else []:
-        if rows := csv_rows(path, "frame_id", "sequence_id"):
+        if rows := csv_rows_if_complete(path, "frame_id", "sequence_id"):
             videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
             break
     ordered = sorted(frames, key=lambda one: frame_order(Path(str(one.image))))

@@ -16,14 +16,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 from consilium.core.errors import DataError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.data.importers.base import (
     GIVE,
     Importer,
     ImportResult,
     Options,
     TextRecord,
-    csv_rows,
+    csv_rows_if_complete,
     find_files,
     numbered_csv_rows,
     wrong_layout,
@@ -90,7 +90,7 @@ class TextSet:
                     lines.append(TextRecord(self.site, group or f"{path.name}:{number - 1}", record, split))
         left = total - len(lines)
         more = [f"{left} records without {self.unanswered} are left out"] if left else []
-        return ImportResult(merge_shared_prompts(lines), None, [*self.notes, *more])
+        return ImportResult(merge_groups_by_prompt(lines), None, [*self.notes, *more])
 
 
 def find_file(source: Path, names: Sequence[str], layout: str) -> Path:
@@ -108,7 +108,7 @@ def find_file(source: Path, names: Sequence[str], layout: str) -> Path:
 
 def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
     """Return the records of a JSON list or of JSON lines. Raises DataError with the file and the record or line."""
-    if path.suffix.lower() == ".json" and not _is_lines(path, fields):
+    if path.suffix.lower() == ".json" and not _is_json_lines(path, fields):
         raw = parse_json(str(path), read_text(path, GIVE), GIVE)
         if not isinstance(raw, list):
             raise DataError(f"{path}: expected a list of records; found a {type(raw).__name__}; {GIVE}")
@@ -129,7 +129,7 @@ def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
     return [one for _, one in found]
 
 
-def _is_lines(path: Path, fields: Iterable[str]) -> bool:
+def _is_json_lines(path: Path, fields: Iterable[str]) -> bool:
     """Tell whether a .json file has one record per line, like MedMCQA's.
 
     Its first line is then an object, and either further lines follow, or it has all `fields` of a record.
@@ -143,7 +143,7 @@ def _is_lines(path: Path, fields: Iterable[str]) -> bool:
     return isinstance(found, dict) and set(fields) <= found.keys()
 
 
-def merge_shared_prompts(lines: Iterable[TextRecord]) -> list[TextRecord]:
+def merge_groups_by_prompt(lines: Iterable[TextRecord]) -> list[TextRecord]:
     """Return the records with groups merged that share a prompt at a site, so that a prompt is never in two splits."""
     lines = list(lines)
     keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
@@ -280,7 +280,7 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
         record = _make_record(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
         lines.append(TextRecord("pubmedqa", number, record, "test" if number in tests else None))
     notes = [] if tests else ["there is no test_ground_truth.json: the test split is not the publisher's"]
-    return ImportResult(merge_shared_prompts(lines), None, notes)
+    return ImportResult(merge_groups_by_prompt(lines), None, notes)
 
 
 def _read_map(path: Path) -> Record:
@@ -305,7 +305,7 @@ def read_mmlu(source: Path, options: Options) -> ImportResult:
                     raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {GIVE}")
                 record = _choice_record(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
                 lines.append(TextRecord("mmlu-medical", f"{path.name}:{number}", record, split))
-    return ImportResult(merge_shared_prompts(lines), None, [FEW])
+    return ImportResult(merge_groups_by_prompt(lines), None, [FEW])
 
 
 def read_medquad(source: Path, options: Options) -> ImportResult:
@@ -331,7 +331,7 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
             record = _make_record(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
             lines.append(TextRecord(site, f"{path.parent.name}/{path.name}", record))
     parts = ", ".join(f"{count} of {site}" for site, count in sorted(empty.items()) if count)
-    return ImportResult(merge_shared_prompts(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
+    return ImportResult(merge_groups_by_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
 
 
 def _element_text(element: ElementTree.Element | None) -> str:
@@ -349,8 +349,8 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
         path = find_file(source, [name], E2E_LAYOUT)
         if not {"mr", "ref"} <= set(heads := next((row for _, row in numbered_csv_rows(path)), [])):
             raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
-        rows = [(row["mr"], row["ref"]) for row in csv_rows(path) if row["mr"] and row["ref"]]
-        merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in grouped(rows).items()]
+        rows = [(row["mr"], row["ref"]) for row in csv_rows_if_complete(path) if row["mr"] and row["ref"]]
+        merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in group_by_key(rows).items()]
         answers = merged if split == "test" else [(mr, {"output": ref}) for mr, ref in rows]
         for mr, answer in answers:
             first = re.match(r"[^\[\]]*\[([^\]]*)\]", mr)
@@ -360,7 +360,7 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
                 "name": first[1] if first else "",
             }
             lines.append(TextRecord("e2e", mr, record | answer, split))
-    return ImportResult(merge_shared_prompts(lines), None)
+    return ImportResult(merge_groups_by_prompt(lines), None)
 
 
 E2E_LAYOUT = "trainset.csv, devset.csv and testset_w_refs.csv with the columns mr and ref"

@@ -17,7 +17,7 @@ from consilium.data.importers.base import (
     ImportResult,
     Options,
     SourceSample,
-    csv_rows,
+    csv_rows_if_complete,
     find_files,
     find_subfolder,
     walk_folders,
@@ -55,7 +55,7 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
         if there[0].name.lower() != name.lower():
             renamed.append(f"{there[0].name} is {name}")
         for stem, path, mask_path in _find_cases(there[0]):
-            mask, is_turned = _read_mask(path, mask_path, 3)
+            mask, is_turned = _mask_with_image_header(path, mask_path, 3)
             made = DerivedFile("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3))
             label = made if is_turned else mask_path
             found += [
@@ -94,7 +94,7 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     because two vendors have no training cases in them. Cases without labels (Training/Unlabeled) are left out.
     Raises DataError for another layout.
     """
-    tables = ((path, csv_rows(path, "External code", "ED", "ES")) for path in find_files(source, [".csv"]))
+    tables = ((path, csv_rows_if_complete(path, "External code", "ED", "ES")) for path in find_files(source, [".csv"]))
     table, read = next(((path, own) for path, own in tables if own and {"VendorName", "Vendor"} & own[0].keys()), (source, []))
     rows = {row["External code"].strip(): row for row in read}
     cases = {p.name[: -len("_sa.nii.gz")]: p for p in find_files(source, ["_sa.nii.gz"])}
@@ -108,7 +108,7 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
         vendor = slug(rows[code].get("VendorName") or f"vendor-{rows[code].get('Vendor')}")
         for phase in ("ED", "ES") if mask_path.is_file() else ():
             frame, name = _frame_number(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
-            mask, _ = _read_mask(path, mask_path, 4, frame)
+            mask, _ = _mask_with_image_header(path, mask_path, 4, frame)
             image = DerivedFile("images", name, partial(_pack_frame, path, frame))
             label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
             found += [
@@ -136,7 +136,7 @@ def _open_nifti(path: Path) -> Any:
         return nifti.load(path)
 
 
-def _read_mask(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
+def _mask_with_image_header(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
     """Return a mask, or one frame of it, and whether its header oriented the axes differently from the image's.
 
     If so, the mask returned has the image's header. Raises DataError for a shape other than the image's, or not `axes` axes.
@@ -163,7 +163,7 @@ def _pack_frame(path: Path, frame: int) -> bytes:
 
 def _pack_labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> bytes:
     """Return the bytes of a mask, or of one frame of it, as .nii.gz, the same at every call."""
-    return gzip.compress(_read_mask(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
+    return gzip.compress(_mask_with_image_header(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
 
 
 SETS = {

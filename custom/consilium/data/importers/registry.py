@@ -8,7 +8,7 @@ from typing import Any
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import Registry
 from consilium.core.schema import did_you_mean
-from consilium.core.storage import nothing_left_on_failure
+from consilium.core.storage import clean_up_on_failure
 from consilium.data.importers.base import Importer, Options, wrong_layout
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
@@ -37,14 +37,14 @@ def import_set(
     options: Options = Options(),  # noqa: B008 - frozen
     add: bool = False,
 ) -> dict[str, Any]:
-    """Import the data set `name` like `import_set_by_folder`.
+    """Import the data set `name` like `import_by_label_kind`.
 
     Return the first record: of the sites with masks if both kinds exist.
     """
-    return next(iter(import_set_by_folder(name, source, dest, options, add).values()))
+    return next(iter(import_by_label_kind(name, source, dest, options, add).values()))
 
 
-def import_set_by_folder(
+def import_by_label_kind(
     name: str, source: Path, dest: Path, options: Options, add: bool = False
 ) -> dict[Path, dict[str, Any]]:
     """Read the data set `name` and write a data list per site. Return the records in import.json, by folder.
@@ -67,7 +67,7 @@ def import_set_by_folder(
     if found.beside is None:
         return {dest: write_sites(found, name, source, dest, options, add)}
     kinds = {"segmentation": found, "classification": found.beside}
-    with nothing_left_on_failure(dest):
+    with clean_up_on_failure(dest):
         return {dest / kind: write_sites(part, name, source, dest / kind, options, add) for kind, part in kinds.items()}
 
 

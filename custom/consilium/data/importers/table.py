@@ -10,7 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.core.schema import did_you_mean
 from consilium.data.class_name_checks import EACH_ITS_OWN, doubtful_name_findings
 from consilium.data.file_kinds import PICTURES, is_there, is_volume, path_in_any_unicode_form
@@ -18,7 +18,7 @@ from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, find_files
 from consilium.data.importers.labels import result_of_labels
-from consilium.data.pairs import compose_unicode, kind_of, without_ending
+from consilium.data.pairs import compose_unicode, role_of_name, without_ending
 from consilium.data.safe_open import text_lines
 from consilium.data.site_names import describe_renames, select_sites, valid_site_names
 
@@ -70,7 +70,7 @@ class Table:
         sites = [row.values.get("site", "") or site for row in self.rows]
         asked = select_sites(set(sites), options.only, options.rename)
         rows = [row for row, own in zip(self.rows, sites, strict=True) if own in asked]
-        files = _find_files(self, rows)
+        files = _find_files_and_note(self, rows)
         found, known = list[SourceSample](), dict[str, int]()
         for row in rows:
             values, (who, split) = row.values, _patient_and_split(self.path, row)
@@ -94,7 +94,7 @@ def read_table(source: Path, options: Options) -> ImportResult:
     return result_of_labels(source, samples, [*table.notes, *one], options)
 
 
-def read_texts(source: Path, options: Options) -> ImportResult:
+def read_text_table(source: Path, options: Options) -> ImportResult:
     """Read a table of texts: text, label and, where known, site, patient and split. Raises DataError and ConfigError."""
     there, lines = _read_csv(source)
     named, notes = _match_columns(source, options.columns, there, (), TEXT_FIELDS)
@@ -139,7 +139,7 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     head = list(islice(lines, _LOOKED_AT))
     named, notes = _match_columns(source, columns, there, head)
     every = [*head, *lines]
-    flags = _column_names(named["label"], there) if named["label"] not in there else []
+    flags = _split_column_names(named["label"], there) if named["label"] not in there else []
     if flags:
         every = [row for row in every if any(row.values[name] for name in (named["image"], *flags))]
         ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in every]
@@ -156,7 +156,7 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     rows = [row for row in every if any(row.values.values())]
     if len(rows) < len(every):
         notes.append(f"{source.name}: {len(every) - len(rows)} lines without any value are left out")
-    has_masks = any(_is_path(source, row.values["label"]) for row in rows[:_LOOKED_AT])
+    has_masks = any(_is_picture_path(source, row.values["label"]) for row in rows[:_LOOKED_AT])
     kept = [row for row in rows if row.values["label"]]
     if lost := [row.number for row in rows if not row.values["label"]]:
         notes.append(f"{len(lost)} of {len(rows)} lines have no label and are left out, the first is line {lost[0]}")
@@ -180,7 +180,7 @@ def _read_csv(source: Path) -> tuple[list[str], Iterator[Row]]:
         before, first = before + 1, next(lines, "")
     reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
     there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-    if picture := next((name for name in there if _is_path(source, name)), None):
+    if picture := next((name for name in there if _is_picture_path(source, name)), None):
         raise DataError(
             f"{source}: line 1 names a picture, {picture!r}, and no columns; put a line of headings before it, such as "
             "image,label"
@@ -216,7 +216,7 @@ def _match_columns(
     ]
     exact = {name.casefold(): name for name in reversed(there)}
     named = {one: columns.get(one) or exact[one] for one in fields if one in columns or one in exact}
-    absent = {one: [part for part in _column_names(name, there) if part not in there] for one, name in named.items()}
+    absent = {one: [part for part in _split_column_names(name, there) if part not in there] for one, name in named.items()}
     if absent := {one: parts for one, parts in absent.items() if parts}:
         what = ", ".join(f"{part!r}{did_you_mean(part, there)}" for parts in absent.values() for part in parts)
         remedy = " ".join(f"--column {one}=NAME" for one in absent)
@@ -228,7 +228,7 @@ def _match_columns(
         cells = [row.values[name] for row in rows[:_LOOKED_AT] if row.values[name] and name not in named.values()]
         if cells and all(_find_picture(source.parent, cell) for cell in cells):
             paths.append(name)
-    paths.sort(key=lambda name: kind_of(name) == "mask")
+    paths.sort(key=lambda name: role_of_name(name) == "mask")
     notes, lacking = list[str](), dict[str, str]()
     for one in fields[:2]:
         left = [name for name in there if name not in named.values()]
@@ -260,7 +260,7 @@ def _match_columns(
     return named, notes
 
 
-def _column_names(name: str, there: Sequence[str]) -> list[str]:
+def _split_column_names(name: str, there: Sequence[str]) -> list[str]:
     """Return the columns that a user names: one column, or several columns of 0 and 1, separated by commas."""
     return [name] if name in there else [part.strip() for part in name.split(",")]
 
@@ -273,7 +273,7 @@ def _propose_column(what: str, there: Sequence[str], rows: Sequence[Row]) -> str
     return next(iter([*files, *(classes if what == "label" else [])]), "NAME")
 
 
-def _is_path(source: Path, cell: str) -> bool:
+def _is_picture_path(source: Path, cell: str) -> bool:
     return cell.lower().endswith(PICTURES) or (
         bool(re.search(r"[/\\]", cell)) and _find_picture(source.parent, cell) is not None
     )
@@ -288,7 +288,7 @@ def _check_labels(source: Path, column: str, counts: Mapping[str, int]) -> None:
             )
 
 
-def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
+def _find_files_and_note(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
     """Return the files by (field, cell). A file that is not at its path is searched by name below the table's folder.
 
     It is used if it is the only one with that name. Raises DataError with the missing files.
@@ -300,13 +300,13 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
         return found
     there = find_files(table.path.parent, PICTURES)[:_SEARCHED]
     names = ((name, path) for path in there for name in {path.name, without_ending(path.name)})
-    below = grouped((compose_unicode(name).casefold(), path) for name, path in names)
+    below = group_by_key((compose_unicode(name).casefold(), path) for name, path in names)
     lost = list[str]()
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
         name = compose_unicode(cell.replace("\\", "/").rpartition("/")[2]).casefold()
         # only names without a folder are searched, and a picture is not taken as its own mask
         named = below.get(name, []) if name == compose_unicode(cell).casefold() else []
-        alike = [path for path in named if kind_of(path.parent.name) != _OTHER[one]]
+        alike = [path for path in named if role_of_name(path.parent.name) != _OTHER[one]]
         if len(alike) == 1 and alike[0] not in found.values():
             found[one, cell] = alike[0]
             continue
@@ -335,5 +335,5 @@ def _find_picture(folder: Path, cell: str) -> Path | None:
 
 SETS = {
     "csv": Importer(LAYOUT, read_table, is_file=True, is_own=True),
-    "csv-text": Importer(TEXT_LAYOUT, read_texts, is_file=True),
+    "csv-text": Importer(TEXT_LAYOUT, read_text_table, is_file=True),
 }

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from consilium.core.errors import DataError
-from consilium.core.grouping import grouped
+from consilium.core.grouping import group_by_key
 from consilium.core.seeding import seed_for
-from consilium.core.storage import PUBLIC, nothing_left_on_failure, write_atomic
+from consilium.core.storage import PUBLIC, clean_up_on_failure, write_atomic
 from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical_spelling
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
@@ -61,7 +61,7 @@ def write_sites(
         "notes": [*reading.notes, *left],
     }
     hidden = dest / f".import-{os.getpid()}"
-    with nothing_left_on_failure(dest):
+    with clean_up_on_failure(dest):
         for site, splits in sites.items():
             _write_site(hidden / site, site, splits, classes)
         for site in sites:  # all files were written
@@ -119,7 +119,7 @@ def arrange_by_site(samples: Sequence[Sample], name: str, options: Options) -> t
     samples = deal_out_patients(samples, name, options) if options.sites else samples
     found: Sites = {}
     dropped = []
-    for site, mine in sorted(grouped((sample.site, sample) for sample in samples).items()):
+    for site, mine in sorted(group_by_key((sample.site, sample) for sample in samples).items()):
         splits = split_site(mine, site, options)
         enough = sum(map(len, splits.values())) >= options.minimum
         if enough and (splits["training"] or all(isinstance(one, SourceSample) and one.split == "test" for one in mine)):

@@ -59,7 +59,7 @@ class Anatomy:
 
     def relative_organ_distance(self, mm: np.ndarray) -> np.ndarray:
         """Return the distance of points (3, ...) from the organ's middle, divided by its radius there; < 1 is inside."""
-        away = (mm - _points(self.middle, mm)) / _points(self.radii, mm)
+        away = (mm - _broadcast_to_points(self.middle, mm)) / _broadcast_to_points(self.radii, mm)
         return _length(away) / (1 + _bumps(away, self.waves))
 
     def relative_lesion_distance(self, mm: np.ndarray, size: float) -> np.ndarray:
@@ -67,7 +67,7 @@ class Anatomy:
 
         `size`: the lesion's growth since the first study.
         """
-        away = (mm - _points(self.middle + self.lesion, mm)) / _points(self.radii, mm)
+        away = (mm - _broadcast_to_points(self.middle + self.lesion, mm)) / _broadcast_to_points(self.radii, mm)
         return _length(away) / (self.share * size * (1 + _bumps(away, self.waves[::-1])))
 
 
@@ -78,7 +78,7 @@ def draw_anatomy(rng: Generator) -> Anatomy:
     return Anatomy(rng.uniform(-10, 10, 3), radii, rng.normal(0, 0.05, (3, 3)), lesion, rng.uniform(0.3, 0.45))
 
 
-def _points(vector: np.ndarray, mm: np.ndarray) -> np.ndarray:
+def _broadcast_to_points(vector: np.ndarray, mm: np.ndarray) -> np.ndarray:
     return vector.reshape(3, *[1] * (mm.ndim - 1))
 
 
@@ -119,7 +119,7 @@ def draw_study(
     """
     mm = np.einsum("ab,bijk->aijk", affine[:3, :3], np.indices(shape, np.float64)) + affine[:3, 3].reshape(3, 1, 1, 1)
     size = float(rng.uniform(0.85, 1.15))
-    body = soft_edge(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
+    body = soft_edge(_length(mm / _broadcast_to_points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
     organ, lesion = soft_edge(who.relative_organ_distance(mm), 0.05), soft_edge(who.relative_lesion_distance(mm, size), 0.1)
     units = -1000 + body * (1040 + organ * (90 - lesion * 70))
     # this site's scanner has its own contrast, offset, shading, blur and noise

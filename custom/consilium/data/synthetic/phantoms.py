@@ -93,7 +93,7 @@ def make_phantoms(
     return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write_sample(folder, spec, who, split, n)])
 
 
-def check_generated(folder: Path) -> None:
+def refuse_overwriting_real_data(folder: Path) -> None:
     """Raise DataError if the folder holds data that were not generated, because these would be overwritten."""
     lists = [folder / "datalist.json"] if "phantoms" not in read_spec(folder / "datalist.json") else []
     lists += [folder / f"{split}.jsonl" for split in SPLITS] if not (folder / "phantoms.json").exists() else []

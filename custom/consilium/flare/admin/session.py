@@ -24,7 +24,7 @@ from consilium.core.errors import UNEXPLAINED, ConfigError, ConsiliumError, Unre
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
-from consilium.federation.run_folders import default_name
+from consilium.federation.run_folders import default_run_name
 from consilium.flare.kit.certificates import check_certificate_time, why_no_connection
 from consilium.flare.kit.connection_refusals import cause_of, refusal_message
 from consilium.flare.kit.heartbeat_client import KEY
@@ -181,7 +181,7 @@ class Admin:
         found |= self._download_progress(meta["job_id"])
         if meta["status"] == ABORTED and found.get("reason", UNEXPLAINED).startswith(UNEXPLAINED):
             found["reason"] = f"somebody aborted it; {_resume_hint(meta)}"
-        if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
+        if _has_failed(meta["status"]) and not found["problems"] and "reason" not in found:
             found["reason"] = self._scheduler_text(meta["job_id"]) or NO_REASON
         return found
 
@@ -190,7 +190,7 @@ class Admin:
 
         The line is "" for a job that did not fail, and for all failed jobs except the newest MAX_REASONS.
         """
-        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MAX_REASONS:]
+        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _has_failed(job["status"])][-MAX_REASONS:]
         return [self._failure_line(job) if job["job_id"] in failed else "" for job in jobs]
 
     def _failure_line(self, job: Job) -> str:
@@ -228,7 +228,7 @@ class Admin:
         """Download an ended job's result. Return this package's folder in it, whose files RunLog describes."""
         return Path(self.session.download_job_result(job_id, str(destination))) / "workspace" / "consilium"
 
-    def abort(self, job_id: str) -> bool:
+    def abort_and_await_end(self, job_id: str) -> bool:
         """Stop a job and wait for its end, at most ABORT_SECONDS. Return whether it has ended.
 
         Its checkpoint stays at the server. Until the end `consilium resume` refuses the run.
@@ -244,7 +244,7 @@ def _has_ended(status: str) -> bool:
     return status == LOST or status.startswith(ENDED)
 
 
-def _failed(status: str) -> bool:
+def _has_failed(status: str) -> bool:
     return status.startswith(ENDED) and status not in ("FINISHED:COMPLETED", ABORTED)
 
 
@@ -254,7 +254,7 @@ def _resume_hint(job: Job) -> str:
 
 def experiment_of(job: Job) -> str:
     """Return the name of a job's run at the server, as job_context.experiment_name does."""
-    return job.get("experiment") or default_name(job["name"], job["job_id"])
+    return job.get("experiment") or default_run_name(job["name"], job["job_id"])
 
 
 def stored_jobs(kit: Path, experiment: str) -> list[Path]:

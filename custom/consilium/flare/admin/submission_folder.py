@@ -12,7 +12,7 @@ import yaml
 from consilium.config.job import job_file, load_job
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
-from consilium.federation.run_folders import check_name
+from consilium.federation.run_folders import check_run_name
 from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.recipe import export
 from consilium.flare.job.wire import MASKS
@@ -26,7 +26,7 @@ def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: P
     The folder is a copy of the FLARE job folder `job`, or the export of a job.yaml. `overrides` replace values of its job.yaml.
     Raises ConfigError for a job that cannot run, and for an experiment that this kit has submitted before.
     """
-    folder = uploads / check_name(experiment)
+    folder = uploads / check_run_name(experiment)
     if folder.exists():
         raise ConfigError(f"--experiment: {experiment!r} was submitted from this kit before; resume it, or give another name")
     with _build_folder(job, overrides, experiment, uploads) as ready:
@@ -49,7 +49,7 @@ def prepare_resume(experiment: str, uploads: Path, job: Path | None) -> Path:
 
     `job`: the submitted job, if another kit submitted it. Raises ConfigError for an unknown experiment.
     """
-    folder = uploads / check_name(experiment)
+    folder = uploads / check_run_name(experiment)
     if job is not None:
         with _build_folder(job, {}, experiment, uploads) as ready:
             shutil.rmtree(folder, ignore_errors=True)

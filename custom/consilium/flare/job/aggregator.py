@@ -94,7 +94,7 @@ class StrategyAggregator(ModelAggregator):
             raise ConfigError("privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local")
         if ready.job.config.server is not None and ready.job.config.server.optimizer is not None:
             raise ConfigError("server.optimizer: only RoundController keeps the optimizer's state; use it, or leave it out")
-        mean = {n: t.to(ready.job.initial[n].dtype) for n, t in ready.aggregate.mean().items()}
+        mean = {n: t.to(ready.job.initial[n].dtype) for n, t in ready.aggregate.take_mean().items()}
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 
     def reset_stats(self) -> None:

@@ -62,9 +62,12 @@ class RoundController(Controller):
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
-            folder, observe = job_context.server_folder(fl_ctx, job, self.resume), job_context.observer(self, fl_ctx, "server")
+            folder, observe = (
+                job_context.open_server_folder(fl_ctx, job, self.resume),
+                job_context.observer(self, fl_ctx, "server"),
+            )
             own = job_context.server_config(fl_ctx)
-            if not job_context.simulated():
+            if not job_context.is_simulated_process():
                 check_start_folder(job.config, own)
             saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
             seals = job_context.ledger_seal_store(fl_ctx)
@@ -97,7 +100,7 @@ class RoundController(Controller):
         """
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.CLIENT_RECONNECTED and self.registration:
-            self.registration.send_hellos_in_thread()  # FLARE's thread holds locks here, and sending a task needs none of them
+            self.registration.send_from_other_thread()  # FLARE's thread holds locks here, and sending a task needs none of them
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
         if asked and self.coordinator:

@@ -37,9 +37,9 @@ class ClosedFilter(Filter):
         except BaseException as error:
             log_failure(self, fl_ctx, error, "unexpected error in a filter")
             reason = error.reason if isinstance(error, ConsiliumError) else Reason.ERROR
-            return self.refused(reason, shareable, fl_ctx)
+            return self.replace_by_refusal(reason, shareable, fl_ctx)
 
-    def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+    def replace_by_refusal(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal that replaces `shareable`."""
         return _with_cookies(wire.refusal(reason), shareable)
 
@@ -65,9 +65,9 @@ class GuardTaskFilter(ClosedFilter):
         run, payload, seal = wire.decode_task(Kind(name), shareable)  # the message must be of the kind that the name says
         return wire.put(guard.authorize(Kind(name), run, payload, seal=seal))
 
-    def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+    def replace_by_refusal(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal, and remember it so that the second pair lets it pass. Refusals sent by a server do not pass."""
-        site_registry.site_job_state(fl_ctx).refused = refusal = super().refused(reason, shareable, fl_ctx)
+        site_registry.site_job_state(fl_ctx).refused = refusal = super().replace_by_refusal(reason, shareable, fl_ctx)
         return refusal
 
 
@@ -79,7 +79,7 @@ class GuardResultFilter(ClosedFilter):
         if site_registry.site_job_state(fl_ctx).sent is shareable:
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
-            return self.refused(reason, shareable, fl_ctx)
+            return self.replace_by_refusal(reason, shareable, fl_ctx)
         guard, answer = site_registry.guard(self, fl_ctx), wire.pop(shareable)
         if not isinstance(answer, wire.Answer):
             raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
@@ -88,11 +88,11 @@ class GuardResultFilter(ClosedFilter):
             return self._remember_sent(_encode_release(guard, answer.task, released), fl_ctx)
         return self._remember_sent(wire.encode_dict(answer.task.kind.value, released), fl_ctx)
 
-    def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+    def replace_by_refusal(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Record the refusal and return it. If recording fails, return a refusal whose reason does not depend on the data."""
         reply = self._record_refusal(reason, fl_ctx)
         if isinstance(reply, Reason):
-            return self._remember_sent(super().refused(reply, shareable, fl_ctx), fl_ctx)
+            return self._remember_sent(super().replace_by_refusal(reply, shareable, fl_ctx), fl_ctx)
         return self._remember_sent(_with_cookies(reply, shareable), fl_ctx)
 
     def _record_refusal(self, reason: Reason, fl_ctx: FLContext) -> Reason | Shareable:
@@ -135,7 +135,7 @@ class ResultCheckFilter(ClosedFilter):
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the result itself if checks.check_result accepts it. Replies to other tasks are not checked here."""
         if shareable.get_return_code() != ReturnCode.OK:
-            return wire.strip_reply(shareable)
+            return wire.strip_failure_reply(shareable)
         self._job = self._job or job_context.load(fl_ctx)
         try:
             if fl_ctx.get_prop(FLContextKey.TASK_NAME) == Kind.TRAIN:

@@ -26,9 +26,9 @@ from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
-from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, claim_run_folder, default_name, known_run
+from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.late_join import Arrivals
-from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, read_settings, simulated
+from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.kit_contents import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
@@ -48,7 +48,7 @@ def load(fl_ctx: FLContext) -> Job:
         _workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id())
     )  # FLARE's get_app_config_dir is wrong in kits made by `nvflare package`
     plugins = plugins_allowed_by_kit(
-        Path(_workspace(fl_ctx).get_site_config_dir()), simulated()
+        Path(_workspace(fl_ctx).get_site_config_dir()), is_simulated_process()
     )  # at a server, only `plugins` of its site.yaml counts
     return load_federated_job(folder / "config" / "job.yaml", plugins)
 
@@ -64,7 +64,7 @@ def load_approved_job(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
         site, workspace = site_config(fl_ctx, name), _workspace(fl_ctx)
         app = Path(workspace.get_app_dir(fl_ctx.get_job_id()))
         path = app / "config" / "job.yaml"
-        config = load_job(path, plugins=allowed_plugins(site, simulated()))
+        config = load_job(path, plugins=allowed_plugins(site, is_simulated_process()))
         check_approved(app, config, site, Path(workspace.get_site_config_dir()))
         _opened[key] = (check_federated(assemble_job(config, path), path), site)
     return _opened[key]
@@ -101,7 +101,7 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
 
 def secagg_identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
     """Return the site's key and certificates for secure aggregation, from its kit or a simulation. Raises ConfigError."""
-    if simulated():
+    if is_simulated_process():
         return read_simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
     startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
     try:
@@ -113,7 +113,7 @@ def secagg_identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
 
 def root_certificate_and_server(fl_ctx: FLContext) -> tuple[Certificate, str]:
     """Return (the root certificate, the server's name), from the server's kit or a simulation."""
-    if simulated():
+    if is_simulated_process():
         return read_root(Path(os.environ[OUTPUT]) / IDENTITIES / "rootCA.pem"), SERVER
     return read_root(Path(_workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
 
@@ -121,35 +121,35 @@ def root_certificate_and_server(fl_ctx: FLContext) -> tuple[Certificate, str]:
 def server_config(fl_ctx: FLContext) -> SiteConfig:
     """Return the server's own configuration, of which the checkpoint folder and tracking are used. Raises ConfigError."""
     path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
-    if simulated() or not path.is_file():
+    if is_simulated_process() or not path.is_file():
         return SiteConfig(checkpoints=_simulation_settings().checkpoints, tracking=_simulation_settings().tracking)
     return load_site(path)
 
 
 def _simulation_settings() -> Given:
     """Return the settings that a simulation has for its sites; in a deployment an empty Given."""
-    return read_settings(Path(os.environ[OUTPUT])) if simulated() else Given()
+    return read_settings(Path(os.environ[OUTPUT])) if is_simulated_process() else Given()
 
 
-def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
+def open_server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
     """Return the folder of the server's files for this run. It lies outside FLARE's run folder, which FLARE clears.
 
     Raises ConfigError if the folder belongs to another submitter, and with `resume` if it holds no run.
     """
     state, name = state_folder(fl_ctx), experiment_name(fl_ctx, job)
-    if resume and not (state / RUNS / name / "metrics.jsonl").is_file() and not simulated():
+    if resume and not (state / RUNS / name / "metrics.jsonl").is_file() and not is_simulated_process():
         raise ConfigError(f"experiment: there is no run {name!r} at this server to go on with; submit it")
-    return _open_run_folder(fl_ctx, job, state)
+    return _claim_and_sweep_folder(fl_ctx, job, state)
 
 
 def experiment_name(fl_ctx: FLContext, job: Job) -> str:
     """Return the name of this run's folder: the job's experiment, or else a name made from FLARE's job id."""
-    return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
+    return check_run_name(job.config.experiment or default_run_name(job.config.name, fl_ctx.get_job_id()))
 
 
 def watch_revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
     """Return a function that lists the names revoked at this server since this call; see revocation.py. Raises ConfigError."""
-    if simulated():
+    if is_simulated_process():
         return set
     local = Path(_workspace(fl_ctx).get_site_config_dir())
     return partial(revoked_since, local, revoked_until(local))
@@ -157,7 +157,7 @@ def watch_revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
 
 def ledger_seal_store(fl_ctx: FLContext) -> Seals:
     """Return the store of the last seals of the sites' privacy ledgers at this server. In a simulation it is not saved."""
-    return Seals(None if simulated() else state_folder(fl_ctx) / SEALS)
+    return Seals(None if is_simulated_process() else state_folder(fl_ctx) / SEALS)
 
 
 def watch_arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
@@ -166,7 +166,7 @@ def watch_arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Ar
     Return None in a simulation, where all sites connect at the start.
     """
     engine = fl_ctx.get_engine()
-    real = isinstance(engine, ServerEngine) and not simulated()
+    real = isinstance(engine, ServerEngine) and not is_simulated_process()
     return Arrivals(engine, fl_ctx.get_job_id(), arrived) if real else None
 
 
@@ -185,7 +185,7 @@ def preset_exit_success(fl_ctx: FLContext) -> None:
     FLARE 2.9 fails the whole job if one site's process dies, whatever `min_clients` says. It reads a process's exit code from a
     file in the run folder. This function writes success to that file; for an error that FLARE catches, FLARE overwrites it.
     """
-    if not simulated():
+    if not is_simulated_process():
         folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
         write_atomic(folder / FLMetaKey.PROCESS_RC_FILE, str(JobReturnCode.SUCCESS).encode())
 
@@ -201,7 +201,7 @@ def set_upload_timeout(fl_ctx: FLContext, job: Job) -> None:
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
     """Copy the run's files into FLARE's run folder for download, except the server's state and pictures of patients."""
-    if not simulated():
+    if not is_simulated_process():
         private = shutil.ignore_patterns("*.lock", ".*", OWNER, f"*{PREDICTIONS}*")
 
         def ignored(place: str, names: list[str]) -> set[str]:
@@ -219,14 +219,14 @@ def _download_folder(fl_ctx: FLContext) -> Path:
     return Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
 
 
-def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+def open_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
     """Return the site's private folder for this run. It lies under `state` of the site's site.yaml, by default in the kit.
 
     Raises ConfigError for an invalid name, and if the folder belongs to another submitter or another site.
     """
     if (own := _configured_state_folder(site)) is not None:
-        return _open_run_folder(fl_ctx, job, own, name)
-    return _open_run_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
+        return _claim_and_sweep_folder(fl_ctx, job, own, name)
+    return _claim_and_sweep_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
 
 
 def former_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
@@ -239,7 +239,7 @@ def former_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig)
 
 def _configured_state_folder(site: SiteConfig) -> Path | None:
     """Return `state` of the site's site.yaml; None in a simulation, which writes into its workspace only."""
-    return None if simulated() else site.state
+    return None if is_simulated_process() else site.state
 
 
 def former_run_folder(fl_ctx: FLContext, job: Job, own: Path | None = None, site: str = "") -> Path | None:
@@ -250,15 +250,15 @@ def former_run_folder(fl_ctx: FLContext, job: Job, own: Path | None = None, site
     if job.config.cross_site is None:
         return None
     state = own or state_folder(fl_ctx)
-    if simulated():
+    if is_simulated_process():
         return former_run(job.config, state)
     return known_run(state, job.config.cross_site.run, submitter(fl_ctx), site)
 
 
 def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
     """Return the folder of the site's ledger and records, which are kept beyond a job. In a simulation they are per run."""
-    if simulated():
-        return site_folder(fl_ctx, job, name, site)
+    if is_simulated_process():
+        return open_site_folder(fl_ctx, job, name, site)
     return site.state or state_folder(fl_ctx)
 
 
@@ -286,14 +286,14 @@ def state_folder(fl_ctx: FLContext) -> Path:
     return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
 
 
-def _open_run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
+def _claim_and_sweep_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
     """Return this run's folder under `state`, after deleting unfinished files in it.
 
     From now on, new files of this process are readable by its user only. `site`: the folder's owner, if two sites could name
     the same folder as their `state`.
     """
     os.umask(0o077)
-    if simulated():
+    if is_simulated_process():
         return state
     make_private_folder(state_folder(fl_ctx)).chmod(
         0o700

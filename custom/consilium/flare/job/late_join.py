@@ -52,9 +52,9 @@ class LateSites(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """At every heartbeat, start a thread that looks for sites without a job meant for them, unless one is running."""
         if event_type == EventType.CLIENT_HEARTBEAT_PROCESSED and self._busy.acquire(blocking=False):
-            threading.Thread(target=self._send_missing_jobs, args=(fl_ctx.get_engine(),), daemon=True).start()
+            threading.Thread(target=self._handle_late_silent_sites, args=(fl_ctx.get_engine(),), daemon=True).start()
 
-    def _send_missing_jobs(self, engine: ServerEngine) -> None:
+    def _handle_late_silent_sites(self, engine: ServerEngine) -> None:
         try:
             here = {client.token: client for client in engine.get_clients()}
             now = time.monotonic()

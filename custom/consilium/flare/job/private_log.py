@@ -42,7 +42,7 @@ class PrivateFile(RotatingFileHandler):
 
 def route_to_private_log(fl_ctx: FLContext) -> None:
     """From now on in this process, write log lines of the code that reads samples to the job's private file."""
-    if not job_context.simulated():
+    if not job_context.is_simulated_process():
         route_data_logs(logging.NullHandler())
         with suppress(OSError):  # a full disk: the texts are lost, and `log_failure` says so
             route_data_logs(PrivateFile(fl_ctx))
@@ -57,9 +57,9 @@ def log_failure(component: FLComponent, fl_ctx: FLContext, error: BaseException,
     expected = isinstance(error, ConsiliumError)
     told = error.told if isinstance(error, ConsiliumError) else f"{what} ({type(error).__name__})"
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    if expected and (job_context.simulated() or not told):
+    if expected and (job_context.is_simulated_process() or not told):
         component.log_error(fl_ctx, text)
-    elif job_context.simulated():
+    elif job_context.is_simulated_process():
         component.log_exception(fl_ctx, what)
     else:
         try:

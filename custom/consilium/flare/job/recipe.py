@@ -91,7 +91,7 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
     return target
 
 
-def export_job(config: JobConfig, workspace: Path, sites: Sequence[str] = ()) -> Path:
+def export_simulation_job(config: JobConfig, workspace: Path, sites: Sequence[str] = ()) -> Path:
     """Write a job folder for a simulation under `workspace`/flare/job, and return that folder.
 
     For a job with secure aggregation, also write temporary keys for `sites`. `Simulator.run` deletes them.

@@ -6,7 +6,7 @@ from typing import Any
 
 from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
 from consilium.core.storage import read_json, write_json
-from consilium.federation.simulated_sites import record_sites
+from consilium.federation.simulated_sites import sites_record
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation's processes: the folder for the files of the server and the sites."""
@@ -18,7 +18,7 @@ IDENTITIES = "identities"
 """The folder in a simulation's workspace with temporary keys for secure aggregation."""
 
 
-def simulated() -> bool:
+def is_simulated_process() -> bool:
     """Return whether this process belongs to a simulation started by `Simulator`."""
     return OUTPUT in os.environ
 
@@ -27,7 +27,7 @@ def write_settings(given: Given, workspace: Path, sites: list[str]) -> None:
     """Write the sites' data, checkpoints and tracking settings to a file that the processes of the simulation read."""
     settings: dict[str, Any] = {"tracking": given.tracking.mlflow if given.tracking else None}
     settings |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
-    settings |= record_sites({name: find_site(name, given) for name in sites})._asdict()
+    settings |= sites_record({name: find_site(name, given) for name in sites})._asdict()
     write_json(workspace / SIMULATION, settings)
 
 

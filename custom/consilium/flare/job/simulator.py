@@ -89,7 +89,7 @@ class Simulator:
         return found
 
     def run(self, job: Path, workspace: Path, observer: Observer, given: Given = Given()) -> None:  # noqa: B008 - frozen
-        """Run a job folder made by `export_job`, with one FLARE client process per site.
+        """Run a job folder made by `export_simulation_job`, with one FLARE client process per site.
 
         `workspace` receives the same files as from the in-process engine, and FLARE's files under flare/. `observer` gets the
         run's events. `given`: the sites' data and checkpoints. Raises ConsiliumError with the reason if the job does not

@@ -92,7 +92,7 @@ def _run_site_in_fork(command: list[str], env: dict[str, str]) -> None:
     MainProcessMonitor.run(main_func=simulator_worker.main, run_dir=given.workspace, args=given)
 
 
-def fork_site_processes(pipe: connection.Connection) -> None:
+def make_flare_fork_sites(pipe: connection.Connection) -> None:
     """Let FLARE start sites as forks of this process. With a GPU, or on a system other than Linux, sites are new processes.
 
     This process must have no other threads yet. `pipe`: a connection that the fork server closes.
@@ -135,7 +135,7 @@ def main() -> int:
         patches.check("simulation")
         for name in SERVER:
             import_module(name)
-        fork_site_processes(pipe)
+        make_flare_fork_sites(pipe)
     except ConfigError as error:
         print(error)  # `Simulator` reads this line
         return 2

@@ -24,7 +24,7 @@ class Registration:
     def __init__(self, tasks: TaskSender) -> None:
         self.sent: dict[str, Task] = {}
         self.tasks, self._lock = tasks, threading.Lock()
-        self._arrivals = job_context.watch_arrivals(tasks.fl_ctx, self._arrived)
+        self._arrivals = job_context.watch_arrivals(tasks.fl_ctx, self._register_again)
 
     def close(self) -> None:
         """Send no more hellos to sites that connect."""
@@ -51,17 +51,17 @@ class Registration:
         with self._lock:
             waiting = {name: task for name, task in self.sent.items() if task.completion_status is None}
             names = [c.name for c in tasks.fl_ctx.get_engine().get_clients() if c.name not in {*coordinator.sites, *waiting}]
-            hellos = {name: wire.encode_hello(coordinator.run, coordinator.seals.of(name)) for name in names}
+            hellos = {name: wire.encode_hello(coordinator.run, coordinator.seals.last_seal(name)) for name in names}
             self.sent = waiting | tasks.send(wire.HELLO, hellos, register)
             return self.sent
 
-    def _arrived(self, names: set[str]) -> None:
+    def _register_again(self, names: set[str]) -> None:
         """Send a hello to sites that connected or reconnected. A reconnected site may have another version or other data."""
         coordinator = self.tasks.coordinator
         coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # other threads read it
-        self.send_hellos_in_thread()
+        self.send_from_other_thread()
 
-    def send_hellos_in_thread(self) -> None:
+    def send_from_other_thread(self) -> None:
         """Do the same as `send_hellos`, in another thread than the controller's."""
         with self.tasks.fl_ctx.get_engine().new_context() as fl_ctx:
             self.send_hellos(replace(self.tasks, fl_ctx=fl_ctx))

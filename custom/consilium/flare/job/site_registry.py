@@ -13,7 +13,7 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.client.build import build_guard, build_site
 from consilium.client.client import Client
-from consilium.client.site_data import site_data
+from consilium.client.site_data import load_site_data
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.datalist import DataList
 from consilium.flare.job import job_context
@@ -67,13 +67,13 @@ def data(fl_ctx: FLContext) -> DataList:
     state = site_job_state(fl_ctx)
     if state.data is None:
         job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
-        state.data = site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
+        state.data = load_site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
     return state.data
 
 
 def _folder(fl_ctx: FLContext) -> Path:
     job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
-    return job_context.former_site_folder(fl_ctx, job, name, site) or job_context.site_folder(fl_ctx, job, name, site)
+    return job_context.former_site_folder(fl_ctx, job, name, site) or job_context.open_site_folder(fl_ctx, job, name, site)
 
 
 def built_client(component: FLComponent, fl_ctx: FLContext) -> Client:
@@ -104,11 +104,13 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
         name = fl_ctx.get_identity_name()
         job, site = job_context.load_approved_job(fl_ctx, name)
         job_context.set_upload_timeout(fl_ctx, job)
-        folder, root = job_context.site_folder(fl_ctx, job, name, site), job_context.site_root(fl_ctx, job, name, site)
+        folder, root = job_context.open_site_folder(fl_ctx, job, name, site), job_context.site_root(fl_ctx, job, name, site)
         observe = job_context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
         job_id, samples = fl_ctx.get_job_id() or "", data(fl_ctx)
         identity = job_context.secagg_identity(fl_ctx, name, site) if job.config.secure_aggregation else None
-        made = build_guard(job, name, site, folder, root, observe, job_context.simulated(), job_id, samples, identity)
+        made = build_guard(
+            job, name, site, folder, root, observe, job_context.is_simulated_process(), job_id, samples, identity
+        )
         made.ready = lambda: built_client(component, fl_ctx).prepare_round()
         state.guard = made
     return state.guard

@@ -291,7 +291,7 @@ def reason_of(shareable: Shareable) -> Reason | None:
         return Reason.ERROR
 
 
-def strip_reply(shareable: Shareable) -> Shareable:
+def strip_failure_reply(shareable: Shareable) -> Shareable:
     """Return a copy of a reply without a result that holds only its reason or, if it has no reason, its return code."""
     if shareable.get_header(REASON) is None:
         return make_reply(shareable.get_return_code())

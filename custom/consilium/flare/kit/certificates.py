@@ -39,22 +39,22 @@ TIMEOUT = 5.0
 """Seconds to wait for the server."""
 
 
-def days_left(found: x509.Certificate, now: datetime | None = None) -> int:
+def days_left(certificate: x509.Certificate, now: datetime | None = None) -> int:
     """Return the whole days until a certificate expires; negative after its expiry."""
-    return (found.not_valid_after_utc - (now or datetime.now(UTC))).days
+    return (certificate.not_valid_after_utc - (now or datetime.now(UTC))).days
 
 
-def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str) -> Finding:
+def examine_expiry(check: str, whose: str, certificate: x509.Certificate, remedy: str) -> Finding:
     """Return whether a certificate is valid now by this machine's clock, and for how many days.
 
     `check`: the finding's title. `whose`: the certificate's owner, for the text. `remedy`: how to renew the certificate.
     """
-    start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
+    start, end, now = certificate.not_valid_before_utc, certificate.not_valid_after_utc, datetime.now(UTC)
     span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
     if not start <= now <= end:
         behind = "set the clock: it is behind the clock that the certificate was made by"
         return Finding(check, span, behind if now < start else f"set the clock, or {remedy}")
-    days = days_left(found, now)
+    days = days_left(certificate, now)
     if days < URGENT_DAYS:
         return Finding(check, span, f"{count_with_noun(days, 'day')} left: {remedy}")
     return Finding(check, span, advice=f"{count_with_noun(days, 'day')} left: {remedy}" if days < WARN_DAYS else "")
@@ -92,7 +92,7 @@ def _certificate_or_finding(kit: Path) -> x509.Certificate | Finding:
     """Return the server's certificate, or what is wrong with it or with the connection. Raises ConfigError."""
     target = server_address(kit)
     try:
-        return server_certificate(kit)
+        return fetch_server_certificate(kit)
     except ssl.SSLError as error:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
             return Finding(
@@ -117,10 +117,10 @@ def _certificate_or_finding(kit: Path) -> x509.Certificate | Finding:
 
 def server_address(kit: Path) -> str:
     """Return host:port of the server or relay to which a kit connects. Raises ConfigError."""
-    return _server_endpoint(kit)[0]
+    return _server_address_and_scheme(kit)[0]
 
 
-def _server_endpoint(kit: Path) -> tuple[str, str]:
+def _server_address_and_scheme(kit: Path) -> tuple[str, str]:
     """Return (host:port of the server or relay to which a kit connects, scheme of the transport). Raises ConfigError."""
     if relay := relay_of(kit):
         return relay["address"], relay.get("scheme", "")
@@ -137,9 +137,9 @@ def _server_endpoint(kit: Path) -> tuple[str, str]:
     raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
 
 
-def server_certificate(kit: Path) -> x509.Certificate:
+def fetch_server_certificate(kit: Path) -> x509.Certificate:
     """Connect to the server and return its certificate. Raises OSError (ssl.SSLError is a kind of it)."""
-    (target, scheme), own, key = _server_endpoint(kit), certificate_path(kit), private_key_path(kit)
+    (target, scheme), own, key = _server_address_and_scheme(kit), certificate_path(kit), private_key_path(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
     context.load_cert_chain(own, key)
@@ -191,5 +191,5 @@ def expiry_warnings(kit: Path) -> list[str]:
     """Return one line per certificate that expires within WARN_DAYS: the kit's own, the root's and the server's."""
     found = [*examine_own_certificates(kit)]
     with suppress(OSError):  # if the server is unreachable, the session reports it better
-        found.append(examine_expiry("server", server_address(kit), server_certificate(kit), RENEW_SERVER))
+        found.append(examine_expiry("server", server_address(kit), fetch_server_certificate(kit), RENEW_SERVER))
     return [f"{one.check}: {one.found}; {one.remedy or one.advice}" for one in found if one.remedy or one.advice]

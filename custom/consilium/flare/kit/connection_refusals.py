@@ -81,9 +81,9 @@ REJECTED, QUIT = "error:client_registration", "error:client_quit"
 """Prefixes of FLARE's errors at a site."""
 
 
-def cause_of(said: str) -> Cause:
-    """Return the cause of a refusal from the message `said` of a server or of OpenSSL."""
-    text = said.lower().replace("_", " ")
+def cause_of(message: str) -> Cause:
+    """Return the cause of a refusal from the message `message` of a server or of OpenSSL."""
+    text = message.lower().replace("_", " ")
     return next((cause for part, cause in _CAUSE_BY_TEXT if part in text), Cause.UNKNOWN)
 
 
@@ -118,9 +118,9 @@ def noted_cause(kit: Path) -> Cause | None:
         return None
 
 
-def refusal_line(cause: Cause, said: str) -> str:
-    """Return the line for a site's log about a refusal, with the cause and the server's message `said`."""
-    return f"the server does not let this site in: {cause}: {cause.text} ({shown(said, 200)}); {cause.remedy}"
+def refusal_line(cause: Cause, message: str) -> str:
+    """Return the line for a site's log about a refusal, with the cause and the server's message `message`."""
+    return f"the server does not let this site in: {cause}: {cause.text} ({shown(message, 200)}); {cause.remedy}"
 
 
 def await_admission(
@@ -160,7 +160,7 @@ class HeartbeatFilter(logging.Filter):
         return due
 
 
-def ask_server(kit: Path) -> str | None:
+def try_registration(kit: Path) -> str | None:
     """Register with a site's kit. Return the server's message if it refuses the kit, None if it admits it.
 
     The site must not run, because the server drops an earlier login of the same name. Raises FLCommunicationError if the server

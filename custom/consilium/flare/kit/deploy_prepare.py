@@ -44,12 +44,12 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     if output.resolve().is_relative_to(kit.resolve()):
         raise ConfigError(f"--output: {output}: lies in the kit that is copied; give a folder outside of it")
     if kit_role(kit) == "site":
-        _check_shared_ledger(kit)
+        _check_ledger_is_shared(kit)
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".prepare-") as place:
-        copy = copy_fresh(kit, Path(place) / kit.resolve().name)
+        copy = copy_without_run_files(kit, Path(place) / kit.resolve().name)
         local = copy / "local"  # FLARE reads the kit's settings from there
         os.replace(local / RESOURCES, local / DEFAULT)
         (copy / RESOURCES).unlink()
@@ -65,7 +65,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     return output
 
 
-def copy_fresh(kit: Path, target: Path) -> Path:
+def copy_without_run_files(kit: Path, target: Path) -> Path:
     """Copy a kit without the files of its use, such as logs, jobs, state and pid files. Return the copy."""
     target.mkdir(mode=0o700)
     for path in kit.iterdir():
@@ -76,7 +76,7 @@ def copy_fresh(kit: Path, target: Path) -> Path:
     return target
 
 
-def _check_shared_ledger(kit: Path) -> None:
+def _check_ledger_is_shared(kit: Path) -> None:
     """Raise ConfigError unless the kit and its copy share one ledger. With two ledgers a budget could be spent twice."""
     path = kit / "local" / "site.yaml"
     load_site(path)

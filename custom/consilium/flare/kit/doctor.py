@@ -58,7 +58,7 @@ from consilium.flare.kit.revocation import has_revocation_check, revoked_until
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
-from consilium.privacy.secagg.sum_ledger import count_checked_lines
+from consilium.privacy.secagg.sum_ledger import check_and_count_lines
 
 TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 """Folders whose files a restart of the machine may delete."""
@@ -101,7 +101,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield _examine_signature(kit)
     yield _examine_start_script(kit)
     yield run_check("key", lambda: _examine_key(kit))
-    yield run_check("settings", lambda: _examine_settings(kit))
+    yield run_check("settings", lambda: _examine_job_settings(kit))
     role = kit_role(kit) or "site"  # `kit_name` has found one
     yield run_check("FLARE's code", lambda: patches.check(role))
     yield from _examine_policies(kit, role)
@@ -193,7 +193,7 @@ def _examine_admission(kit: Path) -> Finding:
     try:
         if not (running := processes(kit)) and relay_of(kit):
             return Finding("admission", "not asked through a relay; start the site, and its log says so")
-        said = "as the running site found" if running else connection_refusals.ask_server(kit)
+        said = "as the running site found" if running else connection_refusals.try_registration(kit)
     except FLCommunicationError as error:
         return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
     cause = connection_refusals.noted_cause(kit) if running else None if said is None else connection_refusals.cause_of(said)
@@ -252,7 +252,7 @@ def _examine_start_script(kit: Path) -> Finding:
     )
 
 
-def _examine_settings(kit: Path) -> Finding:
+def _examine_job_settings(kit: Path) -> Finding:
     if shadows_job_settings(kit):
         narrow = "grpc" not in read_settings(kit / COMM)
         advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
@@ -277,7 +277,7 @@ def _examine_allow_list(resources: dict[str, Any], role: str) -> Finding | str:
         return Finding("allow-list", f"{KEY} is not a list of names", "restore it from local/resources.json.default")
     if mode != "enforce":
         return Finding("allow-list", f"lets every class run (mode {mode})", "set class_list_enforcement_mode to enforce")
-    if wide := [entry for entry in listed if _is_prefix(entry)]:
+    if wide := [entry for entry in listed if _is_wildcard(entry)]:
         remedy = f"run `consilium allow KIT`; {_required_classes_text(role)}" if is_ours(wide[0]) else "name single classes"
         return Finding("allow-list", f"{wide[0]!r} is a prefix: a job can call any name under it, with any arguments", remedy)
     if wrong := sorted({entry for entry in listed if is_ours(entry)} ^ set(CLASSES[role])):
@@ -298,7 +298,7 @@ def _required_classes_text(role: str) -> str:
     return f"a {role} needs {', '.join(CLASSES[role])}"
 
 
-def _is_prefix(entry: str) -> bool:
+def _is_wildcard(entry: str) -> bool:
     """Return whether an entry permits more than one name. In FLARE, a module's name permits all names in the module."""
     if entry == "*" or entry.endswith("."):
         return True
@@ -357,7 +357,7 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         yield run_check("privacy ledger", lambda: _examine_ledger(site, kit))
         # if lines are lost, the site refuses jobs with secure aggregation and without noise
         sums = "lines, all that the records of what left know of"
-        yield run_check("ledger of sums", lambda: f"{count_checked_lines(site.state or kit / STATE)} {sums}")
+        yield run_check("ledger of sums", lambda: f"{check_and_count_lines(site.state or kit / STATE)} {sums}")
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     components = []

@@ -74,7 +74,7 @@ def copy_ledger(path: Path) -> bytes:
         return copy.read_bytes()
 
 
-def check_chains(files: Mapping[str, bytes]) -> dict[str, Any]:
+def verify_chains(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Verify the hash chains of a site's records and ledger.
 
     Returns "messages" and "rows", the numbers of messages in the records and of rows in the ledger; and "record" and "ledger",
@@ -120,7 +120,7 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
     """
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give another name, evidence is never replaced")
-    own, found = certificate_path(kit), check_chains(files)
+    own, found = certificate_path(kit), verify_chains(files)
     every = {**files, CERTIFICATE: own.read_bytes(), ROOT: (kit / "startup" / ROOT).read_bytes()}
     manifest = Manifest(
         format=FORMAT,
@@ -143,7 +143,7 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
 def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     """Verify an archive's signature and digests. `fingerprint`: that of the root's certificate or key, see `root_fingerprint`.
 
-    Returns JSON values: "site", "experiment", "made" (ISO time), "files", and the values of `check_chains`. Raises
+    Returns JSON values: "site", "experiment", "made" (ISO time), "files", and the values of `verify_chains`. Raises
     ConsiliumError if the archive was altered or forged, or if its root is another one. Raises ConfigError if it is no archive
     of this kind. No file is unpacked.
     """
@@ -175,7 +175,7 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
         )
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
     about = {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content)}
-    return about | check_chains(content)
+    return about | verify_chains(content)
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:

@@ -45,7 +45,7 @@ def _round_down(size: int) -> int:
     return size // STEP * STEP
 
 
-def _are_gpus(value: Any) -> bool:
+def _is_gpu_list(value: Any) -> bool:
     """Return whether a value is a list of (free bytes, total bytes), one pair per GPU."""
     return (
         isinstance(value, list | tuple)
@@ -58,7 +58,7 @@ VALID: dict[str, Callable[[Any], bool]] = {
     "disk_free": _is_size,
     "memory_free": _is_size,
     "memory": _is_size,
-    "gpus": _are_gpus,
+    "gpus": _is_gpu_list,
     "data_readable": lambda value: type(value) is bool,
     "data_checked": is_time,
     "refusal": lambda value: type(value) is str and value in list(Reason),
@@ -108,7 +108,7 @@ class HealthReport:
             return None
         state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
         found: dict[str, Any] = {"disk_free": _round_down(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
-        found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpus()}
+        found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpu_memory()}
         paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
         if paths and not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
             readable = True
@@ -121,7 +121,7 @@ class HealthReport:
         return found | (self._data if paths else {}) | last_refusal(state)
 
 
-def gpus() -> list[list[int]]:
+def gpu_memory() -> list[list[int]]:
     """Return [free bytes, total bytes] per GPU that NVIDIA's driver lists; [] without GPUs. Does not import torch."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout

@@ -63,7 +63,7 @@ def own_facts(
     return facts | {name: value for name, value in more.items() if value is not None}
 
 
-def await_certificate(kit: Path) -> None:
+def await_valid_certificate(kit: Path) -> None:
     """Wait until the kit's certificate is valid by this machine's clock. Log every minute that it is not.
 
     With an invalid certificate, FLARE 2.9's client fails without a message and then waits for ever, even after the certificate
@@ -115,7 +115,7 @@ class AttendanceReport(FLComponent):
     def __init__(self) -> None:
         super().__init__()
         if Path(sys.argv[0]).stem != JOB:  # FLARE creates this component in jobs' processes too
-            await_certificate(Path.cwd())  # FLARE creates components in the kit's folder, before it connects
+            await_valid_certificate(Path.cwd())  # FLARE creates components in the kit's folder, before it connects
             patches.CLIENT_HEARTBEAT.wrap(await_engine)
             patches.CLIENT_REGISTRATION.wrap(await_admission)
             logging.getLogger(f"{Communicator.__module__}.{Communicator.__qualname__}").addFilter(HeartbeatFilter(Path.cwd()))

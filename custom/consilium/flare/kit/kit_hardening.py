@@ -118,7 +118,7 @@ def altered_files(startup: Path) -> list[str]:
         key = load_crt(startup / "rootCA.pem").public_key()
         signatures = read_json(startup / ProvFileName.SIGNATURE_JSON)
 
-    def is_signed_so(name: str) -> bool:
+    def has_valid_signature(name: str) -> bool:
         with suppress(OSError, KeyError, ValueError, TypeError, AttributeError, InvalidSignature):
             verify_content((startup / name).read_bytes(), signatures[name], key)
             return True
@@ -127,7 +127,7 @@ def altered_files(startup: Path) -> list[str]:
     away = {name for name in signatures if name.endswith(".key")} if (startup.parent / LOCKED).is_file() else set()
     away = {name for name in away if not (startup / name).exists()}  # after a restart, a key's link leads to no file
     names = {path.name for path in startup.iterdir()} - {ProvFileName.SIGNATURE_JSON} - away
-    return sorted(name for name in names | (signatures.keys() - away) if not is_signed_so(name))
+    return sorted(name for name in names | (signatures.keys() - away) if not has_valid_signature(name))
 
 
 def unsafe_scripts(startup: Path) -> list[Path]:

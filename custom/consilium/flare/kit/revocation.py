@@ -14,7 +14,7 @@ from typing import Any
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import locked, note, read_json
+from consilium.core.storage import lock_folder, note, read_json
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit.kit_contents import component_paths, load_certificate
 
@@ -39,7 +39,7 @@ def revoke(name: str, kit: Path) -> str:
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
     made = load_certificate(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
     now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *revoked_until(kit / "local").values())
-    with locked(kit / "local"):
+    with lock_folder(kit / "local"):
         note(kit / "local" / FILE, name, {"until": now})
     return f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M:%S} UTC"
 

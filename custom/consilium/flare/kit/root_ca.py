@@ -17,7 +17,7 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import Identity, generate_cert, generate_keys, serialize_cert, serialize_pri_key
 
 from consilium.core.errors import ConfigError
-from consilium.core.schema import read_fingerprint
+from consilium.core.schema import fingerprint_digits
 from consilium.core.storage import read_json
 from consilium.flare.kit.kit_contents import load_certificate
 from consilium.privacy.secagg.certificates import fingerprint as key_fingerprint
@@ -39,7 +39,7 @@ def fingerprints(root: x509.Certificate) -> tuple[str, str]:
 def parse_fingerprint(fingerprint: str) -> str:
     """Return the value of `--fingerprint` as 64 hex digits. Raises ConfigError for other values."""
     try:
-        return read_fingerprint(fingerprint)
+        return fingerprint_digits(fingerprint)
     except ValueError as error:
         raise ConfigError(f"--fingerprint: {error}") from None
 

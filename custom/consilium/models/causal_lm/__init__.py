@@ -30,7 +30,7 @@ class CausalLmConfig(FolderConfig):
             raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
         return value
 
-    def packs(self) -> bool:
+    def supports_packing(self) -> bool:
         """See ModelConfig. A sliding window is its own mask, which one for several texts replaces."""
         shape = self.config or {"model_type": "llama"}
         window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None

@@ -24,7 +24,7 @@ class ClipConfig(ModelConfig):
         return 123, 117, 104  # 255 times 0.481, 0.458, 0.408
 
 
-def _cut(model: Any) -> Cut:
+def _feature_point(model: Any) -> Cut:
     """Return the point of the model before the classifier's head. Its features are the projected class token (N, F)."""
     return Cut(model.projection, model.head.in_features, -1)
 
@@ -43,6 +43,6 @@ CLIP = ModelKind(
     "classification",
     lazy("consilium.models.clip.network:build"),
     TARGETS,
-    cut=_cut,
+    cut=_feature_point,
     save=lazy("consilium.models.clip.transformers_export:save"),
 )

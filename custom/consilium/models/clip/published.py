@@ -47,7 +47,7 @@ def read(variant: str, checkpoint: Path | None) -> Weights:
         raise CheckpointError(f"model.checkpoint: {checkpoint}: no such file; {_WANTED[variant]}")
     refuse_adapter(checkpoint)
     if variant == "clip":
-        return _transformers(checkpoint)
+        return _transformers_weights(checkpoint)
     state = _load(checkpoint)
     if variant == "biomedclip":
         trunk = {name.removeprefix(TRUNK): tensor for name, tensor in state.items() if name.startswith(TRUNK)}
@@ -94,7 +94,7 @@ def _to_vit_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {name: tensor}
 
 
-def _transformers(folder: Path) -> Weights:
+def _transformers_weights(folder: Path) -> Weights:
     """Return the vision tower of a `transformers` CLIP folder, whole or vision only; its projection is left out."""
     file = next((name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).is_file()), None)
     if file is None or not (folder / "config.json").is_file():

@@ -28,7 +28,7 @@ class SamConfig(PictureFolderConfig):
     apart: ClassVar[tuple[str, ...]] = ("sam", "sam_hq", "sam2", "sam3_tracker")
 
 
-def _cut(model: Any) -> Cut:
+def _feature_point(model: Any) -> Cut:
     """Return the cut after the encoder's neck, whose output is the image embedding (N, C, h, w).
 
     Raises AttributeError for SAM 2 and 3, whose neck has several.
@@ -47,7 +47,7 @@ def _target_set(name: str, pattern: str) -> TargetSet:
     select = lazy(f"{_KIND}:layer_pattern", name, pattern)
     if name != "qv":
         return TargetSet(select=select)
-    return TargetSet(select=select, prepare=lazy(f"{_ATTENTION}:split_qkv"), fuse=lazy(f"{_ATTENTION}:fuse_qkv"))
+    return TargetSet(select=select, prepare=lazy(f"{_ATTENTION}:split_qkv"), fuse=lazy(f"{_ATTENTION}:fuse_qv_factors"))
 
 
 _ENCODER, _DECODER = r"image_encoder\.blocks\.\d+", r"mask_decoder\.transformer\..*"
@@ -68,7 +68,7 @@ SAM = ModelKind(
     "segmentation",
     lazy(f"{_KIND}:build"),
     TARGETS,
-    cut=_cut,
+    cut=_feature_point,
     save=lazy(f"{_KIND}:save"),
     graphs=lazy(f"{_KIND}:graphs"),
     encoder="image_encoder",

@@ -93,7 +93,7 @@ def join_qkv(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, fused)
 
 
-def fuse_qkv(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fuse_qv_factors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the factors of the fused projection: A = [A_q; A_v], B with B_q in the q rows and B_v in the v rows.
 
     So a pair of rank r on q and v becomes one adapter of rank 2r, block-placed and so exactly equal.

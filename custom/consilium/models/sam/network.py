@@ -90,7 +90,7 @@ class PromptedSam(Sam):
         """Map embeddings (N, C, h, w), and the model's kind of prompts, to low-resolution logits (N, K, 4h, 4w)."""
         if self.prompt == "none":
             return self.decode(embedding, None, self.mask_tokens)
-        return self.decode_each(embedding, require_prompts(prompts, self.prompt))
+        return self.decode_each_class(embedding, require_prompts(prompts, self.prompt))
 
     def decode(self, embedding: Tensor, prompts: Tensor | None, tokens: list[int]) -> Tensor:
         """Map embeddings (N, C, h, w) and boxes (N, 4), points (N, 2) or None to low-resolution logits (N, tokens, 4h, 4w).
@@ -116,7 +116,7 @@ class PromptedSam(Sam):
         heads = [decoder.output_hypernetworks_mlps[t](hidden[:, 1 + t]) for t in tokens]
         return torch.einsum("ntc,nchw->nthw", torch.stack(heads, dim=1), upscaled)
 
-    def decode_each(self, embedding: Tensor, prompts: Tensor) -> Tensor:
+    def decode_each_class(self, embedding: Tensor, prompts: Tensor) -> Tensor:
         """Map embeddings (N, C, h, w) and a prompt for every class, (N, K, 4) or (N, K, 2), to logits (N, K, 4h, 4w)."""
         count, flat = prompts.shape[1], prompts.flatten(0, 1)
         tokens = self.mask_tokens if self.prompt == "point" else [0]

@@ -88,11 +88,13 @@ class Classifier(PreTrainedModel):
                 spatial_shapes=torch.tensor([[side, side]] * count),
             )
         own = get_vision_config(self.config)
-        more = {"interpolate_pos_encoding": True} if pixels.shape[-1] != own.image_size and self.interpolates else {}
+        more = (
+            {"interpolate_pos_encoding": True} if pixels.shape[-1] != own.image_size and self.has_interpolation_argument else {}
+        )
         return encode(pixel_values=pixels, **more)
 
     @property
-    def interpolates(self) -> bool:
+    def has_interpolation_argument(self) -> bool:
         """Whether the encoder needs an argument for pictures of another size than its own."""
         return self.config.model_type in ("clip", "clip_vision_model", "siglip", "vit")
 
@@ -130,7 +132,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
         model.register_buffer(name, tensor, persistent=False)
     transformers_folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:
-        _rehearse(copy.deepcopy(model).to("meta"), config, width)
+        _check_features(copy.deepcopy(model).to("meta"), config, width)
     return transformers_folder.set_evaluation_mode(model, use_checkpointing)
 
 
@@ -152,7 +154,7 @@ def _pooled_width(model: Any, own: Any) -> int:
     return projection.out_features if isinstance(projection, nn.Linear) else own.hidden_size
 
 
-def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
+def _check_features(model: Classifier, config: VisionConfig, width: int) -> None:
     """Raise ConfigError if an unknown encoder lacks the features that the job asks for. One forward pass shows it."""
     kind, side = f"model_type {model.config.model_type!r}", config.image_size
     try:

@@ -30,7 +30,7 @@ class VisionLanguageConfig(PictureFolderConfig):
         )
 
 
-def _cut(model: Any) -> Cut:
+def _feature_point(model: Any) -> Cut:
     """Return the cut after the language tower's last norm, before the output embedding (N, T, D)."""
     return Cut(model.model.language_model.norm, model.get_output_embeddings().in_features, -1)
 
@@ -42,6 +42,6 @@ VISION_LANGUAGE = ModelKind(
     lazy(f"{_NETWORK}:build"),
     named_sets(TOWER),
     lazy(f"{_NETWORK}:tokenizer_of"),
-    _cut,
+    _feature_point,
     lazy(f"{_NETWORK}:save"),
 )

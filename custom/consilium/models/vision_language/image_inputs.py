@@ -65,10 +65,11 @@ def _token(config: Any) -> int:
     return config.image_token_id if found is None else found
 
 
-def _require_native(side: int, sees: Any) -> None:
-    if side != sees.image_size:
+def _require_native(side: int, vision_config: Any) -> None:
+    if side != vision_config.image_size:
         raise ConfigError(
-            f"model.image_size: {side}: this folder's model takes pictures of {sees.image_size} pixels; use {sees.image_size}"
+            f"model.image_size: {side}: this folder's model takes pictures of {vision_config.image_size} pixels; "
+            f"use {vision_config.image_size}"
         )
 
 
@@ -80,9 +81,9 @@ def _qwen_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> I
     return {"pixel_values": qwen_patches(pixels, sees), "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
-def qwen_patches(pixels: Tensor, sees: Any) -> Tensor:
+def qwen_patches(pixels: Tensor, vision_config: Any) -> Tensor:
     """Return (N * P, 3 * T * p * p) of pictures (N, 3, S, S): patches by merged block, each repeated as T frames."""
-    patch, merge, frames = sees.patch_size, sees.spatial_merge_size, sees.temporal_patch_size
+    patch, merge, frames = vision_config.patch_size, vision_config.spatial_merge_size, vision_config.temporal_patch_size
     count, blocks = len(pixels), pixels.shape[-1] // patch // merge
     parts = pixels.view(count, 3, blocks, merge, patch, blocks, merge, patch).permute(0, 2, 5, 3, 6, 1, 4, 7)
     still = parts.unsqueeze(6).expand(*parts.shape[:6], frames, patch, patch)

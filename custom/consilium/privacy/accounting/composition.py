@@ -108,10 +108,10 @@ def cost(entry: Entry, unit: str) -> GaussianEvent:
         return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count, SLACK)
     if UNITS.index(entry.unit) < UNITS.index(unit):
         return GaussianEvent(0.0, 1.0, entry.count)
-    return GaussianEvent(noise_multiplier_within(entry.noise_multiplier, entry.adjacency), 1.0, entry.count, SLACK)
+    return GaussianEvent(noise_multiplier_for_part(entry.noise_multiplier, entry.adjacency), 1.0, entry.count, SLACK)
 
 
-def noise_multiplier_within(noise_multiplier: float, adjacency: str) -> float:
+def noise_multiplier_for_part(noise_multiplier: float, adjacency: str) -> float:
     """Return the noise multiplier that holds for a part of the unit, such as a record of a site; see `cost`."""
     return noise_multiplier / 2 if adjacency == "zero-out" else noise_multiplier
 
@@ -121,10 +121,10 @@ def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
     counted = [row for row in rows if row.count]
     whole = epsilon_of(merge([cost(row, unit) for row in counted]), delta)
     steps = [row for row in counted if row.unit == "patient"]
-    return min(whole, _epsilon_by_two_steps(counted, steps, delta)) if unit == "record" and steps else whole
+    return min(whole, _epsilon_by_group_privacy(counted, steps, delta)) if unit == "record" and steps else whole
 
 
-def _epsilon_by_two_steps(rows: list[Entry], steps: list[Entry], delta: float) -> float:
+def _epsilon_by_group_privacy(rows: list[Entry], steps: list[Entry], delta: float) -> float:
     """Return a record's epsilon by group privacy in two steps: remove its patient, then add the patient without the record.
 
     `steps`: the patient-level rows among `rows`. The first step costs what `steps` cost a patient. The second costs that again,

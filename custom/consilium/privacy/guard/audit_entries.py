@@ -20,7 +20,7 @@ from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import Plan
 
 
-def described_tensors(tensors: Tensors) -> dict[str, dict[str, Any]]:
+def tensor_descriptions(tensors: Tensors) -> dict[str, dict[str, Any]]:
     """Return shape, type, bytes and Euclidean norm of each tensor."""
     sizes = norms(tensors)
     return {
@@ -92,7 +92,7 @@ class AuditTrail:
             line |= {
                 "round": payload.round,
                 "phase": payload.phase,
-                "tensors": described_tensors(payload.tensors),
+                "tensors": tensor_descriptions(payload.tensors),
                 "scalars": payload.scalars,
                 "metrics": payload.metrics,
             }
@@ -191,7 +191,7 @@ class Charges:
     dataset: str
 
     @property
-    def in_steps(self) -> bool:
+    def is_dpsgd(self) -> bool:
         """Whether the training steps themselves are private (DP-SGD). Then they are charged before training."""
         return self.plan.config.unit != "site"
 
@@ -213,16 +213,19 @@ class Charges:
         """Raise RefusedError if these rows would exceed a budget. Writes nothing."""
         self.ledger.check(rows, self.policy.budgets)
 
-    def begin(self, row: Entry) -> None:
+    def charge_training(self, row: Entry) -> None:
         """Charge DP-SGD training when it begins. Do nothing at site level."""
-        if self.in_steps:
+        if self.is_dpsgd:
             self.ledger.spend(row, self.policy.budgets)
 
-    def pay(self, row: Entry, digest: str) -> None:
-        """Charge an answer with this digest, once. With DP-SGD the row has count 0, because `begin` charged the steps."""
-        self.ledger.spend(replace(row, digest=digest, count=0 if self.in_steps else row.count), self.policy.budgets)
+    def charge_answer(self, row: Entry, digest: str) -> None:
+        """Charge an answer with this digest, once.
 
-    def is_void(self, row: Entry) -> bool:
+        With DP-SGD the row has count 0, because `charge_training` charged the steps.
+        """
+        self.ledger.spend(replace(row, digest=digest, count=0 if self.is_dpsgd else row.count), self.policy.budgets)
+
+    def has_void_row(self, row: Entry) -> bool:
         """Tell whether the ledger has a void row with the same key, see `Entry.is_void`."""
         return any(one.key == row.key and one.is_void for one in self.ledger.entries(self.dataset))
 

@@ -16,7 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
-from consilium.core.storage import locked, note, refuse_if_unwritable
+from consilium.core.storage import lock_folder, note, refuse_if_unwritable
 from consilium.data.counts import Tally
 from consilium.privacy import disclosure_control, mechanism
 from consilium.privacy.accounting.composition import Entry
@@ -108,7 +108,7 @@ class Guard:
 
         It is 0 for a test-only site, and 1 if the privacy claim hides the number or the job does not train.
         """
-        hidden = (self.replay is not None and (self.masking or not self.replay.charges.in_steps)) or not self.config.trains
+        hidden = (self.replay is not None and (self.masking or not self.replay.charges.is_dpsgd)) or not self.config.trains
         return 0 if self.test_only else 1 if hidden else self.num_samples
 
     # incoming tasks ----------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Guard:
         if kind is Kind.TRAIN and self.replay:
             task = self.replay.admit(task, self.ready)
         if self.masking:
-            self.masking.end(task)
+            self.masking.delete_keys_if_final(task)
         self._task = self._asked = task
         return task
 
@@ -225,9 +225,11 @@ class Guard:
             raise RefusedError(
                 f"{self.name}: a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
             )
-        with locked(self.folder / task.run):  # a process that FLARE gave up may still run beside its successor
+        with lock_folder(self.folder / task.run):  # a process that FLARE gave up may still run beside its successor
             checked = (
-                self.replay.once(task, lambda: self._make_release(task, result)) if self.replay else self._check_result(result)
+                self.replay.load_or_make(task, lambda: self._make_release(task, result))
+                if self.replay
+                else self._checked_result(result)
             )
             released = self._finalize_release(task, checked)
         self._asked = None
@@ -261,7 +263,7 @@ class Guard:
 
     def _record_scores(self, task: AuthorizedTask, metrics: Mapping[str, float]) -> Payload:
         """Check an evaluation's scores, add the ledger's seal, put them on record, and return them as they leave."""
-        checked = self._check_result(Payload(*task.place, {}, metrics=dict(metrics)))
+        checked = self._checked_result(Payload(*task.place, {}, metrics=dict(metrics)))
         checked = replace(checked, ledger=self.ledger.seal())
         self.trail.note("evaluation", checked)
         return checked
@@ -290,7 +292,7 @@ class Guard:
         """
         task, self._task, self._asked = self._asked, None, None
         if self.replay and task is not None and task.kind is Kind.TRAIN and reason in DATA_DEPENDENT_REASONS:
-            with locked(self.folder / task.run):
+            with lock_folder(self.folder / task.run):
                 answer = self.replay.refuse(task, reason)
                 return answer if isinstance(answer, Reason) else (task, self._finalize_release(task, answer))
         if self.replay and task is not None and task.kind is Kind.EVALUATE and not self.share_metrics:
@@ -303,13 +305,13 @@ class Guard:
 
     def _make_release(self, task: AuthorizedTask, result: Payload) -> Payload:
         """Return a new release made from `result`: checked, clipped, and with the plan's noise."""
-        plan, checked = self.plan, self._check_result(result)
+        plan, checked = self.plan, self._checked_result(result)
         assert plan is not None
         assert self.replay is not None
-        if self.replay.charges.in_steps and not plan.by_step:
+        if self.replay.charges.is_dpsgd and not plan.is_distributed_dpsgd:
             return checked
         check_complete(self.name, self.strategy, checked, task.payload)
-        if plan.by_step:
+        if plan.is_distributed_dpsgd:
             assert self.masking is not None  # trust distributed requires secure aggregation
             checked = replace(checked, tensors=self.masking.clamp_sums(task.run, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
@@ -324,6 +326,6 @@ class Guard:
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released)
 
-    def _check_result(self, result: Payload) -> Payload:
+    def _checked_result(self, result: Payload) -> Payload:
         check_upload(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})

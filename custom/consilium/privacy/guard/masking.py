@@ -20,7 +20,7 @@ from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.client import Party
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.site_record import FILE, SiteRecord
-from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, count_checked_lines
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_and_count_lines
 from consilium.privacy.secagg.terms import Message, Terms, read_attempt
 from consilium.strategies.strategy import Strategy
 
@@ -53,8 +53,8 @@ class Masking:
         """Raise RefusedError if this site cannot take part in the job's secure aggregation, by its settings or records."""
         section = self.config.secure_aggregation
         assert section is not None  # otherwise the guard has no Masking
-        if self.config.sums_without_noise:
-            count_checked_lines(self.records)
+        if self.config.has_sums_without_noise:
+            check_and_count_lines(self.records)
         if self.identity is None:
             raise RefusedError(f"{self.site}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
         if section.colluders < self.identity.asks.min_colluders:
@@ -63,9 +63,10 @@ class Masking:
                 f"({self.identity.asks.min_colluders}); nothing was sent",
                 Reason.POLICY,
             )
-        if section.bound is not None and section.bound < self._need:
+        if section.bound is not None and section.bound < self._largest_noised_number:
             raise RefusedError(
-                f"{self.site}: secure_aggregation.bound {section.bound:g} is under the {self._need:.4g} that clip and noise "
+                f"{self.site}: secure_aggregation.bound {section.bound:g} is under the {self._largest_noised_number:.4g} "
+                "that clip and noise "
                 "may come to; nothing was sent; raise it or leave it out",
                 Reason.JOB,
             )
@@ -98,23 +99,24 @@ class Masking:
             party = self._open_party(task.run)
             self._terms = party.check_train_question(task.payload, layout(upload_shapes(self.strategy, task.payload)))
             if self.plan is not None:
-                self.plan.check_shares(self._terms.honest)
-                self.check_room(party.largest_number())
+                self.plan.check_shares(self._terms.least_honest_sites)
+                self.check_noise_fits(party.largest_number())
         except RefusedError as refusal:
             self.trail.note("refusal", again=True, step="train", what=str(refusal))
             raise
 
     @property
-    def _need(self) -> float:
+    def _largest_noised_number(self) -> float:
         """The largest number that clip and noise may produce; 0 without privacy, because larger numbers are then cut off."""
-        return self.plan.largest_noised if self.plan else 0.0
+        return self.plan.largest_noised_number if self.plan else 0.0
 
-    def check_room(self, room: float) -> None:
+    def check_noise_fits(self, room: float) -> None:
         """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data."""
-        if room < self._need:
+        if room < self._largest_noised_number:
             raise RefusedError(
                 f"{self.site}: sums have room for {room:.4g} a number, "
-                f"under the {self._need:.4g} that clip and noise may come to; nothing was sent; lower privacy.clip",
+                f"under the {self._largest_noised_number:.4g} that clip and noise may come to; nothing was sent; "
+                "lower privacy.clip",
                 Reason.JOB,
             )
 
@@ -146,7 +148,7 @@ class Masking:
             about = {"masked": about["masked"] | {"sites": party.summed["sites"]}, SEAL: party.summed[SEAL]}
         return masked, about
 
-    def end(self, task: AuthorizedTask) -> None:
+    def delete_keys_if_final(self, task: AuthorizedTask) -> None:
         """Delete the run's keys at its final evaluation. Afterwards no sum of the run can be opened."""
         round, phase = task.place
         if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.may_be_final_round(self.config, round):
@@ -162,5 +164,5 @@ class Masking:
                 "it cannot take part in it again; nothing was sent",
                 Reason.LEDGER,
             )
-        sums = self.sums if self.config.sums_without_noise else None
+        sums = self.sums if self.config.has_sums_without_noise else None
         return Party(self.identity, self.config, run, SiteRecord(home / FOLDER), sums)

@@ -11,7 +11,7 @@ from consilium.adapters.names import factor, is_frozen_part, other_factor
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.linalg.norms import non_finite
+from consilium.core.linalg.norms import non_finite_names
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import digest, note, read_json
@@ -31,7 +31,7 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
             role = "none of the adapter's"
         if role != Role.SHARED:
             raise RefusedError(f"release: tensor {name!r} is {role}, only shared tensors may leave; nothing was sent")
-    if wrong := non_finite(payload.tensors):
+    if wrong := non_finite_names(payload.tensors):
         raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
     if payload.scalars:
         raise RefusedError(f"release: scalar {min(payload.scalars)!r} may not leave; nothing was sent; send a shared tensor")
@@ -88,17 +88,19 @@ def privatize_update(
     RefusedError if the update has more tensors than the plan counts.
     """
     plan.check_count(update)
-    if plan.by_step:  # the update is a DP-SGD step's sum; training clipped and rounded each gradient
+    if plan.is_distributed_dpsgd:  # the update is a DP-SGD step's sum; training clipped and rounded each gradient
         if any(tensor.dtype is not torch.int64 for tensor in update.values()):
             raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")
         noisy = add_share(update, plan.share_deviation(_count_numbers(update)), bits)
-        told, sent = mechanism.in_reals(update), mechanism.in_reals(noisy)
+        told, sent = mechanism.to_real_numbers(update), mechanism.to_real_numbers(noisy)
         return noisy, mechanism.outcome_of(told, told, sent, plan.site_noise)
     deviation = 0 if plan.config.trust == "central" else plan.share_deviation(_count_numbers(update))
-    released, outcome = mechanism.privatize(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
+    released, outcome = mechanism.privatized_coordinates(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
     if as_sums:
         return released, outcome
-    return {n: t.to(update[n].dtype) for n, t in mechanism.restore_update(maps, mechanism.in_reals(released)).items()}, outcome
+    return {
+        n: t.to(update[n].dtype) for n, t in mechanism.restore_update(maps, mechanism.to_real_numbers(released)).items()
+    }, outcome
 
 
 def _count_numbers(tensors: Tensors) -> int:

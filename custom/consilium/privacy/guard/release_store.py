@@ -17,7 +17,7 @@ from consilium.core.messages import Payload
 from consilium.core.storage import (
     digest,
     load_state,
-    locked,
+    lock_folder,
     read_notes,
     refuse_if_unwritable,
     save_state,
@@ -157,15 +157,15 @@ class ReplayPolicy:
         folder = self.folder / task.run
         task_schedule.bind_run_folder(self.charges.site, self.records, self.folder, task.run)
         task = replace(task, ledger_run=self.charges.ledger_run(task.run, task.place))
-        with refuse_if_unwritable(folder), locked(folder):
-            answered = self.stored_answer(task) is not None
+        with refuse_if_unwritable(folder), lock_folder(folder):
+            answered = self.replay_answer(task) is not None
         if not answered:  # without the lock: reading data and weights may exceed another process's timeout for it
             ready()
-        with refuse_if_unwritable(folder), locked(folder):
-            stored, row = self.stored_answer(task), self.charges.row(task.ledger_run, task.place)
+        with refuse_if_unwritable(folder), lock_folder(folder):
+            stored, row = self.replay_answer(task), self.charges.row(task.ledger_run, task.place)
             self.charges.check([row])
             mark_started(folder, task.place)  # before the charge: if this file cannot be written, nothing is charged
-            self.charges.begin(row)
+            self.charges.charge_training(row)
             if stored is not None:  # paid now, as a refusal is, so that a concurrent job sees the same budget in both cases
                 self.pay(task, stored)
         return replace(task, answered=stored is not None)
@@ -184,7 +184,7 @@ class ReplayPolicy:
                     names[place] = refusal.row
         return [self.charges.row(name, place) for place, name in names.items() if name]
 
-    def stored_answer(self, task: AuthorizedTask) -> Payload | None:
+    def replay_answer(self, task: AuthorizedTask) -> Payload | None:
         """Return the stored release of the task's round and phase, None if it has no answer yet.
 
         Raises RefusedError if the answer is a refusal (with its reason), if the answer's bytes are lost or were made on other
@@ -202,7 +202,7 @@ class ReplayPolicy:
                 f"{charges.site}: {place} has failed here before, and that answer stays ({folder}); nothing was sent",
                 refusal.reason,
             )
-        if not paid and charges.is_void(row):
+        if not paid and charges.has_void_row(row):
             raise RefusedError(f"{charges.site}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
         stored = load(folder, task.place, paid)
         lost = stored is None and (paid or task.answered)
@@ -213,16 +213,16 @@ class ReplayPolicy:
         charges.check_terms(stored.terms, row)
         return stored.payload
 
-    def once(self, task: AuthorizedTask, make: Callable[[], Payload]) -> Payload:
+    def load_or_make(self, task: AuthorizedTask, make: Callable[[], Payload]) -> Payload:
         """Return the one release of the task's round and phase: the stored one, or the result of `make`, stored unpaid."""
-        if (released := self.stored_answer(task)) is None:
+        if (released := self.replay_answer(task)) is None:
             released = make()
             save_pending(self.folder / task.run, released, self.charges.row(task.ledger_run, task.place))
         return released
 
     def pay(self, task: AuthorizedTask, released: Payload) -> None:
         """Pay for a stored release, once. From then on it counts as released."""
-        self.charges.pay(self.charges.row(task.ledger_run, task.place), digest(released.tensors))
+        self.charges.charge_answer(self.charges.row(task.ledger_run, task.place), digest(released.tensors))
         mark_paid(self.folder / task.run, task.place)
 
     def refuse(self, task: AuthorizedTask, reason: Reason) -> Reason | Payload:
@@ -231,7 +231,7 @@ class ReplayPolicy:
         An error while doing so becomes a refusal with that error's reason, as it would after successful training.
         """
         try:
-            if (stored := self.stored_answer(task)) is None:
+            if (stored := self.replay_answer(task)) is None:
                 row = self.charges.row(task.ledger_run, task.place)
                 refusal = audit_entries.StoredRefusal(reason, task.ledger_run, row)
                 audit_entries.save_refusal(self.folder / task.run, task.place, refusal)
@@ -247,6 +247,6 @@ class ReplayPolicy:
         if refusal.row:
             row = self.charges.row(refusal.row, task.place)
             self.charges.check_terms(refusal.terms, row)
-            self.charges.pay(row, audit_entries.REFUSAL_DIGEST)
+            self.charges.charge_answer(row, audit_entries.REFUSAL_DIGEST)
             about: dict[str, Any] = {"round": row.round, "phase": row.phase, "row": refusal.row}
             self.trail.note("refusal", spends=True, reason=refusal.reason.value, **about)

@@ -8,7 +8,7 @@ from pathlib import Path
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Kind, Payload
-from consilium.core.storage import locked, note, read_notes, refuse_if_unwritable, unreadable_error
+from consilium.core.storage import lock_folder, note, read_notes, refuse_if_unwritable, unreadable_error
 from consilium.privacy.guard.release import MODELS
 from consilium.strategies.strategy import Strategy
 
@@ -62,7 +62,7 @@ def bind_run_folder(name: str, records: Path, folder: Path, run: str) -> None:
     neither the state nor the answers of the run, and would train again on any values that the server sends.
     """
     home, remedy = os.path.relpath(folder, records), "restore it, or remove it where no run goes on"
-    with refuse_if_unwritable(records / RUN_FOLDERS), locked(records):
+    with refuse_if_unwritable(records / RUN_FOLDERS), lock_folder(records):
         try:
             known = {run: one["folder"] for run, one in read_notes(records / RUN_FOLDERS, remedy).items()}
         except (TypeError, KeyError):

@@ -82,17 +82,17 @@ class Ledger:
         Planned rows that the ledger already has are not counted again. Writes nothing.
         """
         if planned:
-            _has_new_rows(self.entries(planned[0].dataset), planned, budgets)
+            _check_new_rows(self.entries(planned[0].dataset), planned, budgets)
 
     def spend(self, entry: Entry, budgets: Budgets) -> bool:
         """Write the row of one release before it leaves the site; do nothing if it is known. Return whether it is new.
 
         Raises RefusedError as `check` does.
         """
-        with self._writing() as db:
+        with self._write_transaction() as db:
             sealed = self._check_last_row(_read_rows(db, self.path))
             rows = [row for _, row, _ in sealed if row.dataset == entry.dataset]
-            if new := _has_new_rows(rows, [entry], budgets):
+            if new := _check_new_rows(rows, [entry], budgets):
                 self._last = _insert(db, entry, self._last, time.time())
         return new
 
@@ -101,7 +101,7 @@ class Ledger:
 
         Only for an administrator who has examined a broken chain: `accept` calls this and puts it on record.
         """
-        with self._writing() as db:
+        with self._write_transaction() as db:
             sealed = _read_rows(db, self.path, whole=False)
             db.execute("DELETE FROM releases")
             before = ""
@@ -126,7 +126,7 @@ class Ledger:
         return sealed
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def _write_transaction(self) -> Iterator[sqlite3.Connection]:
         """Open the file, created if needed, for one transaction: no other process writes until the block ends."""
         make_private_folder(self.path.parent)
         open_private(self.path.resolve(), "a").close()
@@ -224,7 +224,7 @@ def _row_seal(before: str, when: float, entry: Entry) -> str:
     return hashlib.sha256(json.dumps([before, when, values]).encode()).hexdigest()
 
 
-def _has_new_rows(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
+def _check_new_rows(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
     """Return whether any `planned` row is new. Raises RefusedError for a known row on other terms, and over a budget."""
     known = {row.key: row for row in rows}
     for entry in planned:
@@ -317,15 +317,15 @@ def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
         )
 
 
-def check_dataset_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
-    """Raise RefusedError if the ledger has rows under the path of the data list, `listed`, and not under its name `dataset`.
+def check_dataset_name(who: str, dataset: str, list_path: str, ledger: Ledger) -> None:
+    """Raise RefusedError if the ledger has rows under the path of the data list, `list_path`, and not under its name `dataset`.
 
     Under the name the account would start again from zero. `who`: the site, for the message.
     """
-    if listed and listed != dataset and ledger.entries(listed):
+    if list_path and list_path != dataset and ledger.entries(list_path):
         raise RefusedError(
             f"{who}: the ledger has rows of this list under its path, not as {dataset!r}; "
-            f"give the data set `patients: {listed}` in site.yaml",
+            f"give the data set `patients: {list_path}` in site.yaml",
             Reason.LEDGER,
             "the ledger has rows of the data list under its path",
         )
@@ -364,7 +364,7 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
         "kept": str(copy) if copy.is_file() else None,
         "records_set_aside": aside,
         "ledger": ledger.seal(),
-        **sum_ledger.accept(records, stamp),
+        **sum_ledger.accept_ledger(records, stamp),
     }
     AuditLog(records / FILE).add(said, again=True)
     return said

@@ -56,7 +56,7 @@ def layout(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     return sorted((name, tuple(shape)) for name, shape in shapes.items())
 
 
-def flat(integers: Mapping[str, Tensor], weight: int, largest: int) -> Words:
+def flatten(integers: Mapping[str, Tensor], weight: int, largest: int) -> Words:
     """Return the vector (d + 1,) of all numbers in the order of tensor names, then the weight, as words.
 
     Each number is limited to `largest` units and multiplied by `weight`.
@@ -72,7 +72,7 @@ def flat(integers: Mapping[str, Tensor], weight: int, largest: int) -> Words:
     return (joined.clip(-largest, largest) * np.int64(weight)).view(np.uint64)
 
 
-def unflat(words: Words, order: Layout) -> tuple[Tensors, int]:
+def unflatten(words: Words, order: Layout) -> tuple[Tensors, int]:
     """Split an unmasked vector (d + 1,) into the sums of the tensors (int64, units) and the sum of the weights."""
     integers, tensors, start = torch.from_numpy(words.view(np.int64).copy()), dict[str, Tensor](), 0
     for name, shape in order:

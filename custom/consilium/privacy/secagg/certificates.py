@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.privacy.secagg.sealing import check_public, is_signed_by, sign
+from consilium.privacy.secagg.sealing import check_public_key, is_signed_by, sign
 from consilium.privacy.secagg.terms import Message, is_text_field, refusal_error
 
 LEAST_BITS = 2048
@@ -163,7 +163,7 @@ def check_admissible(root: x509.Certificate, server: str, found: Any, job: str, 
     """Raise RefusedError unless the server may add an entry to the roster. Every site checks the entry again."""
     check_form(found, name)
     check_entry(found, certificate_key(root, server, name, found["certificate"]), job, run, name)
-    check_public(found["key"])
+    check_public_key(found["key"])
 
 
 def roster_keys(

@@ -26,9 +26,9 @@ from consilium.privacy.secagg.messages import (
     check_survivors,
     has_unproved_model,
     read_cohort,
-    record_sent_model,
+    record_received_model,
 )
-from consilium.privacy.secagg.sealing import canonical, sign
+from consilium.privacy.secagg.sealing import canonical_json, sign
 from consilium.privacy.secagg.site_record import SiteRecord
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
 from consilium.privacy.secagg.terms import (
@@ -67,7 +67,7 @@ class Party:
             if step == "hello":
                 if "entry" not in values:
                     private = sealing.new_key()
-                    found = roster_entry(self.identity, self.config.digest, self.run, sealing.public_of(private))
+                    found = roster_entry(self.identity, self.config.digest, self.run, sealing.public_key_of(private))
                     values |= {"key": private.hex(), "entry": found, "roster": {}, "names": {}, "place": None, "attempt": {}}
                     self.record.save()
                 return dict(values["entry"])
@@ -80,7 +80,7 @@ class Party:
         question = {key: value for key, value in question.items() if key != "past"}
         last = _last_place(values)
         if last == place:
-            return self.record.once(values["attempt"], "prepare", question, dict)
+            return self.record.answer_once(values["attempt"], "prepare", question, dict)
         if last is not None and place < last:
             raise refusal_error(f"attempt {place} is stale, this site is at {last}")
         self._check_model_was_shared(values, place, past)
@@ -90,7 +90,7 @@ class Party:
             )
         about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
         keys = roster_keys(question.get("roster"), *about)
-        cohort = read_cohort(question, self.name, keys, whole=self.config.sums_without_noise)
+        cohort = read_cohort(question, self.name, keys, whole=self.config.has_sums_without_noise)
         terms = terms_of(self.config, len(cohort))
         if terms.least < self.asks.min_sites:
             raise refusal_error(
@@ -98,12 +98,12 @@ class Party:
                 Reason.POLICY,
             )
         if self.sums is not None:
-            self.sums.check(cohort, self._least_shown(terms))
+            self.sums.check(cohort, self._least_sites_per_sum(terms))
         context = self._prepare_context(place, question, cohort, terms)
-        self._check_attempts(values, place, question, cohort, terms, keys)
+        self._check_last_attempt_cancelled(values, place, question, cohort, terms, keys)
         attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
         values |= {"place": [place.round, place.phase, place.attempt], "roster": question["roster"], "attempt": attempt}
-        return self.record.once(attempt, "prepare", question, lambda: self._make_shares(values, attempt, context, terms))
+        return self.record.answer_once(attempt, "prepare", question, lambda: self._make_shares(values, attempt, context, terms))
 
     def _check_model_was_shared(self, values: dict[str, Any], place: Place, past: Any) -> None:
         """Raise RefusedError if there is no proof that the model sent to this site in the last phase went to others too."""
@@ -115,7 +115,7 @@ class Party:
         rounds = values[TRAINED]["rounds"]
         check_model_was_shared(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
 
-    def _least_shown(self, terms: Terms) -> int:
+    def _least_sites_per_sum(self, terms: Terms) -> int:
         """Return the least number of hospitals in every combination of the sums that are sent without noise."""
         return max(terms.threshold, self.asks.min_sites)
 
@@ -124,7 +124,7 @@ class Party:
     ) -> bytes:
         return prepare_context(self.config, self.run, place, question["roster"], cohort, terms, rounds)
 
-    def _check_attempts(
+    def _check_last_attempt_cancelled(
         self,
         values: Mapping[str, Any],
         place: Place,
@@ -160,7 +160,7 @@ class Party:
             for name in cohort
             if name != self.name
         }
-        public, committed = sealing.public_of(private), sealing.commitment(seed)
+        public, committed = sealing.public_key_of(private), sealing.commitment(seed)
         signature = sign(self.identity.key, "prepare", context, self.name.encode(), public.encode(), committed.encode())
         return {"key": public, "seed": committed, "signature": signature, "shares": sealed}
 
@@ -183,7 +183,7 @@ class Party:
                 raise refusal_error("masks of another phase")
             terms, names = terms_of(self.config, len(attempt["cohort"])), hash_sent_tensors(payload, values["names"])
             if self.sums is not None:  # checked again: another run may have added a sum since prepare
-                self.sums.check(attempt["cohort"], self._least_shown(terms))
+                self.sums.check(attempt["cohort"], self._least_sites_per_sum(terms))
             prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
             keys = {name: one["key"] for name, one in prepared.items()}
             context = mask_context(bytes.fromhex(attempt["context"]), keys, order, describe_sent_model(payload, names))
@@ -191,10 +191,10 @@ class Party:
                 if name != self.name:
                     self._unseal_shares(values, attempt, question["shares"], name)
             values["names"] = names
-            record_sent_model(values, place, order, describe_sent_model(payload, names), self.config.training.rounds)
+            record_received_model(values, place, order, describe_sent_model(payload, names), self.config.training.rounds)
             told = {"masks": context.hex(), "parties": keys, "shares": question["shares"]}
             asked = {**question, "sent": describe_sent_model(payload, names), "order": [[n, list(s)] for n, s in order]}
-            self.record.once(attempt, "train", asked, lambda: told)
+            self.record.answer_once(attempt, "train", asked, lambda: told)
             return terms
 
     def _current_attempt(self, values: Mapping[str, Any], question: Message) -> dict[str, Any]:
@@ -229,13 +229,13 @@ class Party:
         with self.record.opened() as values:
             attempt = self._current_attempt(values, place.to_dict())
             told = _stored_answer(attempt, "train")
-            words = arithmetic.flat(integers, weight, self._largest_units(values, weight))
+            words = arithmetic.flatten(integers, weight, self._largest_units(values, weight))
             if self.sums is not None:  # recorded for all later runs, before the update is masked
                 cohort = list(attempt["cohort"])
-                seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
+                seal = self.sums.add(cohort, self._least_sites_per_sum(terms_of(self.config, len(cohort))), self.run)
                 self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
             numbers = {**integers, "": torch.tensor([weight])}
-            self.record.once(attempt, "masked", {"numbers": digest(numbers)}, dict)
+            self.record.answer_once(attempt, "masked", {"numbers": digest(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
             private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
             for name, public in told["parties"].items():
@@ -270,9 +270,9 @@ class Party:
 
         def make() -> Message:
             attempt["survivors"] = survivors
-            return {"signature": sign(self.identity.key, "confirm", bytes.fromhex(told["masks"]), canonical(survivors))}
+            return {"signature": sign(self.identity.key, "confirm", bytes.fromhex(told["masks"]), canonical_json(survivors))}
 
-        return self.record.once(attempt, "confirm", question, make)
+        return self.record.answer_once(attempt, "confirm", question, make)
 
     def _reveal(self, values: dict[str, Any], question: Message) -> Message:
         """Return shares of the survivors' seeds, and shares of the mask keys of the other parties."""
@@ -289,16 +289,18 @@ class Party:
                 own = name == self.name
                 plain = bytes.fromhex(attempt["own"]) if own else self._unseal_shares(values, attempt, told["shares"], name)
                 shares[name] = (plain[: sealing.WIDTH] if name in survivors else plain[sealing.WIDTH :]).hex()
-            return {"shares": shares, "signature": sign(self.identity.key, "reveal", context, canonical(shares))}
+            return {"shares": shares, "signature": sign(self.identity.key, "reveal", context, canonical_json(shares))}
 
-        return self.record.once(attempt, "reveal", question, make)
+        return self.record.answer_once(attempt, "reveal", question, make)
 
     def _cancel(self, values: dict[str, Any], question: Message) -> Message:
         attempt = self._current_attempt(values, question)
         if "reveal" in attempt:
             raise refusal_error("revealed already, so it cannot be cancelled")
         context = bytes.fromhex(attempt["context"])
-        return self.record.once(attempt, "cancel", question, lambda: {"signature": sign(self.identity.key, "cancel", context)})
+        return self.record.answer_once(
+            attempt, "cancel", question, lambda: {"signature": sign(self.identity.key, "cancel", context)}
+        )
 
 
 def _last_place(values: Mapping[str, Any]) -> Place | None:

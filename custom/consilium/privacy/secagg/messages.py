@@ -9,7 +9,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.privacy.secagg.arithmetic import Layout
-from consilium.privacy.secagg.sealing import canonical, is_signed_by
+from consilium.privacy.secagg.sealing import canonical_json, is_signed_by
 from consilium.privacy.secagg.terms import Message, Place, Terms, is_text_field, mask_context, refusal_error
 
 Keys = Mapping[str, rsa.RSAPublicKey]
@@ -82,21 +82,21 @@ def check_survivors(question: Message, name: str | None, parties: Iterable[str],
 
 def check_confirmed(question: Message, context: bytes, survivors: list[str], terms: Terms, keys: Keys) -> None:
     """Raise RefusedError unless enough survivors have signed the same sum: this mask `context` and these `survivors`."""
-    valid = _count_valid(question.get("confirmed"), survivors, keys, "confirm", context, canonical(survivors))
+    valid = _count_valid(question.get("confirmed"), survivors, keys, "confirm", context, canonical_json(survivors))
     if valid < terms.threshold:
         raise refusal_error(f"{valid} sites have confirmed this sum, under the threshold of {terms.threshold}")
 
 
 def check_cancelled(found: Any, context: bytes, cohort: list[str], terms: Terms, keys: Keys) -> None:
     """Raise RefusedError unless enough sites have cancelled the last attempt, so that its sum can no longer be opened."""
-    valid, wanted = _count_valid(found, cohort, keys, "cancel", context), cancellations(terms)
+    valid, wanted = _count_valid(found, cohort, keys, "cancel", context), needed_cancellations(terms)
     if valid < wanted:
         raise refusal_error(
             f"{valid} sites have cancelled the last attempt, under the {wanted} without whom it could be opened"
         )
 
 
-def cancellations(terms: Terms) -> int:
+def needed_cancellations(terms: Terms) -> int:
     """Return how many signed cancellations a new attempt needs: all others, with the colluders, are under the threshold."""
     return terms.asked - terms.threshold + terms.colluders + 1
 
@@ -117,7 +117,7 @@ TRAINED = "trained"
 """Key in a site's record for the last phase in which it was sent a model: the model's hashes, and whether there is proof."""
 
 
-def record_sent_model(values: dict[str, Any], place: Place, order: Layout, sent: Message, rounds: int) -> None:
+def record_received_model(values: dict[str, Any], place: Place, order: Layout, sent: Message, rounds: int) -> None:
     """Record the model that a site is sent to train. `rounds`: the job's number of rounds at this time.
 
     Raises RefusedError if a new attempt at a phase sends a different model: the site sends the update of the first attempt.

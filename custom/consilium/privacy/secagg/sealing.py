@@ -46,7 +46,7 @@ def hash_message(kind: str, *fields: bytes) -> bytes:
     return hashlib.sha256(encode_fields(kind, *fields)).digest()
 
 
-def canonical(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """Return plain JSON values as bytes. Equal values give equal bytes on every machine."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
@@ -75,7 +75,7 @@ def new_key() -> bytes:
     return secret_bytes(32)
 
 
-def public_of(private: bytes) -> str:
+def public_key_of(private: bytes) -> str:
     """Return the public key of an X25519 private key as hex digits."""
     raw = X25519PrivateKey.from_private_bytes(private).public_key()
     return raw.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw).hex()
@@ -102,7 +102,7 @@ def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: t
     return HKDF(hashes.SHA256(), 32, None, info).derive(secret)
 
 
-def check_public(public: str) -> None:
+def check_public_key(public: str) -> None:
     """Raise RefusedError for an invalid X25519 public key, see `pair_key`."""
     pair_key(new_key(), public, "check", b"", ("", ""))
 

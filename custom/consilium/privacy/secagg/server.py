@@ -15,13 +15,13 @@ from cryptography import x509
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
-from consilium.core.sanitize import few
+from consilium.core.sanitize import first_names_text
 from consilium.core.storage import load_state, read_json, save_state, write_json
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, vector_length
 from consilium.privacy.secagg.certificates import check_admissible, public_key
-from consilium.privacy.secagg.messages import Keys, cancellations
-from consilium.privacy.secagg.sealing import canonical, is_signed_by
+from consilium.privacy.secagg.messages import Keys, needed_cancellations
+from consilium.privacy.secagg.sealing import canonical_json, is_signed_by
 from consilium.privacy.secagg.terms import (
     Message,
     Place,
@@ -48,7 +48,7 @@ class Answers:
         self.folder, self.names = folder, names
         self._read: dict[str, dict[str, Message]] = {}
 
-    def of(self, step: str) -> dict[str, Message]:
+    def answers_to(self, step: str) -> dict[str, Message]:
         """Return the answers to a step, by site."""
         if step not in self._read:
             paths = {name: self._path(step, name) for name in self.names}
@@ -59,7 +59,7 @@ class Answers:
     def put(self, step: str, name: str, answer: Message) -> None:
         """Store a site's answer to a step."""
         write_json(self._path(step, name), answer)
-        self.of(step)[name] = answer
+        self.answers_to(step)[name] = answer
 
     def _path(self, step: str, name: str) -> Path:
         return self.folder / f"{step}-{self.names.index(name)}.json"
@@ -86,9 +86,9 @@ class Attempt:
     def _question(self, step: str, **said: Any) -> Message:
         return {"step": step, **self.place.to_dict(), **said}
 
-    def silent(self, step: str, names: Iterable[str]) -> list[str]:
+    def silent_sites(self, step: str, names: Iterable[str]) -> list[str]:
         """Return the sites in `names` that have not answered a step."""
-        return [name for name in names if name not in self.answers.of(step)]
+        return [name for name in names if name not in self.answers.answers_to(step)]
 
     # prepare -----------------------------------------------------------------------------------------------------------
 
@@ -113,12 +113,12 @@ class Attempt:
             or not all(map(is_text_field, shares.values()))
         ):
             raise RefusedError("its shares are not one for every other site")
-        sealing.check_public(fields["key"])
+        sealing.check_public_key(fields["key"])
         self.answers.put("prepare", name, {**fields, "shares": shares})
 
     def close_prepared(self) -> list[str]:
         """Return the parties, the sites that have prepared, fixed from now on. Raises ConsiliumError if they are too few."""
-        parties = self._decide_once("parties", lambda: sorted(self.answers.of("prepare")))
+        parties = self._decide_once("parties", lambda: sorted(self.answers.answers_to("prepare")))
         if len(parties) < self.terms.least:
             raise self._too_few_error(len(parties))
         return parties
@@ -133,8 +133,9 @@ class Attempt:
     def _too_few_error(self, there: int) -> ConsiliumError:
         (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
         need = f"threshold {self.terms.threshold} of {self.terms.asked}"
-        if self.config.sums_without_noise:
-            need = f"all that are asked, without noise; {few(self.silent('prepare', self.cohort), NAMED)} not yet"
+        if self.config.has_sums_without_noise:
+            silent = first_names_text(self.silent_sites("prepare", self.cohort), NAMED)
+            need = f"all that are asked, without noise; {silent} not yet"
         return ConsiliumError(
             f"secure aggregation: {there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
         )
@@ -143,7 +144,7 @@ class Attempt:
 
     def train_question(self, name: str, parties: list[str]) -> Message:
         """Return the question that goes with a site's training task."""
-        prepared = self.answers.of("prepare")
+        prepared = self.answers.answers_to("prepare")
         public = {party: {f: prepared[party][f] for f in ("key", "seed", "signature")} for party in parties}
         shares = {party: prepared[party]["shares"][name] for party in parties if party != name}
         return self._question("train", prepared=public, shares=shares)
@@ -177,13 +178,13 @@ class Attempt:
     def take_confirmed(self, name: str, answer: Message, survivors: list[str], masks: bytes) -> None:
         """Store a site's signature on the sum: on the mask context `masks` and the survivors."""
         signature = _read_text(answer, "signature")
-        if not is_signed_by(self.keys[name], signature, "confirm", masks, canonical(survivors)):
+        if not is_signed_by(self.keys[name], signature, "confirm", masks, canonical_json(survivors)):
             raise RefusedError("its confirmation is not of this sum, or it was sent another model than others")
         self.answers.put("confirm", name, {"signature": signature})
 
     def reveal_question(self) -> Message:
         """Return the question that asks for shares. It shows all signatures on the sum, fixed from now on."""
-        signatures = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
+        signatures = {name: one["signature"] for name, one in sorted(self.answers.answers_to("confirm").items())}
         return self._question("reveal", confirmed=self._decide_once("reveal", lambda: signatures))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
@@ -198,17 +199,17 @@ class Attempt:
             )
         ):
             raise RefusedError("its shares are not one of every party")
-        if not is_signed_by(self.keys[name], signature, "reveal", masks, canonical(shares)):
+        if not is_signed_by(self.keys[name], signature, "reveal", masks, canonical_json(shares)):
             raise RefusedError("its shares are not signed by it for this sum")
         self.answers.put("reveal", name, {"shares": shares})
 
     def has_threshold(self, step: str) -> bool:
         """Tell whether enough sites have answered a step to open the sum."""
-        return len(self.answers.of(step)) >= self.terms.threshold
+        return len(self.answers.answers_to(step)) >= self.terms.threshold
 
     def proof(self, parties: list[str], survivors: list[str]) -> Message:
         """Return the proof that all sites were sent the same model: the survivors' signatures on the sum."""
-        keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
+        keys = {name: self.answers.answers_to("prepare")[name]["key"] for name in parties}
         confirmed = self.reveal_question()["confirmed"]
         return {"attempt": self.place.attempt, "keys": keys, "survivors": survivors, "confirmed": confirmed}
 
@@ -228,13 +229,13 @@ class Attempt:
     @property
     def is_cancelled(self) -> bool:
         """Whether enough sites have cancelled that the sum of this attempt can no longer be opened."""
-        return len(self.answers.of("cancel")) >= cancellations(self.terms)
+        return len(self.answers.answers_to("cancel")) >= needed_cancellations(self.terms)
 
     # the sum -----------------------------------------------------------------------------------------------------------
 
     def mask_context(self, parties: list[str], order: Layout, sent: Payload) -> bytes:
         """Return the mask context of this attempt. `sent`: the payload for a site that has no tensor of this run yet."""
-        keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
+        keys = {name: self.answers.answers_to("prepare")[name]["key"] for name in parties}
         return mask_context(self.context, keys, order, describe_sent_model(sent, hash_sent_tensors(sent, {})))
 
     def unmask(self, parties: list[str], survivors: list[str], masks: bytes, order: Layout) -> Words:
@@ -242,7 +243,7 @@ class Attempt:
 
         Raises ConsiliumError if the shares do not reconstruct the secrets that the sites signed: the sum could be wrong.
         """
-        prepared, count = self.answers.of("prepare"), vector_length(order)
+        prepared, count = self.answers.answers_to("prepare"), vector_length(order)
         total = torch.zeros(count, dtype=torch.int64)
         for name in survivors:
             found = self.load_masked(name)
@@ -253,7 +254,7 @@ class Attempt:
             seed = self._reconstruct(name, prepared[name]["seed"], sealing.commitment)
             words = words - sealing.mask(seed, count)
         for name in [party for party in parties if party not in survivors]:
-            private = self._reconstruct(name, prepared[name]["key"], sealing.public_of)
+            private = self._reconstruct(name, prepared[name]["key"], sealing.public_key_of)
             for other in survivors:
                 key = sealing.pair_key(private, prepared[other]["key"], "mask", masks, (name, other))
                 stream = sealing.mask(key, count)
@@ -265,7 +266,7 @@ class Attempt:
 
         Raises ConsiliumError if `public(secret)` is not `signed_value`, which the site signed when it prepared.
         """
-        revealed = sorted(self.answers.of("reveal").items())[: self.terms.threshold]
+        revealed = sorted(self.answers.answers_to("reveal").items())[: self.terms.threshold]
         points = {self.cohort.index(who) + 1: int(one["shares"][name], 16) for who, one in revealed}
         secret = sealing.reconstruct(points)
         if secret < 2**256 and public(found := secret.to_bytes(32, "big")) == signed_value:
@@ -328,10 +329,10 @@ class Collector:
         write_json(folder / "about.json", about | {"roster": dict(roster)})
         return self._open_attempt(folder)
 
-    def again(self, last: Attempt) -> Attempt:
+    def begin_next_attempt(self, last: Attempt) -> Attempt:
         """Begin a new attempt after a cancelled one, with the same sites and roster."""
         place = Place(last.place.round, last.place.phase, last.place.attempt + 1)
-        cancelled = {name: one["signature"] for name, one in sorted(last.answers.of("cancel").items())}
+        cancelled = {name: one["signature"] for name, one in sorted(last.answers.answers_to("cancel").items())}
         return self._create_attempt(place, last.cohort, last.roster, cancelled)
 
     def proof_for(self, name: str) -> Message:
@@ -352,7 +353,7 @@ class Collector:
         kept["proofs"] = {one: proofs[one] for one in set(kept["of"].values()) if one in proofs}
         write_json(self.folder / "past.json", kept)
 
-    def forget(self, last: Attempt) -> None:
+    def delete_phase_attempts(self, last: Attempt) -> None:
         """Delete all attempts at a phase that has ended. Its sum is in the server's state."""
         for path in self.folder.glob(f"{last.place.round}-{last.place.phase}-*"):
             shutil.rmtree(path)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.storage import locked, read_json, write_json
-from consilium.privacy.secagg.sealing import canonical, hash_message
+from consilium.core.storage import lock_folder, read_json, write_json
+from consilium.privacy.secagg.sealing import canonical_json, hash_message
 from consilium.privacy.secagg.terms import Message, refusal_error
 
 FILE = "masks.json"
@@ -27,7 +27,7 @@ class SiteRecord:
     @contextmanager
     def opened(self) -> Iterator[dict[str, Any]]:
         """Read the values and lock the record for the block. Raises RefusedError for a damaged record or an ended run."""
-        with locked(self.folder):
+        with lock_folder(self.folder):
             self.values = self._read()
             if self.values.get("ended"):
                 raise refusal_error("this run has ended and its keys are gone; start a new run")
@@ -53,12 +53,12 @@ class SiteRecord:
         """Write the values to disk. Call it before any of them leave the site."""
         write_json(self.folder / FILE, self.values)
 
-    def once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
+    def answer_once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
         """Return the answer of a step. The first question makes and stores it; a repeated question gets the same answer.
 
         Raises RefusedError for a different question.
         """
-        asked = hash_message(step, canonical(question)).hex()
+        asked = hash_message(step, canonical_json(question)).hex()
         if (kept := attempt.get(step)) is None:
             kept = attempt[step] = {"question": asked, "answer": make()}
             self.save()
@@ -70,5 +70,5 @@ class SiteRecord:
         """Delete all secrets. The record then says only that the run has ended."""
         if not self.folder.is_dir():
             return
-        with locked(self.folder):
+        with lock_folder(self.folder):
             write_json(self.folder / FILE, {"ended": True})

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.sanitize import few
+from consilium.core.sanitize import first_names_text
 from consilium.core.schema import SMALLEST_NOISE
 from consilium.core.storage import file_lock, refuse_if_unwritable
 from consilium.privacy.ledger import audit_log
@@ -244,7 +244,7 @@ class SumLedger:
             raise _sum_refusal(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
         if shown is not None:
             raise _sum_refusal(
-                f"less earlier ones shows {few(sorted(shown), SHOWN)} alone, "
+                f"less earlier ones shows {first_names_text(sorted(shown), SHOWN)} alone, "
                 f"and at least {needed} must be in all that is shown",
                 new,
             )
@@ -271,15 +271,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _is_line(line: Mapping[str, Any]) -> bool:
     lists = {SUM: ("sites", "data"), ALLOWED: ("sites",), ACCEPTED: ("lost",)}.get(str(line.get("kind")))
-    texts = lists is not None and all(_is_texts(line.get(name)) for name in lists)
+    texts = lists is not None and all(_is_text_list(line.get(name)) for name in lists)
     return texts and (line["kind"] != SUM or (type(line.get("least")) is int and isinstance(line.get("weights"), str)))
 
 
-def _is_texts(value: Any) -> TypeGuard[list[str]]:
+def _is_text_list(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def count_checked_lines(records: Path) -> int:
+def check_and_count_lines(records: Path) -> int:
     """Return the number of lines in the ledger of sums.
 
     Raises RefusedError if it is damaged, or if a record of what left names a line that is missing and not accepted as lost.
@@ -313,12 +313,14 @@ def find_unlisted_sums(records: Path) -> list[PastSum]:
         least = max((one for line in lines if type(one := _masked_field(line).get("threshold")) is int), default=0)
         sealed = [line for line in lines if SEAL in line]
         listed = {
-            frozenset(sites) for line in sealed if line[SEAL] in known and _is_texts(sites := _masked_field(line).get("sites"))
+            frozenset(sites)
+            for line in sealed
+            if line[SEAL] in known and _is_text_list(sites := _masked_field(line).get("sites"))
         }
         named = [_masked_field(line).get("sites") for line in sealed if line[SEAL] not in known]
         named += [line.get("survivors") for line in lines]
         for sites in named:
-            if _is_texts(sites) and sites and frozenset(sites) not in listed:
+            if _is_text_list(sites) and sites and frozenset(sites) not in listed:
                 found.append(PastSum(frozenset(sites), None, least))
     return found
 
@@ -344,7 +346,7 @@ def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
     """
     if len(named := sorted(set(sites))) < 2 or not all(named):
         raise ConfigError(f"--allow: {','.join(named)!r}: name all hospitals of the sum, with commas between them")
-    count_checked_lines(records)
+    check_and_count_lines(records)
     said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
     with _lock_ledger(records / FILE):
         audit_log.AuditLog(records / FILE).add(said, again=True)
@@ -352,7 +354,7 @@ def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
     return said
 
 
-def accept(records: Path, stamp: str) -> dict[str, Any]:
+def accept_ledger(records: Path, suffix: str) -> dict[str, Any]:
     """Accept the ledger of sums with its present lines. Return the lost seals, and the new path of a damaged file.
 
     The readable sums of a damaged file are written to a new file. Its sets that an administrator had allowed are no longer
@@ -363,7 +365,7 @@ def accept(records: Path, stamp: str) -> dict[str, Any]:
         try:
             lines = read(path)
         except RefusedError:
-            aside = path.rename(path.with_name(f"{FILE}.{stamp}"))
+            aside = path.rename(path.with_name(f"{FILE}.{suffix}"))
             for line in _readable_sums(aside):
                 audit_log.AuditLog(path).add(line, again=True)
             lines = read(path)
@@ -396,7 +398,7 @@ def _lock_ledger(path: Path) -> Iterator[None]:
 def _sum_refusal(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
     """Return the refusal of a sum, with its remedies. `first`: the remedy that needs no administrator."""
     return RefusedError(
-        f"secure aggregation without noise: a sum over {few(sorted(sites), SHOWN)} {what}; nothing was sent; "
+        f"secure aggregation without noise: a sum over {first_names_text(sorted(sites), SHOWN)} {what}; nothing was sent; "
         f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
         f"consilium privacy sums KIT --allow {shlex.quote(','.join(sorted(sites)))} --reason TEXT",
         Reason.SUMS,

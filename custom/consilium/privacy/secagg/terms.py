@@ -9,7 +9,7 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Payload
 from consilium.core.storage import digest
 from consilium.privacy.secagg.arithmetic import Layout
-from consilium.privacy.secagg.sealing import canonical, hash_message
+from consilium.privacy.secagg.sealing import canonical_json, hash_message
 
 Message = dict[str, Any]
 """Plain JSON values; keys, signatures and ciphertexts are hex digits."""
@@ -43,7 +43,7 @@ class Terms:
     colluders: int
 
     @property
-    def honest(self) -> int:
+    def least_honest_sites(self) -> int:
         """The least number of honest sites in a sum. It determines the size of a noise share."""
         return self.least - self.colluders
 
@@ -74,7 +74,7 @@ def terms_of(config: JobConfig, asked: int) -> Terms:
     if section is None:
         raise RefusedError("secure_aggregation: the job has no such section; nothing was sent", Reason.TASK)
     threshold = section.threshold or default_threshold(asked)
-    least = max(threshold, config.federation.min_sites, asked if config.sums_without_noise else 0)
+    least = max(threshold, config.federation.min_sites, asked if config.has_sums_without_noise else 0)
     found = Terms(asked, threshold, least, section.colluders)
     if found.problem:
         raise RefusedError(
@@ -133,12 +133,12 @@ def prepare_context(
     }
     if config.privacy is not None:
         about["rounds"] = config.training.rounds if rounds is None else rounds
-    return hash_message("prepare-context", canonical(about | {"terms": asdict(terms)}))
+    return hash_message("prepare-context", canonical_json(about | {"terms": asdict(terms)}))
 
 
 def mask_context(context: bytes, keys: Mapping[str, str], order: Layout, sent: Mapping[str, Any]) -> bytes:
     """Return the hash that binds an attempt's masks: to the prepare context, the mask keys, the layout and the payload sent."""
-    return hash_message("mask-context", context, canonical([dict(keys), [[n, list(s)] for n, s in order], dict(sent)]))
+    return hash_message("mask-context", context, canonical_json([dict(keys), [[n, list(s)] for n, s in order], dict(sent)]))
 
 
 def hash_sent_tensors(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import few
+from consilium.core.sanitize import first_names_text
 from consilium.report.run_record import RunRecord
 from consilium.tasks.registry import COUNT
 
@@ -67,11 +67,11 @@ class Group:
         """The seeds, in increasing order."""
         return sorted({seed for _, seed in [*self.runs, *self.absent]}, key=lambda seed: (len(seed), seed))
 
-    def of(self, method: str) -> list[RunRecord]:
+    def runs_of(self, method: str) -> list[RunRecord]:
         """Return a method's runs."""
         return [run for (name, _), run in self.runs.items() if name == method]
 
-    def expected(self, method: str) -> list[str]:
+    def expected_seeds(self, method: str) -> list[str]:
         """Return the seeds that a method should have. A repeated draw of noise counts only for methods that have one."""
         return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
 
@@ -83,7 +83,7 @@ class Group:
         """Return a metric's name in the titles and figures of this group's task."""
         base, _, rest = metric.partition("/")
         scores = self.first.scores
-        return ", ".join(part for part in (scores.heading(base), rest, scores.scored_grid(base)) if part)
+        return ", ".join(part for part in (scores.heading(base), rest, scores.pixel_grid(base)) if part)
 
 
 def why_not_comparable(one: RunRecord, other: RunRecord) -> str | None:
@@ -133,7 +133,7 @@ def _why_other_samples(one: RunRecord, other: RunRecord) -> str | None:
     The signs are different numbers of samples, or different scores of the same frozen model.
     """
     models = [_section(run, "model") for run in (one, other)]
-    for site in sorted(one.closing.keys() & other.closing.keys()):
+    for site in sorted(one.latest_scores.keys() & other.latest_scores.keys()):
         for stage, metric in ((Stage.GLOBAL, COUNT), (Stage.PRETRAINED, one.metric), (Stage.PRETRAINED, "loss")):
             a, b = one.score(site, stage, metric), other.score(site, stage, metric)
             if a is None or b is None or (stage is Stage.PRETRAINED and models[0] != models[1]):
@@ -191,7 +191,7 @@ def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = (
     why = []
     for group in found[1:]:
         reasons = (why_not_comparable(first, one) for one in group for first in found[0])
-        why.append(f"{few([run.name for run in group])}: {next(reason for reason in reasons if reason)}")
+        why.append(f"{first_names_text([run.name for run in group])}: {next(reason for reason in reasons if reason)}")
     lost = [one for one in absent if not any(place.items() <= one.labels.items() for place in here)]
     why += [f"{_join_labels(one.labels)}, seed {one.seed}: {one.why}, nor any other run of its data" for one in lost]
     return made, why
@@ -262,14 +262,14 @@ def _without_repeats(
     left = []
 
     def scores(run: RunRecord) -> str:
-        return json.dumps(run.closing, sort_keys=True)  # compared as text, because NaN != NaN
+        return json.dumps(run.latest_scores, sort_keys=True)  # compared as text, because NaN != NaN
 
     for run in runs:
         method = labels[run.name]
         alike = {key: one for key, one in found.items() if key[0] == method and one.seed == run.seed}
-        twin = next((key for key, one in alike.items() if not run.private or scores(one) == scores(run)), None)
+        twin = next((key for key, one in alike.items() if not run.is_private or scores(one) == scores(run)), None)
         if twin is not None:
-            kept, out = (run, found[twin]) if len(run.closing) > len(found[twin].closing) else (found[twin], run)
+            kept, out = (run, found[twin]) if len(run.latest_scores) > len(found[twin].latest_scores) else (found[twin], run)
             found[twin] = kept
             left.append(f"{out.name}: repeats {kept.name} (same settings and seed), so it is not counted")
             continue
@@ -282,7 +282,7 @@ def mixed_code_notes(group: Group) -> list[str]:
     """Return a line for each method whose runs differ in the strategy's code or in the versions of packages."""
     found = []
     for method in group.methods:
-        versions = [run.code_versions for run in group.of(method)]
+        versions = [run.code_versions for run in group.runs_of(method)]
         every = sorted({name for one in versions for name in one})
         if names := [name for name in every if len({one[name] for one in versions if name in one}) > 1]:
             found.append(f"{method}: its runs have other {', '.join(names)} (versions.json); run the older ones again")

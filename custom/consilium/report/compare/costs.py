@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from consilium.core.sanitize import few
+from consilium.core.sanitize import first_names_text
 from consilium.report.compare import MARK, MOST_LISTED
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.score_statistics import mean
@@ -29,28 +29,30 @@ def cost_table(group: Group) -> Table:
         Column("epsilon"),
     ]
     rows, sets = [], set()
-    for method in (method for method in group.methods if group.of(method)):
-        runs = group.of(method)
+    for method in (method for method in group.methods if group.runs_of(method)):
+        runs = group.runs_of(method)
         first, counts, most = runs[0], runs[0].parameter_counts, runs[0].settings["training.rounds"]
         every = "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}"
-        shared = "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}"
-        had = sorted({run.last_round for run in runs})
-        rounds = f"{'–'.join(map(str, dict.fromkeys((had[0], had[-1]))))} of {most}" if any(run.ended for run in runs) else most
-        sent = _mean_of_known([None if run.bytes is None else run.bytes / 2**20 for run in runs], 2)
+        shared = "-" if counts is None or first.is_pooled else f"{counts[Role.SHARED]:,}"
+        had = sorted({run.rounds_before_final_evaluation for run in runs})
+        rounds = (
+            f"{'–'.join(map(str, dict.fromkeys((had[0], had[-1]))))} of {most}" if any(run.early_end for run in runs) else most
+        )
+        sent = _known_mean_text([None if run.bytes is None else run.bytes / 2**20 for run in runs], 2)
         epsilons = [run.epsilon for run in runs if run.epsilon is not None]
-        epsilon = "none" if not first.private else "not known"  # a private run may not tell it, which is not "none"
-        if first.private and len(epsilons) == len(runs):
+        epsilon = "none" if not first.is_private else "not known"  # a private run may not tell it, which is not "none"
+        if first.is_private and len(epsilons) == len(runs):
             epsilon = f"{max(epsilons):.4g} ({first.settings['privacy.unit']})"
         adapted = trained_set(first)
         sets.add((adapted, every))
         cells = [
-            adapted + (", pooled data" if first.pooled else ""),
+            adapted + (", pooled data" if first.is_pooled else ""),
             every,
             shared,
             str(rounds),
-            _mean_of_known(steps_of(runs), 0),
-            "the data" if first.pooled else sent,
-            _mean_of_known([run.seconds for run in runs], 1),
+            _known_mean_text(steps_of(runs), 0),
+            "the data" if first.is_pooled else sent,
+            _known_mean_text([run.seconds for run in runs], 1),
             epsilon,
         ]
         rows.append([method, *cells])
@@ -58,11 +60,15 @@ def cost_table(group: Group) -> Table:
              "mean over sites; MiB: tensors up and down in training, "
              "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
     marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
-    early = [f"{method}, seed {seed}: {early_stop_text(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
+    early = [
+        f"{method}, seed {seed}: {early_stop_text(run.early_end)}"
+        for (method, seed), run in group.runs.items()
+        if run.early_end
+    ]
     notes += only_true(
         {"the methods do not all train the same set of parameters": len(sets) > 1}
         | dict.fromkeys(unequal_steps(group), True)
-        | dict.fromkeys(_fewer_steps(group), True)
+        | dict.fromkeys(_fewer_pooled_samples_lines(group), True)
         | {f"{MARK} without runs that have not all of it on record": marked}
         | dict.fromkeys(early[:MOST_LISTED], True)
         | {f"and {len(early) - MOST_LISTED} more that ended early": len(early) > MOST_LISTED}
@@ -78,41 +84,42 @@ def steps_of(runs: Sequence[RunRecord]) -> list[float | None]:
 def unequal_steps(group: Group) -> list[str]:
     """Return [] if all methods make equally many steps at a site, else a line with their steps, and one with the remedy.
 
-    Runs on pooled data are left out, because `_fewer_steps` compares them. There is no remedy for runs that ended early.
+    Runs on pooled data are left out, because `_fewer_pooled_samples_lines` compares them. There is no remedy for runs that
+    ended early.
     """
-    runs = {m: group.of(m) for m in group.methods if group.of(m) and not group.of(m)[0].pooled}
+    runs = {m: group.runs_of(m) for m in group.methods if group.runs_of(m) and not group.runs_of(m)[0].is_pooled}
     made = {m: n for m, some in runs.items() if (n := mean([one for one in steps_of(some) if one is not None]))}
     if len(set(made.values())) < 2:
         return []
-    most, early = max(made.values()), {m for m, some in runs.items() if any(run.ended for run in some)}
-    rounds = {m: runs[m][0].last_round * most / n for m, n in made.items() if n < most and m not in early}
-    remedy = few([f"{m}: {count:.0f}" for m, count in rounds.items() if count.is_integer()], 8)
-    said = few([f"{m} {n:,.0f}" for m, n in made.items()], 8)
+    most, early = max(made.values()), {m for m, some in runs.items() if any(run.early_end for run in some)}
+    rounds = {m: runs[m][0].rounds_before_final_evaluation * most / n for m, n in made.items() if n < most and m not in early}
+    remedy = first_names_text([f"{m}: {count:.0f}" for m, count in rounds.items() if count.is_integer()], 8)
+    said = first_names_text([f"{m} {n:,.0f}" for m, n in made.items()], 8)
     return [f"the methods do not make the same number of steps at a site: {said}"] + (
         [f"for equal steps set training.rounds: {remedy}"] if remedy else []
     )
 
 
-def _fewer_steps(group: Group) -> list[str]:
+def _fewer_pooled_samples_lines(group: Group) -> list[str]:
     """Return a line per method on pooled data that sees fewer samples per round than all sites of another method together."""
 
-    def samples_per_round(run: RunRecord, times: float) -> tuple[float, str]:
-        """Return the samples that `times` sites of a run see in a round, and the words for it; (0, "") without local_steps."""
+    def samples_per_round(run: RunRecord, site_count: float) -> tuple[float, str]:
+        """Return the samples that `site_count` sites of a run see per round, and its words; (0, "") without local_steps."""
         steps, batch = run.config.training.local_steps, run.config.training.batch_size
-        return (times * steps * batch, f"{times * steps:.0f} steps of batch {batch}") if steps else (0.0, "")
+        return (site_count * steps * batch, f"{site_count * steps:.0f} steps of batch {batch}") if steps else (0.0, "")
 
-    firsts = {method: group.of(method)[0] for method in group.methods if group.of(method)}
+    firsts = {method: group.runs_of(method)[0] for method in group.methods if group.runs_of(method)}
     sites = {method: len(one.sites) * one.config.federation.fraction_train for method, one in firsts.items()}
     most, said = max(
-        (samples_per_round(one, sites[method]) for method, one in firsts.items() if not one.pooled), default=(0.0, "")
+        (samples_per_round(one, sites[method]) for method, one in firsts.items() if not one.is_pooled), default=(0.0, "")
     )
-    found = {method: samples_per_round(one, 1) for method, one in firsts.items() if one.pooled}
+    found = {method: samples_per_round(one, 1) for method, one in firsts.items() if one.is_pooled}
     less = {method: own for method, (seen, own) in found.items() if 0 < seen < most}
     what = "no upper bound; set training.local_steps to the sites' sum"
     return [f"{method}: pooled data train {own} a round, the sites together {said}: {what}" for method, own in less.items()]
 
 
-def _mean_of_known(values: Sequence[float | None], digits: int) -> str:
+def _known_mean_text(values: Sequence[float | None], digits: int) -> str:
     """Return the mean of the known values as a text, with MARK if some are unknown; "-" if all are."""
     there = [value for value in values if value is not None]
     return f"{mean(there):,.{digits}f}{MARK if len(there) < len(values) else ''}" if there else "-"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from consilium.report.compare.score_statistics import GroupScores, diagnostic_series, mean
 from consilium.report.run_record import RunRecord
-from consilium.report.tables import Column, Table, number
+from consilium.report.tables import Column, Table, number_text
 
 FEWEST_PAIRS = 4
 """Fewest pairs for a rank correlation. With three pairs, one in three orders correlates perfectly by chance."""
@@ -18,14 +18,14 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
     """Return a table with a row per method and diagnostic: first, last and mean value over the rounds. [] for none."""
     rows = []
     for method in scores.methods:
-        runs = scores.group.of(method)
+        runs = scores.group.runs_of(method)
         for what in _diagnostic_names(runs):
             values = diagnostic_series(runs, what)
             cells = [
                 *(mean([one[place] for one in values]) for place in (0, -1)),
                 mean([math.fsum(one) / len(one) for one in values]),
             ]
-            rows.append([method, what, *map(number, cells)])
+            rows.append([method, what, *map(number_text, cells)])
     columns = [
         Column("method", right=False),
         Column("diagnostic", right=False),

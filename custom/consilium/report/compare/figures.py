@@ -21,7 +21,7 @@ from matplotlib.transforms import ScaledTranslation
 from PIL import ImageChops
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import few, shown
+from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.report.compare import COLUMN, MARK, PAGE
 from consilium.report.compare.comparability import Group, frozen_model
@@ -41,7 +41,7 @@ from consilium.report.predictions import (
     write_page,
 )
 from consilium.report.run_record import Curve, RunRecord
-from consilium.report.tables import csv_text, number, tex, tex_label
+from consilium.report.tables import csv_text, escape_tex, number_text, tex_label
 from consilium.report.untrusted_files import subfolders
 
 # examples --------------------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def draw_examples(folder: Path, group: Group, stage: Stage, suffix: str) -> tupl
             key = arrange([(0, 0, key.crop((0, 0, max(right, 1), key.height))), (0, key.height, told)])
             # the blank keeps a method called "picture" apart from the column of pictures
             write_page(files[-1], (both | {f"{method} ": tiles[stage] for method, (tiles, _) in pages.items()}, key))
-    notes = [f"no examples of {few(sites, 3)}: {why}" for why, sites in undrawn.items()]
+    notes = [f"no examples of {first_names_text(sites, 3)}: {why}" for why, sites in undrawn.items()]
     lacking = [method for method in group.methods if method not in runs]
-    notes += [f"examples show seed {seed}; no run with it: {few(lacking, 3)}"] if lacking and files else []
+    notes += [f"examples show seed {seed}; no run with it: {first_names_text(lacking, 3)}"] if lacking and files else []
     left = len(runs) - MOST_METHODS
     shows = f"examples show the first {MOST_METHODS} methods; {left} more are left out"
     return files, notes + ([shows] if left > 0 and files else [])
@@ -170,7 +170,7 @@ def draw(
                 rf"\begin{{{place}}}[t]",
                 r"\centering",
                 rf"\includegraphics[width=\{side}width]{{{name}{end}.pdf}}",
-                rf"\caption{{{tex(caption)}}}{tex_label('fig', f'{name}{end}', labels)}",
+                rf"\caption{{{escape_tex(caption)}}}{tex_label('fig', f'{name}{end}', labels)}",
                 rf"\end{{{place}}}",
             ]
         examples, undrawn = draw_examples(folder, group, stage, end)
@@ -180,7 +180,7 @@ def draw(
             page += [
                 "% Shows patients. Remove the % of the next lines only if the pictures may be published.",
                 rf"% \begin{{figure*}}[t]\centering\includegraphics[width=\textwidth]{{{path.name}}}",
-                rf"% \caption{{{tex(caption)}}}{tex_label('fig', path.stem, labels)}\end{{figure*}}",
+                rf"% \caption{{{escape_tex(caption)}}}{tex_label('fig', path.stem, labels)}\end{{figure*}}",
             ]
         files += examples
         notes += map(group.with_group_name, undrawn)
@@ -197,7 +197,7 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     if not drawn:
         return "no run validated this model at all sites in two rounds"
     rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
-    steps = {method: scores.group.of(method)[0].steps for method in drawn}
+    steps = {method: scores.group.runs_of(method)[0].steps for method in drawn}
     by_steps = all(steps.values()) and len({one[-1] / (len(one) - 1) for one in steps.values()}) > 1
     label = "optimizer steps of a site behind the model" if by_steps else ROUNDS
     at = {method: [steps[method][r] if by_steps else r for r in rounds[method]] for method in drawn}
@@ -227,7 +227,7 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     ]
     of_tables = f"not on the {scores.group.first.split} data of the tables"
     what = f"Learning curves: the mean over sites on validation data, {of_tables}, by {label}"
-    alike = len({number(means[method][0]) if rounds[method][0] == 0 else method for method in drawn}) == 1 < len(drawn)
+    alike = len({number_text(means[method][0]) if rounds[method][0] == 0 else method for method in drawn}) == 1 < len(drawn)
     begins = "The curves begin with the model before training." if alike else ""
     return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins), rows)
 
@@ -238,7 +238,7 @@ def _curves_by_seed(scores: GroupScores, method: str) -> dict[str, Curve]:
     The sites are those that any run of the group validated. A seed is left out if it lacks a site, and a round is left out
     unless all seeds have it at all sites.
     """
-    curves = {key: run.validation(scores.stage, scores.metric) for key, run in scores.group.runs.items()}
+    curves = {key: run.validation_curves(scores.stage, scores.metric) for key, run in scores.group.runs.items()}
     sites = {site for curve in curves.values() for site in curve}
     whole = {seed: one for (name, seed), one in curves.items() if name == method and one and set(one) == sites}
     rounds = sorted(set.intersection(*(set(curve) for one in whole.values() for curve in one.values()))) if whole else []
@@ -272,7 +272,7 @@ def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[floa
     """
     found: dict[str, dict[str, list[float]]] = {}
     for method in scores.methods:
-        labels = next((run.labels for run in scores.group.of(method)), {})
+        labels = next((run.labels for run in scores.group.runs_of(method)), {})
         if axis in labels and (means := scores.means(method)):
             rest = ", ".join(value for other, value in labels.items() if other != axis)
             found.setdefault(rest or axis, {})[labels[axis]] = means
@@ -292,9 +292,9 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     draw_lines(plot, found)
     _label_axes(plot, scores, wrap_name(axis), width)
     rows = [
-        {"method": method, axis: scores.group.of(method)[0].labels[axis], "seed": seed, "value": value}
+        {"method": method, axis: scores.group.runs_of(method)[0].labels[axis], "seed": seed, "value": value}
         for method in scores.methods
-        if scores.group.of(method)
+        if scores.group.runs_of(method)
         for seed, value in zip(scores.complete_seeds(method), scores.means(method), strict=True)
     ]
     what = f"The mean over sites along {axis}, its values at equal distances"
@@ -337,9 +337,13 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
         return "nothing is scored"
     sites, first = scores.sites, scores_of(scores.group, Stage.PRETRAINED, scores.metric)
     models = {frozen_model(run) for run in scores.group.runs.values()}
-    frozen = next((m for m in first.scored_methods if len(models) == 1 and all(first.at(m, site) for site in sites)), "")
-    found = [("pretrained", [first.at(frozen, site) for site in sites], 0)] if frozen else []
-    found += [(m, [scores.at(m, site) for site in sites], len(scores.group.expected(m))) for m in scores.methods]
+    frozen = next(
+        (m for m in first.scored_methods if len(models) == 1 and all(first.scores_at_site(m, site) for site in sites)), ""
+    )
+    found = [("pretrained", [first.scores_at_site(frozen, site) for site in sites], 0)] if frozen else []
+    found += [
+        (m, [scores.scores_at_site(m, site) for site in sites], len(scores.group.expected_seeds(m))) for m in scores.methods
+    ]
     methods, at = [name for name, *_ in found], [one for _, one, _ in found]
     marks = [[MARK if 0 < len(one) < most else "" for one in row] for _, row, most in found]
     values = np.array([[mean(one) for one in row] for row in at], dtype=np.float64)
@@ -377,22 +381,22 @@ def _cell_text(values: Sequence[float], mark: str) -> str:
     return f"{mean(values):.3f}{mark}" + (f"\n±{spread}" if float(spread) else "") if values else ""
 
 
-def against_bytes(scores: GroupScores, width: float = COLUMN) -> Drawn:
+def bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw mean scores against MiB sent and received."""
 
-    def size(run: RunRecord) -> float | None:
-        return None if run.bytes is None and not run.pooled else (run.bytes or 0.0) / 2**20
+    def mebibytes(run: RunRecord) -> float | None:
+        return None if run.bytes is None and not run.is_pooled else (run.bytes or 0.0) / 2**20
 
-    return _scatter(scores, width, size, "MiB up and down, all sites and rounds", "no run sent anything")
+    return _scatter(scores, width, mebibytes, "MiB up and down, all sites and rounds", "no run sent anything")
 
 
-def against_epsilon(scores: GroupScores, width: float = COLUMN) -> Drawn:
+def epsilon_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw mean scores against epsilon. Runs with different units of privacy are never in one figure."""
     units = {run.settings["privacy.unit"] for run in scores.group.runs.values() if run.epsilon is not None}
     if len(units) > 1:
         return "epsilon of sites and of records are no one scale"
     label = f"epsilon at the job's delta ({next(iter(units), '')} level)"
-    return _scatter(scores, width, lambda run: run.epsilon if run.private else 0.0, label, "no run is private")
+    return _scatter(scores, width, lambda run: run.epsilon if run.is_private else 0.0, label, "no run is private")
 
 
 def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], float | None], label: str, why: str) -> Drawn:
@@ -468,5 +472,5 @@ def _caption(scores: GroupScores, text: str, of_seeds: str, more: str = "") -> s
     return f"{text}. {score} {of_seeds if count > 1 else ''}".strip() + f" {more}" * bool(more)
 
 
-PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}
+PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": bytes_figure, "epsilon": epsilon_figure}
 """Functions that draw a picture or return the reason why they cannot, by file name."""

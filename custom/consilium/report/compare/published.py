@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.score_statistics import GroupScores, diagnostic_series, mean, scores_of
-from consilium.report.tables import Column, Table, difference, number, only_true
+from consilium.report.tables import Column, Table, difference_text, number_text, only_true
 
 SITE = "site"
 """Name in a row of `published` that says for which site its numbers were printed."""
@@ -60,7 +60,7 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
         method = method_of(one, scores.group)
         if method is None or (one.metric == scores.metric and not one.site):
             continue
-        runs = scores.group.of(method)
+        runs = scores.group.runs_of(method)
         if one.metric in DIAGNOSED:
             values = [] if one.site else [values[-1] for values in diagnostic_series(runs, DIAGNOSED[one.metric])]
         elif one.metric.startswith(HELD_OUT):
@@ -68,10 +68,10 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
             values = [value for value in held_out if value is not None]
         else:
             other = scores_of(scores.group, scores.stage, one.metric)
-            values = other.at(method, one.site) if one.site else other.means(method)
+            values = other.scores_at_site(method, one.site) if one.site else other.means(method)
         ours = mean(values)
-        gap = "-" if ours is None else difference(ours - one.value)
-        rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
+        gap = "-" if ours is None else difference_text(ours - one.value)
+        rows.append([method, one.site or "mean", one.metric, number_text(ours), number_text(one.value), gap])
     columns = [
         Column("method", right=False),
         Column("site", 1, False),

@@ -118,16 +118,16 @@ class GroupScores:
 
     def is_complete(self, method: str) -> bool:
         """Tell whether no site is missing in any seed of a method."""
-        return self.complete_seeds(method) == self.group.expected(method)
+        return self.complete_seeds(method) == self.group.expected_seeds(method)
 
-    def at(self, method: str, site: str) -> list[float]:
+    def scores_at_site(self, method: str, site: str) -> list[float]:
         """Return a method's scores at a site, in the order of seeds, without missing ones."""
         return [self.cells[method, s, site] for s in self.group.seeds if (method, s, site) in self.cells]
 
-    def under(self, method: str, column: str) -> list[float]:
+    def scores_in_column(self, method: str, column: str) -> list[float]:
         """Return a method's scores in a column, in the order of seeds: at a site, or a quantile over the sites."""
         if column not in SPREAD or len(self.averaged_sites) <= MOST_SITES:
-            return self.at(method, column)
+            return self.scores_at_site(method, column)
         share = 1 - SPREAD[column] if self.lower_is_better else SPREAD[column]
         seeds = [[self.cells[method, seed, site] for site in self.averaged_sites] for seed in self.complete_seeds(method)]
         return [float(np.quantile(scores, share)) for scores in seeds]
@@ -160,10 +160,10 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     }
     cells = {key: value for key, one in values.items() if (value := finite_score(one)) is not None}
     scored = [key for key, value in values.items() if value is not None]
-    without = tuple(m for m in group.methods if group.of(m) and not any(key[0] == m for key in scored))
+    without = tuple(m for m in group.methods if group.runs_of(m) and not any(key[0] == m for key in scored))
     missing = {}
     for method in (method for method in group.methods if method not in without):
-        for key in itertools.product([method], group.expected(method), sorted({site for *_, site in scored})):
+        for key in itertools.product([method], group.expected_seeds(method), sorted({site for *_, site in scored})):
             if key not in cells:
                 there = "not scored there" if values.get(key) is None else "not finite"
                 missing[key] = there if key[:2] in group.runs else group.absent.get(key[:2], "no run with this seed")

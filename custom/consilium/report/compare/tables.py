@@ -7,7 +7,7 @@ from statistics import stdev
 from typing import Any
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import count_with_noun, few
+from consilium.core.sanitize import count_with_noun, first_names_text
 from consilium.report.compare import MARK, MOST_LISTED, Test
 from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.costs import cost_table, steps_of, unequal_steps
@@ -26,7 +26,7 @@ from consilium.report.compare.score_statistics import (
     scores_of,
 )
 from consilium.report.run_record import finite_score, unit_of
-from consilium.report.tables import Column, Table, csv_text, difference, number, only_true, sentence
+from consilium.report.tables import Column, Table, csv_text, difference_text, number_text, only_true, sentence
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
 MOST_TESTS = 30
@@ -89,30 +89,30 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
         *rest,
     ]
 
-    def spread(of: GroupScores, values: Sequence[float]) -> str:
+    def mean_and_spread_text(of: GroupScores, values: Sequence[float]) -> str:
         """Return the mean over seeds ± the standard deviation (n - 1 in the denominator) for two seeds or more.
 
         A frozen model on the same data has one score, not one per seed.
         """
-        values = values[:1] if of is pretrained and len(set(map(number, values))) == 1 else values
-        return number(mean(values)) + (f" ± {number(stdev(values))}" if len(values) > 1 else "")
+        values = values[:1] if of is pretrained and len(set(map(number_text, values))) == 1 else values
+        return number_text(mean(values)) + (f" ± {number_text(stdev(values))}" if len(values) > 1 else "")
 
     def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
-        means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected(method)
+        means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected_seeds(method)
         mark = MARK if means and not of.is_complete(method) else ""
         found = [name, f"{len(whole)}/{len(expected)}"]
-        for values in (of.under(method, site) for site in sites):
-            found.append(spread(of, values) + (MARK if values and len(values) < len(expected) else ""))
+        for values in (of.scores_in_column(method, site) for site in sites):
+            found.append(mean_and_spread_text(of, values) + (MARK if values and len(values) < len(expected) else ""))
         found += [
-            spread(of, means) + mark,
-            "-" if of is pretrained and "±" not in spread(of, means) else _interval_text(interval(means)),
+            mean_and_spread_text(of, means) + mark,
+            "-" if of is pretrained and "±" not in mean_and_spread_text(of, means) else _interval_text(interval(means)),
             _interval_text(patients_interval(of, method) if means else None),
         ]
         by_n = of.means(method, weighted=True)
-        found += [spread(of, by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
+        found += [mean_and_spread_text(of, by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
         ours = mean(means)
-        gap = "-" if ours is None or beside is None else difference(ours - beside)
-        return found + ([number(beside), gap] if printed else [])
+        gap = "-" if ours is None or beside is None else difference_text(ours - beside)
+        return found + ([number_text(beside), gap] if printed else [])
 
     models: dict[str, list[str]] = {}
     for (method, _), run in pretrained.group.runs.items():
@@ -120,9 +120,12 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
             models.setdefault(frozen_model(run), []).append(method)
     frozen = {max(m, key=lambda one: len(pretrained.complete_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
     several = len(frozen) > 1
-    rows = [row(pretrained, m, f"pretrained: {few(of)}" if several else "pretrained (not adapted)") for m, of in frozen.items()]
+    rows = [
+        row(pretrained, m, f"pretrained: {first_names_text(of)}" if several else "pretrained (not adapted)")
+        for m, of in frozen.items()
+    ]
     for floor in (one for one in published if one.floor and one.metric == scores.metric):
-        cells = [number(floor.value) if one is rest[0] else "-" for one in columns[1:]]
+        cells = [number_text(floor.value) if one is rest[0] else "-" for one in columns[1:]]
         rows.append([f"floor: {floor.floor}", *cells])
     above = len(rows)
     rows += [row(scores, method, method, placed.get(method), against[method]) for method in group.methods]
@@ -137,7 +140,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     marked = any(MARK in cell for row in rows for cell in row[1:])
     in_all, by_site = _scored_samples(scores)
     of_sites, of_means = (
-        [f"the pretrained model is the best in: {few(names)}"]
+        [f"the pretrained model is the best in: {first_names_text(names)}"]
         if (names := [one.heading for one in beaten if one.detail is detail])
         else []
         for detail in (True, False)
@@ -168,13 +171,15 @@ def _best_cells(
             continue
         whole: dict[int, float] = {}
         for i, (of, m) in ((i, row) for i, row in enumerate(rows) if row is not None):
-            values = of.under(m, sites[index - 2]) if column.detail else of.means(m, weighted=column.heading != "mean")
-            if values and len(values) == len(of.group.expected(m)):
+            values = (
+                of.scores_in_column(m, sites[index - 2]) if column.detail else of.means(m, weighted=column.heading != "mean")
+            )
+            if values and len(values) == len(of.group.expected_seeds(m)):
                 whole[i] = math.fsum(values) / len(values)
         if sum(i >= above for i in whole) > 1:
             lower = next(row[0].lower_is_better for row in rows if row is not None)
-            top = number((min if lower else max)(whole.values()))
-            found |= {(i, index) for i, value in whole.items() if number(value) == top}
+            top = number_text((min if lower else max)(whole.values()))
+            found |= {(i, index) for i, value in whole.items() if number_text(value) == top}
     return found
 
 
@@ -187,15 +192,15 @@ def _scored_samples(scores: GroupScores) -> tuple[list[str], list[str]]:
     if not any(found.values()):
         return [], []
     what, total = f"{unit_of(scores.group.first.config.task.model_dump())}s scored: ", sum(found.values())
-    counts = few([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
+    counts = first_names_text([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
     in_all = f"{what}{total} at {count_with_noun(len(found), 'site')}"
     return [in_all], [f"{what}{counts}" + (f"; {total} in all" if len(found) > 1 else "")]
 
 
-def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) -> str:
+def _caption(scores: GroupScores, blocks: int, headings_with_values: Set[str], of_sites: bool) -> str:
     """Return a table's caption for a paper, in whole sentences.
 
-    `there`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
+    `headings_with_values`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
     """
     group, count, sites = scores.group, len(scores.group.seeds), count_with_noun(len(scores.averaged_sites), "site")
     title = group.with_group_name(
@@ -208,11 +213,12 @@ def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) 
         f"{title}.": True,
         f"Means are over {over}.": True,
         "The 95 % intervals over seeds are percentile bootstraps of the mean; few seeds make them too narrow.": "95 % seeds"
-        in there,
-        f"The 95 % intervals of the test set join {_describe_bootstrap_unit(scores)} by MOVER.": "95 % test set" in there,
-        "The mean by n weighs sites by the samples that they scored.": "mean by n" in there,
-        f"The rank, 1 for the best, is averaged over {count_with_noun(blocks, 'site')}.": "rank" in there,
-        "The published numbers are the paper's own; the difference is ours minus them.": "published" in there,
+        in headings_with_values,
+        f"The 95 % intervals of the test set join {_describe_bootstrap_unit(scores)} by MOVER.": "95 % test set"
+        in headings_with_values,
+        "The mean by n weighs sites by the samples that they scored.": "mean by n" in headings_with_values,
+        f"The rank, 1 for the best, is averaged over {count_with_noun(blocks, 'site')}.": "rank" in headings_with_values,
+        "The published numbers are the paper's own; the difference is ours minus them.": "published" in headings_with_values,
     }
     by_site = {f"{title}, {'by ' * (each == 'site')}{each}.": True, f"Each number is {spread}.": True}
     always = {
@@ -231,7 +237,7 @@ def _describe_bootstrap_unit(scores: GroupScores) -> str:
 
 def _interval_text(ends: Interval | None) -> str:
     """Return an interval as tables show it; "-" for None."""
-    return "-" if ends is None else f"{number(ends[0])}–{number(ends[1])}"
+    return "-" if ends is None else f"{number_text(ends[0])}–{number_text(ends[1])}"
 
 
 def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) -> list[str]:
@@ -254,7 +260,7 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         f"mean over {averaged}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
         f"seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
-        f"no score of this metric at: {few(scores.unscored_sites)}": scores.unscored_sites,
+        f"no score of this metric at: {first_names_text(scores.unscored_sites)}": scores.unscored_sites,
         too_few if seeds < FEWEST_SEEDS else f"95 % seeds: {bootstrap}": True,
         f"95 % test set: from {_describe_bootstrap_unit(scores)} {apart}, by MOVER": True,
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
@@ -282,7 +288,7 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None, ta
         Column("p Holm"),
     ]
     rows = [
-        [c.one, c.other, str(c.pairs), difference(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
+        [c.one, c.other, str(c.pairs), difference_text(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
         for c in found[:MOST_TESTS]
     ]
     name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
@@ -324,7 +330,7 @@ def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
     lines: dict[tuple[str, str, str], dict[str, None]] = {}
     for (method, seed, site), why in (one for scores in tables for one in scores.missing.items()):
         lines.setdefault((method, seed, why), {})[site] = None
-    rows = [[method, seed, few(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
+    rows = [[method, seed, first_names_text(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
     columns = [METHOD, Column("seed"), Column("sites", 1, False), Column("why", 0, False)]
     if not rows:
         return []

@@ -57,7 +57,7 @@ def _thumbnail(item: Item, settings: PictureSettings) -> str:
 
     All labels of the mask are white. Without a readable mask there is a diagonal line in its place.
     """
-    if (picture := read_overview(item, settings)) is None:
+    if (picture := read_picture_or_plane(item, settings)) is None:
         return ""
     image = Image.fromarray(picture)
     image.thumbnail((SIDE, SIDE))
@@ -65,7 +65,7 @@ def _thumbnail(item: Item, settings: PictureSettings) -> str:
     ImageDraw.Draw(mask).line([(0, 0), image.size], fill=120)
     try:
         if isinstance(item.label, Path):
-            labels = read_labels(_middle(item, settings), settings)
+            labels = read_labels(_middle_plane(item, settings), settings)
             mask = Image.fromarray(labels.where(labels.present() - {0})).convert("L").resize(image.size)
     except DataError:
         pass
@@ -75,15 +75,15 @@ def _thumbnail(item: Item, settings: PictureSettings) -> str:
     return data_url(sheet, "PNG")
 
 
-def read_overview(item: Item, settings: PictureSettings) -> np.ndarray | None:
+def read_picture_or_plane(item: Item, settings: PictureSettings) -> np.ndarray | None:
     """Return an item's picture (H, W, 3) uint8, or a volume's middle plane; None if it cannot be read."""
     try:
-        return read_image(_middle(item, settings), settings)
+        return read_image(_middle_plane(item, settings), settings)
     except DataError:
         return None
 
 
-def _middle(item: Item, settings: PictureSettings) -> Item:
+def _middle_plane(item: Item, settings: PictureSettings) -> Item:
     """Return the middle plane of a volume; any other item unchanged."""
     if item.slice is not None or not is_volume(item.image):
         return item

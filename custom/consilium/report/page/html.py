@@ -152,11 +152,13 @@ def privacy_statement(record: RunRecord) -> Statement:
     if record.privacy is not None:
         sentences, facts = plan_statement(record.privacy)
         return [*sentences, SCORES], facts
-    sentences = [shown(not_private_sentence(record.seeded), 600)] if record.seeded else []
+    sentences = [shown(not_private_sentence(record.seeded_sites), 600)] if record.seeded_sites else []
     facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
     if private.unit != "site" and private.trust == "local":
         return [*sentences, BY_UNIT.format(unit=private.unit.capitalize()), SCORES], facts
-    spent = [value for line in record.of("concluded") if (value := as_finite_float(line.get("privacy/epsilon"))) is not None]
+    spent = [
+        value for line in record.lines_of("concluded") if (value := as_finite_float(line.get("privacy/epsilon"))) is not None
+    ]
     facts += [("epsilon so far", f"{spent[-1]:.4g} at delta {private.delta:g}")] if spent else []
     return [*sentences, "The run has not ended: what it promises is known at its end.", SCORES], facts
 

@@ -10,11 +10,11 @@ from typing import Any
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
-from consilium.core.sanitize import count_with_noun, few, shown
+from consilium.core.sanitize import count_with_noun, first_names_text, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
 from consilium.privacy.ledger.ledger import Ledger, summary
-from consilium.report.audit_tables import audit_tables
+from consilium.report.audit_tables import message_and_tensor_tables
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
@@ -34,7 +34,7 @@ from consilium.report.results_table import (
 )
 from consilium.report.run_files import versions
 from consilium.report.run_record import RunRecord, cell_name_of, is_simulation, read_run
-from consilium.report.tables import Table, columns, duration, only_true, size, stamp
+from consilium.report.tables import Table, columns, duration_text, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import (
     MOST_BYTES,
     as_finite_float,
@@ -65,14 +65,18 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "--site shows these too": [place.name for place, _ in own[MOST_SITES:]],
         f"{CASES} is damaged, so nothing is shown of": [place.name for place, cases in read if cases is None],
     }
-    trained = {site: one for site, one in record.closing.items() if site not in record.test_only} or record.closing
+    trained = {site: one for site, one in record.latest_scores.items() if site not in record.test_only} or record.latest_scores
     crossed = read_cross_site_matrix(read_json(record.folder / VALUES))
     crossed = crossed and replace(crossed, grid=record.scores.grid)  # files of older versions have no grid
     confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
     private, private_facts = privacy_statement(record)
     refusals = [
-        {"site": one["site"], "when": refusal_time_text(one, record.last_round), "reason": shown(one["reason"], 600)}
-        for one in record.of("refused")
+        {
+            "site": one["site"],
+            "when": refusal_time_text(one, record.rounds_before_final_evaluation),
+            "reason": shown(one["reason"], 600),
+        }
+        for one in record.lines_of("refused")
     ]
     level, damaged, lost = no_improvement_warning(record), sorted(record.damaged - {"metrics.jsonl"}), record.lost_lines
     warnings = {
@@ -89,15 +93,15 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "warnings": only_true(warnings),
         "facts": _facts(record, simulated),
         "running": record.results is None,
-        "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
-        "models": score_intervals_figure(record.closing, record.metric, label),
+        "headline": results_table(record.latest_scores, record.scores, title, record.test_only) if record.split else None,
+        "models": score_intervals_figure(record.latest_scores, record.metric, label),
         "meant": MEANT,
         "crossed": None if crossed is None else crossed.table(),
         "confused": confused,
         "figures": curve_figures(record),
         "sites": [site_section(f"site{i}", place.name, place, one) for i, (place, one) in enumerate(own[:MOST_SITES])],
         "units": own[0][1].unit if own else "",
-        "left_out": [f"{what}: {few(sites, 20)}" for what, sites in left_out.items() if sites],
+        "left_out": [f"{what}: {first_names_text(sites, 20)}" for what, sites in left_out.items() if sites],
         "parameters": _parameters_sentence(record),
         "times": _time_facts(record),
         "training": _training_table(record),
@@ -130,10 +134,10 @@ REMEDY_DAMAGED = "Copy the run's folder again from where it was written, or reru
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
     """Return facts on the run as pairs (name, value)."""
-    early = f": {early_stop_text(record.ended)}" if record.ended else ""
+    early = f": {early_stop_text(record.early_end)}" if record.early_end else ""
     state = f"finished{early}"
     if record.results is None:
-        phases = {(line["round"], line["phase"]) for line in record.of("concluded")}
+        phases = {(line["round"], line["phase"]) for line in record.lines_of("concluded")}
         done = sum(phase == max(phase for _, phase in phases) for _, phase in phases)
         state = f"not finished{early or f': {done} of {record.config.training.rounds} rounds have ended'}"
     where = "a simulation: all sites were on one machine" if simulated else "the server of a federation, or its result"
@@ -145,7 +149,9 @@ def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
 def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any, str]]:
     """Return the learning curves as (figure, caption); only of `site` if it is given."""
     label, found = record.scores.label(record.metric), []
-    wanted = [(str(stage), record.validation(stage), label, f"Validation {label}, {stage} model") for stage in list(Stage)[1:]]
+    wanted = [
+        (str(stage), record.validation_curves(stage), label, f"Validation {label}, {stage} model") for stage in list(Stage)[1:]
+    ]
     for name, curves, axis, what in [*wanted, ("loss", record.curves(TRAIN_LOSS, True), "loss", "Training loss")]:
         chosen = {one: curve for one, curve in curves.items() if site in (None, one)}
         if (figure := draw_curves(f"curve-{name}", chosen, axis, what)) is not None:
@@ -159,10 +165,14 @@ def _training_table(record: RunRecord) -> Table | None:
     Columns without known values are left out. None if no site took part.
     """
     counts = {event: Counter[str]() for event in ("started", "concluded")}
-    for line in record.of(*counts):
+    for line in record.lines_of(*counts):
         counts[line["event"]].update(line["sites"])
-    refused, answers, rows = Counter(line["site"] for line in record.of("refused")), dict[str, list[Any]](), list[list[str]]()
-    for line in record.of("result"):
+    refused, answers, rows = (
+        Counter(line["site"] for line in record.lines_of("refused")),
+        dict[str, list[Any]](),
+        list[list[str]](),
+    )
+    for line in record.lines_of("result"):
         answers.setdefault(line["site"], []).append(line["metrics"])
     sums = Counter[str]()
     for site in sorted({*record.sites, *counts["started"], *refused, *answers}):
@@ -174,10 +184,10 @@ def _training_table(record: RunRecord) -> Table | None:
             site,
             *map(str, numbers),
             f"{sum(one.get(TRAIN_STEPS, 0.0) for one in found):,.0f}",
-            *map(size, (sum(up), sum(down), max(up, default=0.0))),
-            *([duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]),
+            *map(size_text, (sum(up), sum(down), max(up, default=0.0))),
+            *([duration_text(sum(seconds)), duration_text(statistics.median(seconds))] if seconds else ["-", "-"]),
         ]
-        rows.append([*row, size(max((one.get(TRAIN_MEMORY, 0.0) for one in found), default=0.0)) if found else "-"])
+        rows.append([*row, size_text(max((one.get(TRAIN_MEMORY, 0.0) for one in found), default=0.0)) if found else "-"])
         sums.update({"answered": len(found), "sent": sum(up), "received": sum(down)})
     heads = [
         "site",
@@ -194,7 +204,7 @@ def _training_table(record: RunRecord) -> Table | None:
         "a round, median",
         "GPU memory, most",
     ]
-    total = [size(sums[head]) if head in ("sent", "received") else "" for head in heads]
+    total = [size_text(sums[head]) if head in ("sent", "received") else "" for head in heads]
     total[0], total[2] = "all sites", str(sums["answered"])
     unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B", *["0"] * (head == "steps")) for row in rows)}
     places = [i for i, head in enumerate(heads) if head not in unknown]
@@ -208,7 +218,7 @@ def _training_table(record: RunRecord) -> Table | None:
 
 def _parameters_sentence(record: RunRecord) -> str:
     """Return a sentence on how many of the adapter's parameters are communicated; "" if it is not on record."""
-    if record.pooled:
+    if record.is_pooled:
         return "The sites' data were pooled: nothing was sent, and the run is a reference, no federation."
     if (found := record.parameter_counts) is None:
         return ""
@@ -222,14 +232,14 @@ def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
     began, ended = round_timestamps(record.lines)
     took = [ended[r] - began[r] for r in sorted(ended) if r in began and ended[r] >= began[r]]
     stamps = [line["time"] for line in record.lines if line["time"] is not None]
-    facts = [("began", stamp(min(stamps))), ("last record", stamp(max(stamps)))] if stamps else []
+    facts = [("began", timestamp_text(min(stamps))), ("last record", timestamp_text(max(stamps)))] if stamps else []
     if took:
-        middle = f"{duration(statistics.median(took))} (from {duration(min(took))} to {duration(max(took))})"
-        facts += [("rounds, summed", duration(sum(took))), ("a round, median", middle)]
-    finals = [line["time"] for line in record.of("final") if line["time"] is not None]
+        middle = f"{duration_text(statistics.median(took))} (from {duration_text(min(took))} to {duration_text(max(took))})"
+        facts += [("rounds, summed", duration_text(sum(took))), ("a round, median", middle)]
+    finals = [line["time"] for line in record.lines_of("final") if line["time"] is not None]
     if finals and ended and max(finals) >= max(ended.values()):
-        facts.append(("final evaluation", duration(max(finals) - max(ended.values()))))
-    if resumed := sum(1 for _ in record.of("resumed")):
+        facts.append(("final evaluation", duration_text(max(finals) - max(ended.values()))))
+    if resumed := sum(1 for _ in record.lines_of("resumed")):
         text = f"gone on with {resumed} times; a pause is in no round's time but the one it fell into"
         facts.append(("interrupted", text))
     return facts
@@ -256,11 +266,11 @@ def audit_section(path: Path) -> dict[str, Any]:
         record = read_with_epsilon(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {"record": None, "why": f"{path} cannot be read as a record; see consilium audit."}
-    messages, tensors = audit_tables(record, f", run {shown(path.parent.name, 80)}")
+    messages, tensors = message_and_tensor_tables(record, f", run {shown(path.parent.name, 80)}")
     return {"record": record, "messages": messages, "tensors": tensors}
 
 
-def ledger_of(folder: Path) -> Path | None:
+def ledger_path(folder: Path) -> Path | None:
     """Return the file of a site's ledger; None if there is none.
 
     A simulation has it in the site's folder. A kit has it beside its runs, or where site.yaml says.
@@ -351,7 +361,7 @@ def site_page(folder: Path, site: str) -> str:
     closing, job = ({site: cases.metrics}, cases.job) if cases else ({}, record.config.title if record else "a run")
     state = [("state", "not finished" if record.results is None else "finished")] if record else []
     own = "This page is the hospital's own: it shows test samples of this site, patients where the data are real."
-    table, problem = ledger_table(ledger_of(place))
+    table, problem = ledger_table(ledger_path(place))
     known = cases is not None or (record is not None and record.config.privacy is None)
     unknown = GUARANTEE_MISSING if record is not None and record.results is not None else GUARANTEE_LATER
     private: Statement = [NONE if known else unknown], []

@@ -24,7 +24,7 @@ from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
 from consilium.report.predictions import colours
 from consilium.report.run_record import Curve, Results, finite_score, split_of, unit_of
-from consilium.report.tables import Table, columns, number, shorten_names
+from consilium.report.tables import Table, columns, number_text, shorten_names
 from consilium.report.untrusted_files import Number, is_folder, read_plain
 from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
 
@@ -85,10 +85,10 @@ def curve_figure(name: str, found: Mapping[str, Curve], label: str, what: str) -
         longest = max(len(text.get_text()) for text in axis.legend().get_texts())
         axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3 if longest < 12 else 2)
         ends = {site: f"from {curve[min(curve)]:.3g} to {curve[max(curve)]:.3g}" for site, curve in lines.items()}
-        return inline_svg(figure, name, f"{what}. By site, first to last round: {_in_words(ends)}")
+        return inline_svg(figure, name, f"{what}. By site, first to last round: {_join_site_texts(ends)}")
 
 
-def _in_words(site_texts: Mapping[str, str]) -> str:
+def _join_site_texts(site_texts: Mapping[str, str]) -> str:
     """Join the texts of the first sites, for the alt text of a figure."""
     texts = [f"{shown(site, 40)} {text}" for site, text in site_texts.items()]
     return "; ".join(texts[:COLOURED]) + (f"; and {len(texts) - COLOURED} more sites." if len(texts) > COLOURED else ".")
@@ -128,7 +128,7 @@ def score_intervals_figure(results: Results, metric: str, label: str) -> Markup 
         axis.grid(False, axis="y")
         axis.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.3)
         told = {site: ", ".join(f"{stage} {value:.3g}" for stage, value in values.items()) for site, values in rows.items()}
-        return inline_svg(figure, "models", f"{label} of the three models at each site. {_in_words(told)}")
+        return inline_svg(figure, "models", f"{label} of the three models at each site. {_join_site_texts(told)}")
 
 
 def distribution_figure(name: str, values: Mapping[Stage, Sequence[float]], label: str, units: str, site: str) -> Markup | None:
@@ -243,7 +243,7 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
     rows = []
     for stage, values in cases.known_values.items():
         ends = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
-        rows.append([str(stage), str(len(values)), *map(number, ends)])
+        rows.append([str(stage), str(len(values)), *map(number_text, ends)])
     heads = columns("model", f"{cases.unit}s", "lowest", "first quarter", "median", "third quarter", "highest")
     shown = []
     for case in cases.cases:

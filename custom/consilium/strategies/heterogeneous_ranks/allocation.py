@@ -43,7 +43,7 @@ def download_ranks(energies: Energies, costs: Sequence[float], budget: float, li
     as printed. Raises ConfigError for a cost that is not positive or a budget below 0.
     """
     _check(energies, [costs], [budget])
-    (whole,), (left,) = _exact([costs], [budget])
+    (whole,), (left,) = _as_integers([costs], [budget])
     ranks = [0] * len(energies)
     heap = [(-row[0] / cost, layer) for layer, (row, cost) in enumerate(zip(energies, costs, strict=True)) if row]
     heapify(heap)
@@ -86,7 +86,7 @@ def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal
     """
     budgets = [site.time_budget, site.memory_budget]
     _check(energies, [site.time, site.memory], budgets)
-    whole, left = _exact([site.time, site.memory], budgets)
+    whole, left = _as_integers([site.time, site.memory], budgets)
     scale = [1.0, 1.0] if literal else [1 / b if b > 0 and not math.isinf(b) else 0.0 for b in budgets]
     first, ranks, groups = left, [0] * len(energies), _groups(energies, caps, whole)
     while groups := {costs: heap for costs, heap in groups.items() if heap and costs[0] <= left[0] and costs[1] <= left[1]}:
@@ -101,7 +101,7 @@ def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal
         assert best is not None  # groups are not empty
         (_, layer), costs = best
         left = [have - cost for have, cost in zip(left, costs, strict=True)]
-        _take(groups[costs], ranks, layer, energies[layer], caps[layer])
+        _add_rank(groups[costs], ranks, layer, energies[layer], caps[layer])
     return ranks
 
 
@@ -112,7 +112,7 @@ def random_ranks(caps: Sequence[int], costs: Sequence[Sequence[float]], budgets:
     authors' code. Raises ConfigError for a cost that is not positive or a budget below 0.
     """
     _check([[]] * len(caps), costs, budgets)
-    (whole, left), ranks, draw = _exact(costs, budgets), [0] * len(caps), random.Random(seed)
+    (whole, left), ranks, draw = _as_integers(costs, budgets), [0] * len(caps), random.Random(seed)
     open_layers = [layer for layer, cap in enumerate(caps) if cap > 0]
     while open_layers := [n for n in open_layers if ranks[n] < caps[n] and _fits(whole, left, n)]:
         layer = draw.choice(open_layers)
@@ -136,7 +136,7 @@ def _groups(energies: Energies, caps: Sequence[int], whole: list[list[int]]) -> 
     return groups
 
 
-def _take(heap: list, ranks: list[int], layer: int, row: Sequence[float], cap: int) -> None:
+def _add_rank(heap: list, ranks: list[int], layer: int, row: Sequence[float], cap: int) -> None:
     """Give `layer`, the first of `heap`, one more rank in `ranks`, and update the heap."""
     ranks[layer] += 1
     if ranks[layer] < min(cap, len(row)):
@@ -152,7 +152,7 @@ def _weights(left: list[float], first: list[float]) -> tuple[float, float]:
     return scarce[0] / sum(scarce), scarce[1] / sum(scarce)
 
 
-def _exact(costs: Sequence[Sequence[float]], budgets: Sequence[float]) -> tuple[list[list[int]], list[float]]:
+def _as_integers(costs: Sequence[Sequence[float]], budgets: Sequence[float]) -> tuple[list[list[int]], list[float]]:
     """Return costs and budgets as integers. Each row of costs and its budget share one unit; an infinite budget is kept."""
     whole, left = [], []
     for row, budget in zip(costs, budgets, strict=True):

@@ -61,7 +61,7 @@ class ExactServer(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: W = 0."""
-        zero = {layer: lowrank.zero(*shape) for layer, shape in shapes(initial).items()}
+        zero = {layer: lowrank.zero_update(*shape) for layer, shape in shapes(initial).items()}
         state = ServerState(
             0, 0, non_lora_tensors(initial), {n: t for n, t in initial.items() if n not in non_lora_tensors(initial)}
         )
@@ -151,7 +151,7 @@ def stored_spectra(state: ServerState) -> dict[str, Spectrum]:
 # update, which a site without limits would receive.
 
 
-def whole_update(strategy: UnequalRanks, state: ServerState, initial_rows: Mapping[str, Tensor]) -> Tensors:
+def factored_global_update(strategy: UnequalRanks, state: ServerState, initial_rows: Mapping[str, Tensor]) -> Tensors:
     """Return the server's whole update as factors to train, and a head unchanged.
 
     `initial_rows`: by layer a matrix (rank, in). It gives the oracle's rank, and the initial rows of A for directions without

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.adapters.names import GATE, TAIL, WHOLE, is_frozen_part, lora_factor
+from consilium.adapters.names import GATE, TAIL, WHOLE, checked_lora_factor, is_frozen_part
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
 from consilium.core.linalg import lowrank
@@ -44,7 +44,7 @@ def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
 
     A site without any change has cosine 0 with all others.
     """
-    total = lowrank.summed([lowrank.gram(layer) for layer in zip(*sites, strict=True)])
+    total = lowrank.sum_tensors([lowrank.gram(layer) for layer in zip(*sites, strict=True)])
     norms = total.diagonal().clamp(min=0).sqrt()
     cosines = total / (norms[:, None] * norms + 1e-12)
     count = len(sites)
@@ -57,7 +57,7 @@ def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[fl
     The oracle is the same site, trained at a high rank from the whole global update on the same batches. If the oracle did not
     move, the second value is 0 for a site that did not move either, and infinite for one that did.
     """
-    total = lowrank.summed([lowrank.gram(both) for both in zip(site, oracle, strict=True)])
+    total = lowrank.sum_tensors([lowrank.gram(both) for both in zip(site, oracle, strict=True)])
     apart = max(0.0, float(total[0, 0] + total[1, 1] - 2 * total[0, 1])) ** 0.5
     norm = float(total[1, 1]) ** 0.5
     return apart, apart / norm if norm > 0 else (0.0 if apart == 0 else float("inf"))
@@ -143,7 +143,7 @@ class UnequalRanks(Strategy):
         """Return FROZEN for tails and gates, SHARED for factors and a head. Raises ConfigError for other kinds of adapter."""
         if is_frozen_part(name):
             return Role.FROZEN
-        lora_factor(name, self.name)
+        checked_lora_factor(name, self.name)
         return Role.SHARED
 
     def at_rank(self, rank: int) -> "UnequalRanks":
@@ -157,15 +157,15 @@ class UnequalRanks(Strategy):
         """Return the tiers that the profile names, each with its probability."""
         return {name: (self.tiers[name], share) for name, share in self._tier_probabilities().items()}
 
-    def tier(self, name: str) -> Tier:
+    def site_tier(self, site: str) -> Tier:
         """Return the tier drawn from the profile for a site without `capacity`."""
         shares = self._tier_probabilities()
-        draw = random.Random(seed_for(self.seed, "tier", name))
+        draw = random.Random(seed_for(self.seed, "tier", site))
         return self.tiers[draw.choices(list(shares), list(shares.values()))[0]]
 
     def affordable_ranks(self, site: SiteInfo) -> dict[str, float]:
         """Return the average ranks per layer that the site's limits allow, by limit: `download`, `time` and `memory`."""
-        tier = self.tier(site.name)
+        tier = self.site_tier(site.name)
         return {"download": tier.download, "time": tier.train, "memory": tier.train} | dict(site.capacity)
 
     def train_rank(self, site: SiteInfo) -> int:

@@ -127,13 +127,13 @@ def _prepare(config: ClassificationConfig, data: DataList) -> DataList:
 
 
 def _check(
-    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, prepare_list: Change | None = None
+    path: Path, config: Any = None, tokenizer: Any = None, input_size: int = 0, prepare_list: Change | None = None
 ) -> Findings:
     """Return the findings of the check of a list of pictures or a folder of texts."""
     if not _is_texts(path):
-        return picture_lists.check(path, config, tokenizer, max_length, prepare_list)
+        return picture_lists.check(path, config, tokenizer, input_size, prepare_list)
     length = (lambda text: len(tokenizer(text.prompt_text).input_ids)) if tokenizer is not None else None
-    found: Findings = _check_texts(path, length, max_length, config and (lambda text: _class_index(text, config.classes)))
+    found: Findings = _check_texts(path, length, input_size, config and (lambda text: _class_index(text, config.classes)))
     return found
 
 

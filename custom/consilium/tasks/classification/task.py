@@ -95,10 +95,10 @@ class ClassificationTask(SampledTask):
         Images are augmented with `seed`. Return {} if no sample can be read.
         """
 
-        def made(index: int, raw: CachedSample) -> Sample:
+        def augmented(index: int, raw: CachedSample) -> Sample:
             return augment(raw, seed, index) if self.augment else self._without_augmentation(index, raw)
 
-        return self._collate("training", self._samples.map("training", indices, made))
+        return self._collate("training", self._samples.map("training", indices, augmented))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch in float32, balanced by the job's `task.balance`."""
@@ -107,8 +107,8 @@ class ClassificationTask(SampledTask):
         return balanced_loss(logits, batch["label"].to(device), self._counts.to(device), self._balance)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds confusions and intervals.
+    def evaluate(self, model: nn.Module, split: str, batch_size: int, full: bool = False) -> dict[str, float]:
+        """Return the metrics of a split, {} if it is empty. `full` (final evaluation) adds confusions and intervals.
 
         The model's mode is restored.
         """
@@ -124,9 +124,9 @@ class ClassificationTask(SampledTask):
         if self._by_patient:
             kept = [kept[first] for first in np.unique(whose, return_index=True)[1]]
             found, labels, whose = merge_by_patient(found, labels, whose)
-        self.scored = self._unit_scores(split, kept, found, labels) if distances else None
-        closing = summary(found, labels, whose, self._f1) if distances else {}
-        return score(found, labels, self.classes, distances, self._f1) | closing
+        self.scored = self._unit_scores(split, kept, found, labels) if full else None
+        closing = count_and_intervals(found, labels, whose, self._f1) if full else {}
+        return score(found, labels, self.classes, full, self._f1) | closing
 
     def _unit_scores(self, split: str, kept: Sequence[int], logits: Tensor, labels: Tensor) -> UnitScores:
         """Return the predicted probability of each unit's true class, which ranks units more finely than accuracy."""
@@ -171,7 +171,7 @@ class ClassificationTask(SampledTask):
         return to_float(index, raw) if self._key == "image" else raw
 
     @torch.no_grad()
-    def write(self, model: nn.Module, split: str, batch_size: int) -> list[dict[str, Any]]:
+    def predict(self, model: nn.Module, split: str, batch_size: int) -> list[dict[str, Any]]:
         """Return the predicted class of each text and the probabilities of all classes. Labels are not read."""
         device, found = next(model.parameters()).device, list[dict[str, Any]]()
         with evaluating(model):
@@ -246,7 +246,7 @@ def merge_by_patient(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple
     return mean.clamp_min(torch.finfo(torch.float32).tiny).log(), labels[torch.from_numpy(first)], np.arange(len(count))
 
 
-def summary(logits: Tensor, labels: Tensor, whose: np.ndarray, f1: F1Classes = "all") -> dict[str, float]:
+def count_and_intervals(logits: Tensor, labels: Tensor, whose: np.ndarray, f1: F1Classes = "all") -> dict[str, float]:
     """Return the number of scored units, and 95 % intervals of accuracy and macro F1 by a bootstrap over patients."""
     groups, true, guess = int(whose.max()) + 1, labels.numpy(), logits.argmax(1).numpy()
     hits, of_true, of_guess = (np.zeros((groups, logits.shape[1])) for _ in range(3))

@@ -46,20 +46,20 @@ class TextSamples:
                 "to keep them whole"
             )
 
-    def _tokens(self, text: Text, quiet: bool) -> list[int]:
+    def _tokens(self, text: Text, ignore_unfit: bool) -> list[int]:
         """Return a text's token ids, with the tokens that the tokenizer adds around it.
 
-        Names of special tokens within the text are ordinary text. Raises CheckpointError if the tokenizer fails; with `quiet`
-        the text then counts as empty.
+        Names of special tokens within the text are ordinary text. Raises CheckpointError if the tokenizer fails; with
+        `ignore_unfit` the text then counts as empty.
         """
         try:
             with replace_tokenizer_errors():
                 found = list(self._tokenizer(text_or_blank(text), split_special_tokens=True, verbose=False).input_ids)
                 return found or [self._tokenizer.unk_token_id or 0]  # an encoder needs at least one token
         except CheckpointError:
-            if not quiet:
+            if not ignore_unfit:
                 raise
-        return self._tokens(replace(text, instruction="", input="", system="", history=()), quiet=False)
+        return self._tokens(replace(text, instruction="", input="", system="", history=()), ignore_unfit=False)
 
     def map(self, split: str, indices: Sequence[int], transform: Callable[[int, Any], T]) -> list[tuple[int, T]]:
         """Return (index, transformed sample) for these samples."""
@@ -76,7 +76,7 @@ class TextSamples:
 
 def text_or_blank(text: Text) -> str:
     """Return a record's text; a blank for an empty one."""
-    return text.prompt_text or " "
+    return text.prompt_without_template or " "
 
 
 def pad_texts(rows: Sequence[Tensor]) -> Tensor:

@@ -183,13 +183,13 @@ _encoder = lazy("consilium.tasks.language.tokens:Encoder")
 
 
 def _check(
-    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, prepare_list: Change | None = None
+    path: Path, config: Any = None, tokenizer: Any = None, input_size: int = 0, prepare_list: Change | None = None
 ) -> Findings:
     """Return the findings of the check of a folder of texts.
 
     `prepare_list` is not used: a site's `labels` do not apply to texts.
     """
-    known = (_encoder(tokenizer, max_length, config.prompt).full_length, max_length) if config is not None else ()
+    known = (_encoder(tokenizer, input_size, config.prompt).full_length, input_size) if config is not None else ()
     found: Findings = _check_texts(path, *known)
     return found
 

@@ -61,7 +61,7 @@ _VULGAR = frozenset(c for c in map(chr, range(0xBC, 0x218A)) if unicodedata.deco
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 
 
-def first_label(text: str, labels: Sequence[str]) -> str | None:
+def answer_label(text: str, labels: Sequence[str]) -> str | None:
     """Return the label that a text names as its answer, or None.
 
     It is the last label after "answer", "answer is" or "answer:", or in \\boxed{}. A single letter in another case counts there
@@ -97,34 +97,34 @@ def _is_letter(label: str) -> bool:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the final answer of a text in plain form (see `plain_answer`), None if there is none.
+    """Return the final answer of a text in plain form (see `canonical_answer`), None if there is none.
 
     It is the text after the last "####", in the last \\boxed{}, or after the last "answer is:". Without these it is the number
     after the last "answer is", else the last number. Only the last MOST characters of a text are read.
     """
     text = text[-MOST:]
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":
-        return plain_answer(marked)
+        return canonical_answer(marked)
     if (boxed := _boxed(text)) is not None:
-        return plain_answer(boxed)
+        return canonical_answer(boxed)
     if said := list(_ANSWER_IS.finditer(text)):
         sentence = re.split(r"\n|[.!?](?:\s|$)", text[said[-1].end() :], maxsplit=1)[0]
-        if said[-1]["colon"] and (answer := plain_answer(sentence)) is not None:
+        if said[-1]["colon"] and (answer := canonical_answer(sentence)) is not None:
             return answer
-        if (number := _leading_number(_normalized(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
+        if (number := _leading_number(_bare_answer(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
             return number
     found = list(_NUMBER.finditer(_spell_in_ascii(text)))
     return _lowest_terms(found[-1]) if found else None
 
 
-def plain_answer(answer: str) -> str | None:
+def canonical_answer(answer: str) -> str | None:
     """Return an answer in plain form, in which equal answers are equal texts; None for an empty one. `answer`: the answer only.
 
     If it is a number followed by words only, the plain form is the number in lowest terms, such as 1/2 for 0.50. Otherwise it
     is the whole first line, so that "2x + 3" is not 2. A name before "=" ("x = 7") and arithmetic ("5 - 2 = 3") are left out.
     Of an answer longer than MOST characters the first MOST are read.
     """
-    bare = _normalized(answer[:MOST])
+    bare = _bare_answer(answer[:MOST])
     if (number := _leading_number(bare)) is not None:
         return number
     words = re.sub(r" ?([^\w ]) ?", r"\1", bare).rstrip(".").lower()
@@ -161,7 +161,7 @@ def metamath_reference(text: str) -> str | None:
     return metamath_answer(text if _METAMATH in text else text.replace("####", _METAMATH))
 
 
-def _normalized(answer: str) -> str:
+def _bare_answer(answer: str) -> str:
     """Return the first line of an answer, or of its \\boxed{}, without LaTeX, Markdown and the left side of "x = 5".
 
     Case and punctuation stay.
@@ -200,7 +200,7 @@ def _spell_in_ascii(text: str) -> str:
     plain = _GROUPS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), plain)
     half = re.sub(r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}", plain)
     whole = re.sub(r"(\\[dtc]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
-    return re.sub(r"(?<=(\d))?(-?)\\[dtc]?frac\s*\{\s*(-?)(\d+)\s*\}\s*\{\s*(-?)(\d+)\s*\}", _write_fraction, whole)
+    return re.sub(r"(?<=(\d))?(-?)\\[dtc]?frac\s*\{\s*(-?)(\d+)\s*\}\s*\{\s*(-?)(\d+)\s*\}", _fraction_text, whole)
 
 
 def _digit(letter: str) -> str:
@@ -210,7 +210,7 @@ def _digit(letter: str) -> str:
     return f" {unicodedata.normalize('NFKC', letter).replace(chr(0x2044), '/')}" if letter in _VULGAR else letter
 
 
-def _write_fraction(match: re.Match[str]) -> str:
+def _fraction_text(match: re.Match[str]) -> str:
     r"""Return a match of \frac{a}{b} as a/b, with a blank before it after a whole number."""
     minus = "-" if f"{match[2]}{match[3]}{match[5]}" in ("-", "---") else ""
     return f"{' ' if match[1] else ''}{minus}{match[4]}/{match[6]}"

@@ -6,17 +6,17 @@ from consilium.core.errors import UnfitError
 from consilium.data.text import Text
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.answers import (
+    answer_label,
+    canonical_answer,
     final_answer,
-    first_label,
     gsm8k_answer,
     metamath_answer,
     metamath_reference,
-    plain_answer,
 )
 
 Reader = Callable[[str], str | None]
 READERS: Mapping[str, tuple[Reader, Reader, Reader]] = {
-    "any": (final_answer, final_answer, plain_answer),
+    "any": (final_answer, final_answer, canonical_answer),
     "gsm8k": (gsm8k_answer, gsm8k_answer, lambda alone: gsm8k_answer(f"#### {alone}")),
     "metamath": (metamath_answer, metamath_reference, lambda alone: metamath_answer(f"The answer is: {alone}")),
 }
@@ -61,4 +61,4 @@ def judge_answers(
 def _label_or_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
     if config.evaluate == "exact":
         return READERS[config.extraction][0](written)
-    return first_label(written, text.labels or config.labels)
+    return answer_label(written, text.labels or config.labels)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.adapters.adapter_state import disabled
+from consilium.adapters.adapter_state import disable_adapter
 from consilium.tasks.base import Batch, evaluating
 from consilium.tasks.language.tokens import IGNORED
 
@@ -113,7 +113,7 @@ def reward_margins(model: nn.Module, batch: Batch, beta: float, losses_of: Losse
     equation 7.
     """
     rows = {name: values.flatten(0, 1) for name, values in batch.items()}
-    with torch.no_grad(), evaluating(model), disabled(model):
+    with torch.no_grad(), evaluating(model), disable_adapter(model):
         reference = losses_of(model, rows)[0].sum(1)
     better, worse = (reference - losses_of(model, rows)[0].sum(1)).view(-1, 2).unbind(1)
     return beta * (better - worse)

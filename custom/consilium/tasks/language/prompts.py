@@ -50,13 +50,13 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if self.form == "chat" and not getattr(self.tokenizer, "chat_template", None):
-            raise _no_chat("the model's tokenizer has no chat template")
+            raise _chat_error("the model's tokenizer has no chat template")
 
     def parts(self, text: Text) -> Parts:
         """Return the prompt of a record. An input without an instruction takes the place of the instruction."""
         question, context = _question(text)
         if self.form == "chat":
-            return self._chat_prompt(question, context, self._earlier(text))
+            return self._chat_prompt(question, context, self._earlier_turns(text))
         if text.history:
             raise ConfigError(
                 f"{text.name}: a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question; use "
@@ -72,10 +72,10 @@ class Prompt:
         history, only the last answer is learned.
         """
         question = {"role": "user", "content": _message(*_question(text))}
-        turns = [*self._earlier(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
+        turns = [*self._earlier_turns(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
         parts = self._parts_by_marks(turns) if self.has_generation_marks else self._parts_by_placeholders(turns)
         if not any(learned for _, learned in parts):
-            raise _no_chat("the tokenizer's template marks no word of an answer as generated")
+            raise _chat_error("the tokenizer's template marks no word of an answer as generated")
         if not text.learns_history:
             last = max(at for at, (_, learned) in enumerate(parts) if learned)
             parts = [(part, learned and at == last) for at, (part, learned) in enumerate(parts)]
@@ -86,7 +86,7 @@ class Prompt:
         try:
             said, spans = render_with_marks(self._template, turns, self._values(asks=False))
         except TemplateFailure as error:
-            raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
+            raise _chat_error(f"the tokenizer's template fails for a record ({error.kind})") from None
         parts, at = list[tuple[str, bool]](), 0
         for begin, end in spans:
             if begin > at or not parts:
@@ -101,19 +101,19 @@ class Prompt:
 
         Each answer is learned together with its end, as far as that equals the end of the last answer.
         """
-        _, ending = self._around
+        _, ending = self._text_around_answer
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-        here = self._stand_in(turn["content"] for turn in turns)
+        here = self._placeholder(turn["content"] for turn in turns)
         marks = [f"{here}{number}{here}" for number in range(len(answers))]
         names = iter(marks)
         shown_turns = [turn | {"content": next(names)} if turn["role"] == "assistant" else turn for turn in map(dict, turns)]
-        rest, parts = self._chat(shown_turns, asks=False), list[tuple[str, bool]]()
+        rest, parts = self._render_record(shown_turns, asks=False), list[tuple[str, bool]]()
         for number, mark in enumerate(marks):
             before, found, rest = rest.partition(mark)
             if not found or mark in rest:
-                raise _no_chat("the tokenizer's template writes the turns of a conversation otherwise than they are")
+                raise _chat_error("the tokenizer's template writes the turns of a conversation otherwise than they are")
             end = (
-                _shared_end(rest.partition(marks[number + 1])[0], ending, specials(self.tokenizer))
+                _common_prefix_length(rest.partition(marks[number + 1])[0], ending, special_token_ids(self.tokenizer))
                 if number + 1 < len(marks)
                 else len(rest)
             )
@@ -121,7 +121,7 @@ class Prompt:
             rest = rest[end:]
         return parts
 
-    def _earlier(self, text: Text) -> list[dict[str, str]]:
+    def _earlier_turns(self, text: Text) -> list[dict[str, str]]:
         """Return the turns before the last question. Raises ConfigError for a system prompt that the template ignores."""
         if text.system and not self.takes_system:
             raise ConfigError(
@@ -148,29 +148,32 @@ class Prompt:
 
     def _chat_prompt(self, question: str, context: str, earlier: list[dict[str, str]]) -> Parts:
         """Return a chat's prompt. A placeholder locates the input, whose own text might also occur in the template."""
-        lead, _ = self._around
+        lead, _ = self._text_around_answer
 
-        def said_of(message: str) -> str:
-            return self._chat([*earlier, {"role": "user", "content": message}]) + lead
+        def render_message(message: str) -> str:
+            return self._render_record([*earlier, {"role": "user", "content": message}]) + lead
 
-        said, here = said_of(_message(question, context)), self._stand_in([question, *(turn["content"] for turn in earlier)])
-        before, _, after = said_of(_message(question, here)).rpartition(here) if context else ("", "", "")
+        said, here = (
+            render_message(_message(question, context)),
+            self._placeholder([question, *(turn["content"] for turn in earlier)]),
+        )
+        before, _, after = render_message(_message(question, here)).rpartition(here) if context else ("", "", "")
         end = len(said) - len(after)
         if not before or not said.endswith(after) or not said[:end].startswith(before):  # a template may write it otherwise
             return Parts(said, "", "")
         return Parts(before, said[len(before) : end], after)
 
-    def _stand_in(self, words: Iterable[str]) -> str:
+    def _placeholder(self, words: Iterable[str]) -> str:
         """Return a character that occurs neither in these words nor in the template."""
         held = set(self._template).union(*words)
         return next(one for one in map(chr, STAND_INS) if one not in held)
 
     def answer_and_ending(self, answer: str) -> tuple[str, str]:
         """Return an answer as it is written after the prompt, and its ending ("" means the tokenizer's end token)."""
-        return (answer.strip(), self._around[1]) if self.form == "chat" else (answer, "")
+        return (answer.strip(), self._text_around_answer[1]) if self.form == "chat" else (answer, "")
 
     @cached_property
-    def _around(self) -> tuple[str, str]:
+    def _text_around_answer(self) -> tuple[str, str]:
         """The chat template's text before and after an answer. Raises ConfigError if no answer can follow the question.
 
         Text before the answer, such as an empty thought, belongs to the prompt. Spaces alone do not: tokenizers that
@@ -180,14 +183,14 @@ class Prompt:
             start, said = self._render_turn("?"), self._render_turn("?", PROBE)
             said.encode()
         except TemplateFailure as error:
-            raise _no_chat(f"the tokenizer's template fails: {error}") from None
+            raise _chat_error(f"the tokenizer's template fails: {error}") from None
         except UnicodeEncodeError:
-            raise _no_chat("the tokenizer's template writes half a character (a surrogate)") from None
+            raise _chat_error("the tokenizer's template writes half a character (a surrogate)") from None
         before, found, behind = said.removeprefix(start).partition(PROBE)
         if not (said.startswith(start) and found and behind):
-            raise _no_chat("the tokenizer's template asks otherwise than it writes answers down")
-        if not any(word in behind for word in specials(self.tokenizer)):
-            raise _no_chat(f"the tokenizer's template ends answers by {behind[:40]!r}, which is not a special token")
+            raise _chat_error("the tokenizer's template asks otherwise than it writes answers down")
+        if not any(word in behind for word in special_token_ids(self.tokenizer)):
+            raise _chat_error(f"the tokenizer's template ends answers by {behind[:40]!r}, which is not a special token")
         return before if before.strip(" ") else "", behind
 
     @cached_property
@@ -196,7 +199,7 @@ class Prompt:
 
         Raises ConfigError for a template that cannot render a question with its answer.
         """
-        _, before = self._around, self._render_turn("?")
+        _, before = self._text_around_answer, self._render_turn("?")
         if not self.takes_system:
             return ""
         given = self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
@@ -205,7 +208,7 @@ class Prompt:
             return ""
         return before[len(lead) : len(before) - len(rest)].strip()
 
-    def _chat(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
+    def _render_record(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
         """Return the rendered text of a record's turns.
 
         Raises ConfigError without the template's own message, which may quote the record.
@@ -213,7 +216,7 @@ class Prompt:
         try:
             return self._render(turns, asks)
         except TemplateFailure as error:
-            raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
+            raise _chat_error(f"the tokenizer's template fails for a record ({error.kind})") from None
 
     def _render_turn(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}, *([] if answer is None else [{"role": "assistant", "content": answer}])]
@@ -228,13 +231,13 @@ class Prompt:
         try:
             return CLOCK + self.tokenizer.get_chat_template()
         except (TypeError, ValueError) as error:  # the tokenizer has several templates and no default
-            raise _no_chat(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
+            raise _chat_error(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
 
     def _values(self, asks: bool) -> dict[str, Any]:
         return {**self.tokenizer.special_tokens_map, "add_generation_prompt": asks}
 
 
-def _shared_end(behind: str, ending: str, names: Iterable[str]) -> int:
+def _common_prefix_length(behind: str, ending: str, names: Iterable[str]) -> int:
     """Return how many characters after an answer equal those of `ending`, without splitting a special token.
 
     `behind`: the text after an earlier answer. `ending`: the text after the last one. `names`: the special tokens.
@@ -253,11 +256,11 @@ def _question(text: Text) -> tuple[str, str]:
     return (text.instruction, text.input) if text.instruction else (text.input, "")
 
 
-def _no_chat(why: str) -> ConfigError:
+def _chat_error(why: str) -> ConfigError:
     return ConfigError(f"task.prompt: 'chat': {why}; use alpaca, or write a template")
 
 
-def specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return the ids of a tokenizer's special tokens by name."""
     added = {one.content: number for number, one in tokenizer.added_tokens_decoder.items() if one.special}
     return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)) | added

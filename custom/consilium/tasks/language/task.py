@@ -47,7 +47,7 @@ class LanguageTask:
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
         self.config, self.kind = config, config.evaluate
-        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.ignore_unfit
+        self.num_samples, self.ignores_unfit = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: UnitScores | None = None
         self._batch_dependent: bool | None = None
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
@@ -101,7 +101,7 @@ class LanguageTask:
                 )
             return text, *self._encoded(text)
         except (UnfitError, CheckpointError):
-            if not self.quiet:
+            if not self.ignores_unfit:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
         return empty, *self._encoded(empty)
@@ -148,15 +148,15 @@ class LanguageTask:
             return -F.logsigmoid(reward_margins(model, batch, self.config.beta, token_losses)).mean()
         return mean_loss(model, batch, self.config.packed)
 
-    def grouped(self, order: list[int], size: int) -> list[int]:
+    def batch_order(self, order: list[int], size: int) -> list[int]:
         """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See packing.py."""
         return (
             group_by_length(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
         )
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds answers' scores and intervals.
+    def evaluate(self, model: nn.Module, split: str, batch_size: int, full: bool = False) -> dict[str, float]:
+        """Return the metrics of a split, {} if it is empty. `full` (final evaluation) adds answers' scores and intervals.
 
         The model's mode is restored.
         """
@@ -164,33 +164,33 @@ class LanguageTask:
             return {}
         with evaluating(model):
             losses, found, ranked = (self._preferences if self._compares else self._likelihood)(model, split, batch_size)
-            self.scored = self._unit_scores(split, losses) if distances else None
-            whole, each = self._answer_scores(model, split, batch_size, distances)
+            self.scored = self._unit_scores(split, losses) if full else None
+            whole, each = self._answer_scores(model, split, batch_size, full)
             each |= ranked
         cut = dict(zip(CUT, _count_shortened(self._pairs[split]), strict=True))
         found |= {
             **({name: number / len(self._pairs[split]) for name, number in cut.items()} | whole),
             **{name: sum(values) / len(values) for name, values in each.items()},
         }
-        return found | (self._summary(split, {"loss": losses} | each) if distances else {})
+        return found | (self._count_and_intervals(split, {"loss": losses} | each) if full else {})
 
-    def _summary(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    def _count_and_intervals(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """Return the number of scored records, and 95 % intervals of their mean scores by a bootstrap over patients."""
         whose = [text.patient or text.name for text in self.data.splits[split]]
         return {COUNT: float(len(whose))} | intervals_of_means(each, whose)
 
     def _answer_scores(
-        self, model: nn.Module, split: str, batch_size: int, distances: bool
+        self, model: nn.Module, split: str, batch_size: int, full: bool
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Return the scores of answers that `evaluate` asks for: (scores of the whole split, scores by record)."""
-        if self.kind == "teacher_forced" and distances:
+        if self.kind == "teacher_forced" and full:
             said, true, accuracy = self._teacher_forced(model, split, batch_size)
             return accuracy | text_scores.corpus_scores(said, true), text_scores.record_scores(said, true)
         if self.kind == "options":
             return {}, self._score_options(model, split, batch_size)
-        if self.kind not in ASKS or not (distances or self.kind == "label"):
+        if self.kind not in ASKS or not (full or self.kind == "label"):
             return {}, {}
-        written = self.write(model, split, batch_size)
+        written = self.predict(model, split, batch_size)
         cut = {CUT_ASKED: self._cut_asked / len(written)}
         if self.kind != "generation":
             right = judge_answers(written, self.data.splits[split], self._truth[split], self.config)
@@ -226,7 +226,7 @@ class LanguageTask:
         return right
 
     @torch.no_grad()
-    def write(self, model: nn.Module, split: str, batch_size: int, indices: Sequence[int] | None = None) -> list[str]:
+    def predict(self, model: nn.Module, split: str, batch_size: int, indices: Sequence[int] | None = None) -> list[str]:
         """Return the model's greedy answers to the prompts of a split, or to those at `indices`.
 
         Answers have at most `max_new_tokens` tokens. Prompts have at most `max_length` tokens, or fewer if the model has too
@@ -245,12 +245,12 @@ class LanguageTask:
         most, encoder, numbers = self.config.max_new_tokens, self._encoder, range(len(texts)) if indices is None else indices
         greedy = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
-        def given(part: Sequence[int]) -> Batch:
+        def prompt_batch(part: Sequence[int]) -> Batch:
             return inputs_of(model, self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part]))
 
-        size = 1 if batch_size > 1 and self._must_answer_singly(model, rows, given) else batch_size
+        size = 1 if batch_size > 1 and self._must_answer_singly(model, rows, prompt_batch) else batch_size
         for part in _parts(range(len(rows)), size):
-            inputs = given(part)
+            inputs = prompt_batch(part)
             written = cast(Any, model).generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
@@ -260,7 +260,7 @@ class LanguageTask:
 
         A recurrent model may read the padding or mix rows, and the decoder of an encoder-decoder model may count the padding.
         """
-        if self._batch_dependent is None and _is_known(model):
+        if self._batch_dependent is None and _is_causal(model):
             self._batch_dependent = False
         if self._batch_dependent is None and len(rows) > 1:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -295,8 +295,8 @@ class LanguageTask:
         """Return the prompts, references and generated answers of these records."""
         texts = self._texts(split, indices)
         with evaluating(model):
-            written = self.write(model, split, len(texts), indices)
-        prompts, references = (tuple(text.prompt_text for text in texts), tuple(text.outputs[0] for text in texts))
+            written = self.predict(model, split, len(texts), indices)
+        prompts, references = (tuple(text.prompt_without_template for text in texts), tuple(text.outputs[0] for text in texts))
         return Answered(prompts, references, tuple(written))
 
     def _texts(self, split: str, indices: Sequence[int] | None = None) -> list[Text]:
@@ -347,7 +347,7 @@ class LanguageTask:
                     )
             return found
         except UnfitError as error:
-            if self.quiet:
+            if self.ignores_unfit:
                 return frozenset()
             raise UnfitError(f"{self.data.path}: {error}") from None
 
@@ -371,7 +371,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
     device = inputs["input_ids"].device
     # On a CPU scores are equal to the bit without a mask, which saves a tenth of the time: no token attends to the padding on
     # its right. Gradients would not be equal to the bit.
-    if _is_known(model) and device.type == "cpu" and not torch.is_grad_enabled():
+    if _is_causal(model) and device.type == "cpu" and not torch.is_grad_enabled():
         inputs["attention_mask"] = None
     following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
     places = learned_positions(following)
@@ -390,7 +390,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
     return cast(Any, model).picture_inputs(**text, images=moved["image"], answers=answers)
 
 
-def _is_known(model: nn.Module) -> bool:
+def _is_causal(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) in CAUSAL
 
 

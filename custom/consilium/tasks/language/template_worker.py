@@ -23,21 +23,21 @@ LONGEST = 100_000
 """The most characters of a rendered text, plus four times the characters of the messages."""
 
 
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
+def _render_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return the rendered text and the begin and end of its marked parts, or the kind and message of an error."""
     try:
         (said,), marked = render_jinja_template(
-            [question["turns"]],
-            chat_template=question["template"],
-            return_assistant_tokens_mask=question["marked"],
-            **question["values"],
+            [request["turns"]],
+            chat_template=request["template"],
+            return_assistant_tokens_mask=request["marked"],
+            **request["values"],
         )
-        most = LONGEST + 4 * sum(len(turn["content"]) for turn in question["turns"])
+        most = LONGEST + 4 * sum(len(turn["content"]) for turn in request["turns"])
         if len(said) > most:
             return {"kind": "too long", "error": f"it writes {len(said)} characters, at most {most} are allowed"}
     except Exception as error:  # a template may raise anything
         return {"kind": type(error).__name__, "error": f"{type(error).__name__}: {str(error)[:1000]}"}
-    return {"text": said, "marked": [list(ends) for ends in marked[0]] if question["marked"] else []}
+    return {"text": said, "marked": [list(ends) for ends in marked[0]] if request["marked"] else []}
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     left = CPU - REFILL
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, min(left + REFILL, CPU))
-        reply = json.dumps(_answer(json.loads(line)))
+        reply = json.dumps(_render_request(json.loads(line)))
         left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(reply + "\n")
         sys.stdout.flush()

@@ -70,12 +70,12 @@ class _Renderer:
         )  # fmt: skip
 
 
-def _exchange(process: subprocess.Popen[str], question: str) -> str:
+def _exchange(process: subprocess.Popen[str], request_line: str) -> str:
     """Write a request and return the reply line, "" if the process ends instead."""
     if process.stdin is None or process.stdout is None:
         return ""
     with suppress(BrokenPipeError):
-        process.stdin.write(question)
+        process.stdin.write(request_line)
         process.stdin.flush()
     return process.stdout.readline()
 

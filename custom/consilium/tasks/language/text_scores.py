@@ -90,11 +90,11 @@ def _stems(text: str, stem: Callable[[str], str]) -> list[str]:
     rouge-score's own tokenizer keeps only a to z and digits, so that Cyrillic answers would score 0. Here words are letters,
     combining marks and digits of every script. ASCII words of more than three letters are stemmed, as there.
     """
-    found = "".join(c if _spells(c) else " " for c in _composed(text.lower())).split()
+    found = "".join(c if _is_word_character(c) else " " for c in _composed(text.lower())).split()
     return [stem(one) if len(one) > 3 and one.isascii() else one for one in found]
 
 
-def _spells(character: str) -> bool:
+def _is_word_character(character: str) -> bool:
     return character.isalpha() or character.isdecimal() or unicodedata.category(character).startswith("M")
 
 
@@ -116,7 +116,10 @@ def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[
     from nltk.translate.meteor_score import meteor_score
 
     pairs = zip(written, references, strict=True)
-    return [meteor_score([words(ref) for ref in refs], words(one), wordnet=_NoSynonyms()) for one, refs in pairs]
+    return [
+        meteor_score([words_and_punctuation(ref) for ref in refs], words_and_punctuation(one), wordnet=_NoSynonyms())
+        for one, refs in pairs
+    ]
 
 
 def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 5) -> float:
@@ -161,25 +164,25 @@ def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: 
     """
     total = 0.0
     for n in range(1, longest + 1):
-        counted = [[_grams(words(ref), n) for ref in refs] for refs in references]
+        counted = [[_grams(words_and_punctuation(ref), n) for ref in refs] for refs in references]
         documents = Counter(gram for refs in counted for gram in set().union(*refs))
         for one, texts, refs in zip(written, references, counted, strict=True):
-            vector = _weigh(_grams(words(one), n), documents, len(written))
+            vector = _weigh(_grams(words_and_punctuation(one), n), documents, len(written))
             close = []
             for ref in refs:
                 true = _weigh(ref, documents, len(written))
                 norms = math.hypot(*vector.values()) * math.hypot(*true.values())
                 both = sum(min(value, true[gram]) * true[gram] for gram, value in vector.items() if gram in true)
                 close.append(both / norms if norms else 0.0)
-            own, *others = (max(len(words(text)) - 1, 0) for text in (one, *texts))
+            own, *others = (max(len(words_and_punctuation(text)) - 1, 0) for text in (one, *texts))
             penalties = [math.exp(-((own - other) ** 2) / (2 * 6.0**2)) for other in others]
             total += sum(c * penalty for c, penalty in zip(close, penalties, strict=True)) / len(refs)
     return 10 * total / longest / len(written)
 
 
-def words(text: str) -> list[str]:
+def words_and_punctuation(text: str) -> list[str]:
     """Return a text's lower-case words and punctuation marks. Words are letters, combining marks, numbers and _."""
-    inside = (c if c.isalnum() or c == "_" or _spells(c) else f" {c} " for c in _composed(text.lower()))
+    inside = (c if c.isalnum() or c == "_" or _is_word_character(c) else f" {c} " for c in _composed(text.lower()))
     return "".join(inside).split()
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from consilium.core.errors import UnfitError
 from consilium.data.text import Text
 from consilium.models.untrusted_tokenizer import replace_tokenizer_errors
-from consilium.tasks.language.prompts import Prompt, specials
+from consilium.tasks.language.prompts import Prompt, special_token_ids
 
 IGNORED = -100
 """Label of tokens that are not learned."""
@@ -95,7 +95,7 @@ class Encoder:
     def _ends(self) -> list[int]:
         """Return the tokens that end an answer: the tokenizer's end token, and the first special token of a chat's ending."""
         _, ending = self._prompt.answer_and_ending("")
-        known = specials(self.tokenizer).values()
+        known = special_token_ids(self.tokenizer).values()
         return sorted({self.tokenizer.eos_token_id, *[token for token in self._token_ids(ending) if token in known][:1]})
 
     def encode_record(self, text: Text) -> Encoded:
@@ -209,7 +209,7 @@ class Encoder:
     def _names(self) -> re.Pattern[str]:
         """A pattern for the position after the first letter of each special token's name."""
         rests = defaultdict[str, list[str]](list)
-        for name in specials(self.tokenizer):
+        for name in special_token_ids(self.tokenizer):
             rests[name[:1]] += [re.escape(name[1:])] if len(name) > 1 else []
         found = [f"(?<={re.escape(first)})(?={'|'.join(some)})" for first, some in rests.items() if some]
         return re.compile("|".join(found) or "(?!)", re.IGNORECASE)

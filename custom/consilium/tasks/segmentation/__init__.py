@@ -56,7 +56,7 @@ class SegmentationConfig(PictureSettings, TaskConfig):
 
     @field_validator("classes", mode="before")
     @classmethod
-    def _number_names(cls, value: Any) -> Any:
+    def _assign_label_values(cls, value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             return value
         return {name: [i] for i, name in enumerate(check_unique(value), start=1)}

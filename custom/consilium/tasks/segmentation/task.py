@@ -19,7 +19,7 @@ from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import check_and_find_vanished, cropped_shape
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
-from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, unpadded_size
+from consilium.data.images import BLACK, Colour, Sample, check_annotated_classes, read_masks, read_sample, unpadded_size
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
@@ -27,7 +27,15 @@ from consilium.tasks.embedding_cache import EmbeddingCache
 from consilium.tasks.segmentation import SegmentationConfig, prompt_kind_of
 from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
-from consilium.tasks.segmentation.unit_scores import Plane, Units, dice_loss, order, overlap_counts, overlaps, summary
+from consilium.tasks.segmentation.unit_scores import (
+    Plane,
+    Units,
+    count_and_intervals,
+    dice_loss,
+    order,
+    overlap_counts,
+    overlaps,
+)
 
 MASK_BYTES = 2**27
 """The most bytes of masks at the files' size kept in memory, with 1 bit per pixel and class; each validation needs them."""
@@ -64,7 +72,7 @@ class SegmentationTask(SampledTask):
         self.augment, self.settings, self.scores = augment, settings, scores
         self._prompt = prompt
         for item in (item for split in SPLITS for item in data.splits[split]):
-            check_annotated(item, classes)
+            check_annotated_classes(item, classes)
         self.num_samples = len(data.splits["training"])
         self.scored: UnitScores | None = None
         self.workers = data.loading.workers
@@ -93,11 +101,11 @@ class SegmentationTask(SampledTask):
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return these samples of the training split, augmented with `seed`; {} if none of them can be read."""
 
-        def made(index: int, raw: CachedSample) -> Sample:
+        def augmented(index: int, raw: CachedSample) -> Sample:
             moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
             return self._with_annotated_mask("training", index, self._add_prompt(moved, seed_for(seed, self._prompt, index)))
 
-        found = self._samples.map("training", indices, made)
+        found = self._samples.map("training", indices, augmented)
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -112,13 +120,13 @@ class SegmentationTask(SampledTask):
         return self._loss(logits, label, annotated)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds HD95, ASSD and intervals.
+    def evaluate(self, model: nn.Module, split: str, batch_size: int, full: bool = False) -> dict[str, float]:
+        """Return the metrics of a split, {} if it is empty. `full` (final evaluation) adds HD95, ASSD and intervals.
 
         The model's mode is restored.
         """
         items = self.data.splits[split]
-        units, losses, count = Units(items, self.scores, distances), 0.0, 0
+        units, losses, count = Units(items, self.scores, full), 0.0, 0
         with evaluating(model):
             for part in self._samples.parts(split, batch_size, order(items, self.scores)):
                 samples = [self._with_annotated_mask(split, i, self._add_prompt(sample)) for i, sample in part]
@@ -131,8 +139,8 @@ class SegmentationTask(SampledTask):
         if not count:
             return {}
         found, table = units.scores()
-        self.scored = self._unit_scores(items, found, units.shown, table["dice"]) if distances else None
-        closing = summary(found, table) | self._count_too_small(split) if distances else {}
+        self.scored = self._unit_scores(items, found, units.shown, table["dice"]) if full else None
+        closing = count_and_intervals(found, table) | self._count_too_small(split) if full else {}
         result = {"loss": losses / count}
         for metric, values in table.items():  # the means per class over the units where it is defined, and the mean of these
             by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
@@ -222,7 +230,7 @@ class SegmentationTask(SampledTask):
                 yield Plane(item, (one > 0).cpu(), mask, self._annotated_classes(item))
                 continue
             mask = self._masks(item)
-            yield Plane(item, _enlarge_to_mask(one, tuple(mask.shape[1:])), mask, self._annotated_classes(item))
+            yield Plane(item, _enlarged_mask(one, tuple(mask.shape[1:])), mask, self._annotated_classes(item))
 
     def _masks(self, item: Item) -> Tensor:
         """Return a picture's masks (C, H, W) at the file's size. Up to MASK_BYTES are cached as bits; others are read again."""
@@ -265,7 +273,7 @@ class SegmentationTask(SampledTask):
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
 
 
-def _enlarge_to_mask(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _enlarged_mask(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the mask where logits (C, rows, columns), enlarged to `shape` by bilinear interpolation, are over 0.
 
     Rows are enlarged first, then columns in strips of at most STRIP values: a large picture at once would take gigabytes.

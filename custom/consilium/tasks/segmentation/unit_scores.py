@@ -222,7 +222,7 @@ def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float]
     return grid.voxel[grid.stored_axis(item.axis)] if grid.voxel else 1.0, rows, columns  # 1.0: a single plane has no depth
 
 
-def summary(items: Sequence[Item], table: Row) -> dict[str, float]:
+def count_and_intervals(items: Sequence[Item], table: Row) -> dict[str, float]:
     """Return the number of scored units, and 95 % intervals of the means over classes by a bootstrap over patients."""
     scored = (~table["dice"].isnan()).any(1).sum()
     whose = number_groups([bootstrap_unit(item) for item in items])
