@@ -1,6 +1,7 @@
 """A cell really run: what it leaves, how it fails, and when its data have changed."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, cell_lock, current_record
 from consilium.study.run_cell import record_failure, run_cell, running_record
 from consilium.study.runner import run_study
+from tests.conftest import run
 from tests.study.conftest import MakeStudy
 
 
@@ -91,6 +93,36 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
     assert "So 0 of 2 results, federation.min_sites is" in reason
     assert (one.cell.folder / "metrics.jsonl").read_text().startswith(mark)
     assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}-{one.code}"]
+
+
+def test_runs_on_data_are_replaced_only_with_data(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for site in ("a", "b"):
+        make_phantoms(tmp_path / "my data" / site, "fundus", site, 0, 2, 0, 1, 64, 0.5, 0.5)
+    command = ["study", "run", study_file(axes={"seed": {"training.seed": [3]}}), "--workspace", tmp_path / "w"]
+    assert run(monkeypatch, *command, "--data", tmp_path / "my data") == 0
+    (results,) = (tmp_path / "w" / "cells").glob("*/results.json")
+    before = results.read_bytes()
+    capsys.readouterr()
+    assert run(monkeypatch, *command) == 2  # it would train on generated pictures
+    error = capsys.readouterr().err
+    assert error.startswith(f"--data: missing; 1 run of this study read {tmp_path / 'my data'}; add --data ")
+    assert results.read_bytes() == before
+    assert not (tmp_path / "w" / "set-aside").exists()
+    remedy = shlex.split(error.split("add ")[1].split(", or")[0])
+    assert run(monkeypatch, *command, *remedy) == 0
+    picture = next((tmp_path / "my data" / "a").rglob("*.png"))
+    content = picture.read_bytes()
+    for change, said in (
+        (b"0", "1 run on other data: moved to set-aside"),
+        (b"", "1 run on these data: restored from set-aside"),
+    ):
+        picture.write_bytes(content + change)
+        capsys.readouterr()
+        assert run(monkeypatch, *command, *remedy) == 0
+        assert said in capsys.readouterr().out
+    assert results.read_bytes() == before
 
 
 def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_file: MakeStudy, tmp_path: Path) -> None:

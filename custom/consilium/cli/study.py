@@ -1,5 +1,6 @@
 """The commands `consilium study show` and `run`. A study is a grid of runs."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -21,13 +22,15 @@ from consilium.cli.options import (
 from consilium.cli.resume_hint import exit_interrupted, same_command_hint as same_command, stop_on_signals
 from consilium.config.code_digest import strategy_code_digest
 from consilium.config.site import Given
+from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun, first_names_text, rich_line
 from consilium.report.run_record import orphaned_cells, save_cells
 from consilium.report.tables import Table, duration_text
 from consilium.study.cost import bytes_of
 from consilium.study.definition import GridErrors, Study, labels_text, load, pick
-from consilium.study.preflight import Planner
-from consilium.study.records import CellRecord, current_record, log_of
+from consilium.study.preflight import Planned, Planner
+from consilium.study.records import CellRecord, current_record, log_of, stored_record
+from consilium.study.run_cell import has_other_data, is_restorable
 from consilium.study.runner import run_study
 from consilium.study.view import StudyView, cells_table
 
@@ -117,6 +120,7 @@ def study_run(
 def _run(study: Study, only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
     """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
+    show(_changed_data(cells, given))
     save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
     there = {
         one.cell.display_name: (record, one.code)
@@ -136,6 +140,23 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
                 [_line(f"{one.cell.display_name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")]
             )
     return done, len(failed)
+
+
+def _changed_data(cells: list[Planned], given: Given) -> Iterator[Text]:
+    """Yield lines that count the runs that are set aside because the data have changed, and those that are restored.
+
+    Raises ConfigError if such runs have read `--data` and the command has none, because generated data would replace theirs.
+    """
+    stored = [(one, stored_record(one.cell.folder)) for one in cells]
+    moved = [record for one, record in stored if has_other_data(record, one)]
+    if given.data is None and (source := next((record.source for record in moved if record.source), "")):
+        count = count_with_noun(len(moved), "run")
+        what = f"{count} of this study read {source}"
+        raise ConfigError(f"--data: missing; {what}; add --data {shlex.quote(source)}, or use another --workspace")
+    if moved:
+        yield _line(f"{count_with_noun(len(moved), 'run')} on other data: moved to set-aside", "yellow")
+    if back := sum(is_restorable(one) for one, record in stored if record.state != "done" or has_other_data(record, one)):
+        yield _line(f"{count_with_noun(back, 'run')} on these data: restored from set-aside")
 
 
 def _outdated_lines(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:

@@ -94,10 +94,10 @@ class DataDigests:
 class Planned:
     """A cell that passed all checks and can run.
 
-    `given`: the folders of data and checkpoints. `names`: its sites. `data`: a digest of the samples and checkpoints that it
-    reads. `whole`: the same digest over all samples, also those that a seed leaves out by `data.most_training`. `code`: a
-    digest of the strategy's code, see `strategy_code_digest`. `rerun`: whether to run a finished cell again if its code
-    has changed.
+    `given`: the folders of data and checkpoints. `source`: `--data`, in which the folder of its data lies. `names`: its sites.
+    `data`: a digest of the samples and checkpoints that it reads. `whole`: the same digest over all samples, also those that a
+    seed leaves out by `data.most_training`. `code`: a digest of the strategy's code, see `strategy_code_digest`. `rerun`:
+    whether to run a finished cell again if its code has changed.
     """
 
     cell: Cell
@@ -107,6 +107,7 @@ class Planned:
     code: str = ""
     whole: str = ""
     rerun: bool = False
+    source: Path | None = None
 
     def sites(self) -> dict[str, SiteConfig]:
         """Return each site's configuration."""
@@ -144,6 +145,7 @@ class Planner:
                         whole=whole,
                         code=strategy_code_digest(config),
                         rerun=self.rerun,
+                        source=self.given.data,
                     )
                 )
         errors.raise_if_any()

@@ -29,8 +29,8 @@ class CellRecord:
     """The state of a cell, and the job, data and code with which it ran.
 
     `reason`: why it failed. `seconds`: its run time, without interrupted parts. `data`, `whole` and `code`: see Planned; "" in
-    records of former versions. `folder`: the folder of its data in `--data`; None in records of former versions. `labels`,
-    `overrides`, `place`: see Cell.
+    records of former versions. `source`: the path of `--data`; "" without it, and in records of former versions. `folder`: the
+    folder of its data in `--data`; None in records of former versions. `labels`, `overrides`, `place`: see Cell.
     """
 
     state: State = "waiting"
@@ -43,6 +43,7 @@ class CellRecord:
     folder: str | None = None
     code: str = ""
     whole: str = ""
+    source: str = ""
 
     def save(self, folder: Path) -> None:
         """Write the record into a cell's folder atomically."""

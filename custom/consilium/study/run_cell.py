@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from filelock import Timeout
@@ -35,6 +36,22 @@ def _must_set_aside(record: CellRecord, planned: Planned) -> bool:
     return record.is_outdated(planned.code) and (planned.rerun or record.state != "done")
 
 
+def has_other_data(record: CellRecord, planned: Planned) -> bool:
+    """Tell whether a run has read other data than the cell would read now, so that it must be set aside."""
+    return record.data not in ("", planned.data)
+
+
+def is_restorable(planned: Planned) -> bool:
+    """Tell whether a run with the cell's present data and code has been set aside, and can take its place again."""
+    return _set_aside_folder(planned).is_dir()
+
+
+def _set_aside_folder(planned: Planned) -> Path:
+    """Return the folder to which a run with the cell's present data and code is moved when it is set aside."""
+    folder = planned.cell.folder
+    return folder.parent.parent / "set-aside" / f"{folder.name}-{planned.data}-{planned.code}"
+
+
 def update_record(planned: Planned) -> CellRecord:
     """Update and return the record of a finished cell, whose labels or place in the study may have changed."""
     before = stored_record(planned.cell.folder)
@@ -47,7 +64,7 @@ def _with_description(record: CellRecord, planned: Planned) -> CellRecord:
     """Return a record with the cell's present labels, overrides, place and data in its study."""
     cell = planned.cell
     named = replace(record, labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place)
-    return replace(named, folder=cell.data, whole=planned.whole)
+    return replace(named, folder=cell.data, whole=planned.whole, source=str(planned.source or ""))
 
 
 def run_cell(planned: Planned, observer: Observer) -> CellRecord:
@@ -114,16 +131,15 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 
 def swap_stored_run(planned: Planned) -> None:
     """Move away a run with other data or other code, and restore an earlier run with the present data and code."""
-    folder, before = planned.cell.folder, stored_record(planned.cell.folder)
-    aside = folder.parent.parent / "set-aside"
-    if before.data not in ("", planned.data) or _must_set_aside(before, planned):
-        place = make_private_folder(aside) / f"{folder.name}-{before.data}-{before.code}"
+    folder, before, aside = planned.cell.folder, stored_record(planned.cell.folder), _set_aside_folder(planned)
+    if has_other_data(before, planned) or _must_set_aside(before, planned):
+        place = make_private_folder(aside.parent) / f"{folder.name}-{before.data}-{before.code}"
         while place.exists():  # the folder already has a run with these data and code
             place = place.with_name(f"{place.name}-former")
         folder.rename(place)
     if not folder.exists():
         with suppress(FileNotFoundError):
-            (aside / f"{folder.name}-{planned.data}-{planned.code}").rename(folder)
+            aside.rename(folder)
 
 
 def simulate_cell(planned: Planned, observer: Observer) -> None:
