@@ -29,7 +29,7 @@ def test_reports_by_site_keep_a_patient_in_one_split_and_their_lines(tmp_path: P
         splits = read_texts(tmp_path / "out" / site).splits
         assert sum(len(splits[split]) for split in SPLITS) == 20
         first = splits["training"][0]
-        assert first.prompt_text.endswith('.\nNo "fluid".')
+        assert first.prompt_without_template.endswith('.\nNo "fluid".')
         assert first.label in ("effusion", "normal")
         assert first.patient
     lines = [json.loads(line) for line in (tmp_path / "out/klinik-0/training.jsonl").read_text().splitlines()]

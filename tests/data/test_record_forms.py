@@ -130,8 +130,11 @@ def test_text_and_label_are_a_form_and_nothing_in_records_of_another(tmp_path: P
     write(tmp_path, "training.jsonl", {"text": "Fluid.", "label": "effusion"}, {"text": "Clear.", "label": 1})
     write(tmp_path, "test.jsonl", {"instruction": "Fever?", "output": "Drink.", "text": "Fever? Drink.", "label": 0})
     found = read_texts(tmp_path).splits
-    assert [(text.prompt_text, text.label) for text in found["training"]] == [("Fluid.", "effusion"), ("Clear.", "1")]
-    assert [(text.prompt_text, text.outputs) for text in found["test"]] == [("Fever?", ("Drink.",))]
+    assert [(text.prompt_without_template, text.label) for text in found["training"]] == [
+        ("Fluid.", "effusion"),
+        ("Clear.", "1"),
+    ]
+    assert [(text.prompt_without_template, text.outputs) for text in found["test"]] == [("Fever?", ("Drink.",))]
 
 
 WORSE = said("assistant", "Wait.")

@@ -67,7 +67,7 @@ def test_samples_answer_no_question_in_a_private_job_and_one_of_statistics(
     sections: dict[str, object], asked: bool, quiet: bool, tmp_path: Path
 ) -> None:
     config = JobConfig.model_validate(small_cells("fedit").model_dump() | sections)
-    options = {"quiet": True} if asked else {}
+    options = {"ignore_unfit": True} if asked else {}
     assert load_site_data(config, "site-1", SiteConfig(), tmp_path, **options).loading.ignore_unfit is quiet
 
 

@@ -139,7 +139,7 @@ def test_replayed_reply_has_the_jobs_upload_time(job: Job, guard: Guard) -> None
     process_state.forget_guards()
     known = {
         "load_approved_job": (job, SiteConfig()),
-        "site_folder": guard.folder,
+        "open_site_folder": guard.folder,
         "site_root": guard.records,
         "observer": print,
     }

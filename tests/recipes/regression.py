@@ -71,7 +71,7 @@ class RegressionTask:
         return F.mse_loss(model(batch["image"].to(device))[:, 0].float(), batch["label"].to(device))
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, batch_size: int, full: bool = False) -> dict[str, float]:
         """See Task; one image at a time."""
         if not self.has(split):
             return {}

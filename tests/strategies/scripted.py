@@ -35,7 +35,7 @@ class Scripted:
         self.fits.append({"names": names if names is None else list(names), **options})
         self._now |= self._end
 
-    def probe(self) -> GradientProbe:
+    def gradient_probe(self) -> GradientProbe:
         return self._probe or Unread()
 
     def values(self) -> Tensors:

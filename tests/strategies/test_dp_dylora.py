@@ -109,7 +109,7 @@ class Marked:
     def has(self, split: str) -> bool:
         return self.validation or split != "validation"
 
-    def evaluate(self, model: object, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
+    def evaluate(self, model: object, split: str, batch_size: int, full: bool = False) -> dict[str, float]:
         assert split == "validation"
         values = adapter_state.tensors(self.site.context.model)
         a = next(t for n, t in values.items() if n.endswith("lora_A"))

@@ -226,7 +226,7 @@ def test_feddpa_is_its_paper_in_a_plain_loop(variant: Any, reading: Any) -> None
     trainer.closing = strategy.traits.fits_after_last_round
     assert trainer.closing == (variant == "F")
     strategy.local_update(trainer, sent)
-    assert [(sorted(fit["names"]), fit.get("share", 0.0)) for fit in trainer.fits] == [
+    assert [(sorted(fit["names"]), fit.get("local_adapter_weight", 0.0)) for fit in trainer.fits] == [
         (local, 0.4), *[(sorted(shared), 0.0)] * (variant == "T")
     ]  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(
         optimizer.step()
     model.eval()
     assert float(task.loss(model, batch)) < first
-    found = task.evaluate(model, "validation", 2, distances=True)
+    found = task.evaluate(model, "validation", 2, full=True)
     assert {"loss", "rouge_l", "cider"} <= found.keys()
     given = model.picture_inputs(batch["input_ids"], batch["attention_mask"], batch["image"], batch["labels"] != -100)
     with torch.no_grad():

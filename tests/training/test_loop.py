@@ -39,7 +39,7 @@ class LineTask:
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["x"]) - 1).square().mean()
 
-    def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, batch_size: int, full: bool = False) -> dict[str, float]:
         return {}
 
 

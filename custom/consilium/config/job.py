@@ -260,7 +260,10 @@ def load_job(
     problem.
     """
     path = job_file(path)
-    return make_job(read_yaml(path), path, overrides, plugins, author)
+    try:
+        return make_job(read_yaml(path), path, overrides, plugins, author)
+    except ConfigError as error:
+        raise ConfigError(override_error_text(str(error), overrides or {}, path), error.reason, error.told) from None
 
 
 def load_run_job(folder: Path, plugins: Plugins = NO_PLUGINS) -> JobConfig:
@@ -284,12 +287,9 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
     apply_overrides(raw, overrides or {}, path, keys)
     if author:
         embed_architecture(raw, path)
-    try:
-        config = validate(JobConfig, raw, path, plugins)
-        if author:
-            _check_effects(config, path)
-    except ConfigError as error:
-        raise ConfigError(override_error_text(str(error), overrides or {}, path), error.reason, error.told) from None
+    config = validate(JobConfig, raw, path, plugins)
+    if author:
+        _check_effects(config, path)
     return config
 
 

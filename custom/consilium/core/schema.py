@@ -289,7 +289,9 @@ def all_fields(model: type[BaseModel], before: str = "") -> list[str]:
     for name, info in model.model_fields.items():
         place = f"{before}{info.alias or name}"
         names.append(place)
-        names += [f"{place}.{one}" for mark in info.metadata if hasattr(mark, "fields") for one in mark.fields()]
+        names += [
+            f"{place}.{one}" for mark in info.metadata if hasattr(mark, "kind_field_names") for one in mark.kind_field_names()
+        ]
         for kind in get_args(info.annotation) or (info.annotation,):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 names += all_fields(kind, f"{place}.")

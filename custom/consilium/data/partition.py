@@ -314,7 +314,7 @@ def _read_records(
                 )
             splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
     if classify_texts:  # the splits are clustered together
-        of_texts = iter(classify_texts([text.prompt_text for split in SPLITS for text in data.splits[split]]))
+        of_texts = iter(classify_texts([text.prompt_without_template for split in SPLITS for text in data.splits[split]]))
         splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:

@@ -98,7 +98,7 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
         task: Any = build_task(config, data, opened.own)
         device = next(opened.model.parameters()).device
         with torch.no_grad(), autocast(device, config.training.precision):
-            written: list[Any] = task.write(opened.model, "training", batch_size)
+            written: list[Any] = task.predict(opened.model, "training", batch_size)
         fields = ("system", "history", "instruction", "input")
         return [
             {"record": text.name}

@@ -106,7 +106,7 @@ class Hospitals:
         job = job or job_of()
         coordinator, rounds, members = self.begin(names, job, run, resume)
         try:
-            rounds.phase(LocalTransport(coordinator, members).ask, lambda: None)
+            rounds.run_phase(LocalTransport(coordinator, members).ask, lambda: None)
         finally:
             coordinator.close()
         weight = sum(SAMPLES[name] for name in names)
@@ -233,7 +233,7 @@ def test_a_masked_update_that_left_counts_whether_its_sum_was_opened_or_not(hosp
         LocalTransport(coordinator, members).ask(kind, messages, take, enough)
 
     with pytest.raises(KeyboardInterrupt):
-        rounds.phase(killed, lambda: None)
+        rounds.run_phase(killed, lambda: None)
     coordinator.close()
     with pytest.raises(ConsiliumError, match="3 of 3 sites say `sums`"):
         hospitals.sum(THREE)
@@ -250,7 +250,7 @@ def test_a_run_that_nobody_was_masked_in_does_not_count(hospitals: Hospitals) ->
         LocalTransport(coordinator, members).ask(kind, there, take, enough)
 
     with pytest.raises(ConsiliumError, match="site-4 not yet"):
-        rounds.phase(ask, lambda: None)
+        rounds.run_phase(ask, lambda: None)
     coordinator.close()
     hospitals.sum(THREE)
 
@@ -265,7 +265,7 @@ def test_of_two_runs_at_once_the_second_is_stopped_before_it_trains(hospitals: H
         LocalTransport(later, members).ask(kind, messages, take, enough)
 
     with pytest.raises(ConsiliumError, match="say `sums`"):
-        rounds.phase(ask, lambda: None)
+        rounds.run_phase(ask, lambda: None)
     later.close()
     assert [one["event"] for one in hospitals.events if one["event"] == "refused"] == ["refused"] * 3
 

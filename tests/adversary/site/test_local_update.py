@@ -212,7 +212,7 @@ def test_a_trainer_shows_an_algorithm_no_loss_and_no_count(tmp_path: Path) -> No
     found.train("run", payload)
     assert shown.pop("result of fit") is None
     assert {name for name, value in shown.items() if not callable(value)} == {"own", "start", "memory", "closing"}
-    assert {name for name, value in shown.items() if callable(value)} == {"fit", "probe", "values", "load", "update"}
+    assert {name for name, value in shown.items() if callable(value)} == {"fit", "gradient_probe", "values", "load", "update"}
 
 
 def test_plain_fits_are_dpsgd_to_the_bit(tmp_path: Path) -> None:

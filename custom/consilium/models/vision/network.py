@@ -209,7 +209,7 @@ def _class_text_embeddings(
 
 def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
     """See registry.Saved. Of two towers the vision tower is written; head, projection and the classes' texts get a file."""
-    asks, interpolates, kind = bool(len(model.texts)), model.interpolates, model.config.model_type
+    asks, interpolates, kind = bool(len(model.texts)), model.has_interpolation_argument, model.config.model_type
     own = get_vision_config(model.config)
     side = config.image_size // own.patch_size
     head, texts, scale = model.head, model.texts, model.text_scale

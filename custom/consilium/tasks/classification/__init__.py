@@ -132,7 +132,7 @@ def _check(
     """Return the findings of the check of a list of pictures or a folder of texts."""
     if not _is_texts(path):
         return picture_lists.check(path, config, tokenizer, input_size, prepare_list)
-    length = (lambda text: len(tokenizer(text.prompt_text).input_ids)) if tokenizer is not None else None
+    length = (lambda text: len(tokenizer(text.prompt_without_template).input_ids)) if tokenizer is not None else None
     found: Findings = _check_texts(path, length, input_size, config and (lambda text: _class_index(text, config.classes)))
     return found
 
