@@ -35,6 +35,22 @@ def test_every_job_of_the_project_is_valid(path: Path) -> None:
     assert config.name == path.parts[-4]
 
 
+def test_a_study_is_not_a_job_and_the_message_names_its_base(tmp_path: Path) -> None:
+    study = JOBS / "studies" / "my_images.yaml"
+    with pytest.raises(ConfigError) as error:
+        load_job(study, {"training.lr": 0.1}, author=True)
+    said = re.fullmatch(
+        r".*my_images\.yaml: is a study's file, not a job; give its base job instead, (\S+); its `set:` values go to --set",
+        str(error.value),
+    )
+    assert said
+    values = yaml.safe_load(study.read_text())["set"]
+    assert load_job(Path(said[1]), values, author=True).task.classes == {"object": [1, 255]}
+    (tmp_path / "mine.yaml").write_text("base: job\naxes: {}\n")
+    with pytest.raises(ConfigError, match=r"give its base job instead, \S+job$"):
+        load_job(tmp_path / "mine.yaml")
+
+
 def test_classes_as_names_number_themselves() -> None:
     raw = small_config().model_dump() | {"task": {"classes": ["disc", "cup"]}}
     assert JobConfig.model_validate(raw).task.classes == {"disc": [1], "cup": [2]}

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.config.site import Given, find_site
 from consilium.core.errors import DataError
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
+from tests.conftest import run
 
 
 def put(root: Path, site: str, name: str, values: tuple[int, ...] = (0, 255), ending: str = "png") -> None:
@@ -269,3 +271,91 @@ def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
         DataError, match="'site 1' and 'site-1' would both be site 'site-1'; name one otherwise: --rename 'site-1=NAME'"
     ):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
+
+
+LONE = [("test", (0, 0, 8)), ("test_set", (0, 0, 8)), ("train", (8, 0, 0)), ("Training", (8, 0, 0))]
+"""Names of the only folder of a split, and the samples by split that follow."""
+
+
+@pytest.mark.parametrize(("name", "counts"), LONE)
+@pytest.mark.parametrize("kind", ["masks", "classes", "patients"])
+@pytest.mark.parametrize("above", ["", "new-hospital/"])
+def test_a_lone_folder_of_a_split_is_that_split(
+    above: str, kind: str, name: str, counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    place = tmp_path / "raw" / above / name
+    for number in range(8 if kind == "masks" else 0):
+        put(place.parent, name, f"{number}")
+    below = ("a", "b") if kind == "classes" else ("a/patient1", "a/patient2", "b/patient3", "b/patient4")
+    for folder in below if kind != "masks" else ():
+        put_class(place, *(f"{folder}/{i}.png" for i in range(8 // len(below))))
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    site = above.strip("/") or "raw"
+    assert [tuple(own.values()) for own in told["sites"].values()] == [counts]
+    split = "test" if counts[2] else "training"
+    assert f"{site}: {name}/ is taken as the {split} split; --resplit cuts it anew" in told["notes"]
+    assert find_site(site, Given(tmp_path / "lists")).test_only is (split == "test")
+    anew = import_set("own", tmp_path / "raw", tmp_path / "anew", Options(test=0.5, resplit=True))
+    assert 0 < anew["sites"][site]["training"] < 8
+    assert not any("is taken as" in note for note in anew["notes"])
+
+
+def test_a_lone_split_of_one_hospital_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    for number in range(10):
+        put(tmp_path / "raw", "north", f"{number}")
+        put(tmp_path / "raw/south", "test", f"{number}")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert {site: tuple(own.values()) for site, own in told["sites"].items()} == {"north": (7, 1, 2), "south": (0, 0, 10)}
+    assert "test samples only, so their site.yaml says test_only: south" in told["notes"]
+
+
+def test_a_lone_validation_folder_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    for number in range(8):
+        put(tmp_path / "raw", "val", f"{number}")
+    with pytest.raises(DataError, match=r"no site is left .* --resplit where a site has .* validation samples only"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(resplit=True))
+    assert told["sites"]["raw"] == {"training": 5, "validation": 1, "test": 2}
+
+
+def test_a_split_beside_another_folder_is_not_lone(tmp_path: Path) -> None:
+    put_class(tmp_path / "kinds", *layout(("north", "south"), ("normal", "test")))
+    with pytest.raises(DataError, match="expected a folder per site"):
+        import_set("own", tmp_path / "kinds", tmp_path / "lists")
+    put_class(tmp_path / "raw", *layout(("north", "south"), ("train",), KINDS), "north/test/1.png", "south/test/1.png")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(validation=0, test=0.5))
+    assert not any("is taken as" in note for note in told["notes"])
+    assert [own["test"] for own in told["sites"].values()] == [2, 2]
+
+
+def test_nnunets_training_folders_alone_are_split(tmp_path: Path) -> None:
+    for number in range(10):
+        put(tmp_path / "raw", "", f"{number}")
+    for old, new in (("images", "imagesTr"), ("masks", "labelsTr")):
+        (tmp_path / "raw" / old).rename(tmp_path / "raw" / new)
+    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["sites"]["raw"] == dict(training=7, validation=1, test=2)
+
+
+def test_all_pictures_may_be_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        put(tmp_path / "raw", "ward", f"{number}")
+    shares = ("--validation", 0, "--test", 1)
+    assert run(monkeypatch, "data", "import", "own", tmp_path / "raw", tmp_path / "lists", *shares) == 0
+    assert "test samples only, so their site.yaml says test_only: ward" in capsys.readouterr().out
+    found = json.loads((tmp_path / "lists/ward/datalist.json").read_text())
+    assert [len(found[split]) for split in ("training", "validation", "test")] == [0, 0, 3]
+    assert find_site("ward", Given(tmp_path / "lists")).test_only
+    assert run(monkeypatch, "data", "check", tmp_path / "lists") == 0
+    assert run(monkeypatch, "data", "import", "own", tmp_path / "raw", tmp_path / "no", "--test", 1) == 2
+    assert "for a site that only tests, --validation 0 --test 1" in capsys.readouterr().err
+    put_class(tmp_path / "kinds", *layout(KINDS))
+    told = import_set("own", tmp_path / "kinds", tmp_path / "classes", Options(validation=0, test=1))
+    assert told["sites"] == {"kinds": {"training": 0, "validation": 0, "test": 4}}
+
+
+def test_texts_need_training_records(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("text,label\n" + "".join(f"note {i},{i % 2}\n" for i in range(8)))
+    with pytest.raises(DataError, match="--test 1 is for pictures; texts that only test need no import"):
+        import_set("csv-text", tmp_path / "notes.csv", tmp_path / "lists", Options(validation=0, test=1))

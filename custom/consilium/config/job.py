@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -33,6 +34,7 @@ from consilium.config.run_sections import (
 )
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
+from consilium.core.sanitize import shown
 from consilium.core.schema import SMALLEST_NOISE, Name, Section, did_you_mean, read_yaml, validate
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.models.architecture import refuse_adapter
@@ -281,6 +283,7 @@ def load_run_job(folder: Path, plugins: Plugins = NO_PLUGINS) -> JobConfig:
 
 def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins: Plugins, author: bool = False) -> JobConfig:
     """Return the validated job from `raw`, the parsed file `path`, which is not changed. See load_job for the arguments."""
+    _refuse_study(raw, path)
     raw = deepcopy(raw)
     kinds = {name: mark for name, field in JobConfig.model_fields.items() for mark in field.metadata}
     keys = {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)}
@@ -291,6 +294,14 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
     if author:
         _check_effects(config, path)
     return config
+
+
+def _refuse_study(raw: Any, path: Path) -> None:
+    """Raise ConfigError if `raw` is the content of a study's file, which names its base job in `base`."""
+    if isinstance(raw, Mapping) and {"base", "axes"} <= raw.keys():
+        base = shown(os.path.normpath(path.parent / str(raw["base"])))
+        values = "; its `set:` values go to --set" if raw.get("set") else ""
+        raise ConfigError(f"{path}: is a study's file, not a job; give its base job instead, {base}{values}")
 
 
 def _check_effects(config: JobConfig, path: Path) -> None:

@@ -30,7 +30,7 @@ from consilium.data.importers.base import (
 )
 from consilium.data.importers.labels import dataset_json_labels, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
-from consilium.data.pairs import Pairs, Pattern, find_pairs, has_pairs, role_of_name, unpaired_message, words
+from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, has_pairs, role_of_name, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
 from consilium.data.site_names import select_sites
 
@@ -257,11 +257,13 @@ def _read_site(folder: Path, options: Options) -> Site | None:
         raise DataError(f"{folder}: holds {what}")
     if classes:
         read = list(list_class_pictures(folder))
-        split = {split for split, _, _ in read} != {"training"}
+        named = {split: one.name for one in subfolders(folder) if (split := split_of(one.name))}
+        lone = next(iter(named.values())) if len(named) == 1 else ""
+        split = lone or {split for split, _, _ in read} != {"training"}
         return [
             SourceSample(folder.resolve().name, str(path.relative_to(folder)), path, label, split=part if split else None)
             for part, path, label in read
-        ], []
+        ], _lone_split_notes(lone, options)
     asked = options.patient_folders is True
     by_class = None if options.patient_folders is False else _read_classes_within_patients(folder, asked)
     if by_class is not None and any(_DIAGNOSIS.search(str(one.label)) for one in by_class[0]):
@@ -282,17 +284,19 @@ def _read_splits(folder: Path, options: Options) -> Site | None:
     if not found or len(sites) < len(found):
         return None
     name = folder.resolve().name
+    lone = sites[0][0].name if not several and _may_be_lone_split(sites[0][0].name) else ""
     samples = [
         replace(
             one,
             site=name,
             group=one.group if one.is_patient else f"{place.name}/{one.group}",
-            split=parts[place] if several else None,
+            split=parts[place] if several or lone else None,
         )
         for place, (own, _) in sites
         for one in own
     ]
-    return samples, [f"{place.name}: {note}" for place, (_, notes) in sites for note in notes]
+    notes = [f"{place.name}: {note}" for place, (_, notes) in sites for note in notes]
+    return samples, [*notes, *_lone_split_notes(lone, options)]
 
 
 def _read_table(table: Table, folder: Path, options: Options) -> Site:
@@ -400,11 +404,12 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     ):
         if some:
             notes.append(f"{len(some)} {what}, the first {some[0].relative_to(folder)}")
-    splits: list[str | None] = []
-    for image, _ in pairs.found:  # the split that a folder above the picture is named after
-        named_words = (word for part in image.full.split("/")[:-1] for word in (part, *words(part)))
-        splits.append(next(filter(None, map(_named_split, named_words)), None))
-    published = None not in splits and len(set(splits)) > 1
+    splits = [_split_above(image) for image, _ in pairs.found]
+    lone = ""
+    if len({*splits, *map(_split_above, pairs.alone)}) == 1:  # the folder is named by all pictures, or there is none
+        lone = min(next(filter(_may_be_lone_split, image.full.split("/")[:-1]), "") for image, _ in pairs.found)
+        notes += _lone_split_notes(lone, options)
+    published = None not in splits and (len(set(splits)) > 1 or bool(lone))
     whose: list[str] = []
     parts = [[part for part in image.short.split("/")[:-1] if not _named_split(part)] for image, _ in pairs.found]
     if options.patient_folders is not False and all(parts):
@@ -433,6 +438,30 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
 
 def _named_split(name: str) -> str | None:
     return split_of(name) or _SPLITS.get(name.lower())
+
+
+def _split_above(image: Names) -> str | None:
+    """Return the split that a folder above a picture is named after, alone or with other words; None for none."""
+    named_words = (word for part in image.full.split("/")[:-1] for word in (part, *words(part)))
+    return next(filter(None, map(_named_split, named_words)), None)
+
+
+def _may_be_lone_split(name: str) -> bool:
+    """Tell whether the only folder of a split with this name is that split, with or without a word for images or masks.
+
+    imagesTr is not: nnU-Net's sets have no masks of test pictures, so all pictures with masks are in it.
+    """
+    called = [word for word in words(name) if not role_of_name(word)]
+    beside_role = len(called) == 1 and called[0].lower() != "tr" and _named_split(called[0]) is not None
+    return beside_role or split_of(name) is not None
+
+
+def _lone_split_notes(folder: str, options: Options) -> list[str]:
+    """Return the note that all samples are of the split that their folder is named after; [] without such a folder."""
+    if not folder or options.resplit:
+        return []
+    split = next(filter(None, map(_named_split, (folder, *words(folder)))))
+    return [f"{folder}/ is taken as the {split} split; --resplit cuts it anew"]
 
 
 SETS = {"own": Importer(LAYOUT, read_site_folders, has_patterns=True, is_own=True)}

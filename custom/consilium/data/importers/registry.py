@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,23 @@ def import_by_label_kind(
         raise wrong_layout(source, own.layout)
     if own.is_own:  # the importer has selected and renamed the sites already
         options = replace(options, only=(), rename=options.rename if options.sites else {})
+    write = partial(
+        write_sites, name=name, source=source, options=options, add=add, may_only_test=own.is_own or options.test == 1
+    )
     if found.beside is None:
-        return {dest: write_sites(found, name, source, dest, options, add)}
+        return {dest: write(found, dest=dest)}
     kinds = {"segmentation": found, "classification": found.beside}
     with clean_up_on_failure(dest):
-        return {dest / kind: write_sites(part, name, source, dest / kind, options, add) for kind, part in kinds.items()}
+        return {dest / kind: write(part, dest=dest / kind) for kind, part in kinds.items()}
 
 
 def _check_options(name: str, options: Options) -> None:
     """Raise ConfigError for options with impossible values, or that the set does not have."""
-    if min(options.validation, options.test) < 0 or options.validation + options.test >= 1:
+    shares = (options.validation, options.test)
+    if min(shares) < 0 or (sum(shares) >= 1 and shares != (0, 1)):
         raise ConfigError(
             f"--validation {options.validation:g} --test {options.test:g}: expected shares of at least 0 that sum to less "
-            "than 1"
+            "than 1; for a site that only tests, --validation 0 --test 1"
         )
     own = IMPORTERS[name]
     faults: tuple[tuple[str, object, bool, str], ...] = (

@@ -29,20 +29,26 @@ HOLDS = ("import.json", "*/datalist.json", "*/site.yaml", "datalist.json", "*/tr
 
 
 def write_sites(
-    reading: ImportResult, name: str, source: Path, dest: Path, options: Options, add: bool = False
+    reading: ImportResult,
+    name: str,
+    source: Path,
+    dest: Path,
+    options: Options,
+    add: bool = False,
+    may_only_test: bool = False,
 ) -> dict[str, Any]:
     """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json. Return the new record in import.json.
 
-    `add`: the folder may hold sites of earlier imports. All files are written to a hidden folder first, so a failure leaves
-    `dest` as it was. Raises DataError.
+    `add`: the folder may hold sites of earlier imports. `may_only_test`: no site needs training samples. All files are written
+    to a hidden folder first, so a failure leaves `dest` as it was. Raises DataError.
     """
     earlier = earlier_imports(dest, add)
     found, dropped = arrange_by_site(reading.samples, name, options)
-    if not found or not (earlier or any(splits["training"] for splits in found.values())):
-        raise DataError(
-            f"{source}: no site is left with {options.minimum} samples and one for training; "
-            "lower --minimum, or --resplit where a site has test samples only"
-        )
+    if not found or not (earlier or may_only_test or any(splits["training"] for splits in found.values())):
+        remedy = "lower --minimum, or --resplit where a site has test samples only, or validation samples only"
+        if options.test == 1 and any(isinstance(one, TextRecord) for one in reading.samples):
+            remedy = f"--test 1 is for pictures; texts that only test need no import: put them into {dest}/SITE/test.jsonl"
+        raise DataError(f"{source}: no site is left with {options.minimum} samples and one for training; {remedy}")
     if unknown := sorted(options.rename.keys() - found.keys()):
         raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(found)}")
     sites = {options.rename.get(site, site): splits for site, splits in found.items()}
@@ -106,7 +112,7 @@ def _joint_classes(dest: Path, sites: Sites, classes: Any, earlier: list[dict[st
 def arrange_by_site(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sites, list[str]]:
     """Return the samples by site and split, and the sites left out: with too few samples, or with none to train on.
 
-    A site for which the publisher has test pictures only stays, and only tests. Raises DataError for an unknown site in `only`,
+    A site that has test pictures only stays, and only tests. Raises DataError for an unknown site in `only`,
     or more sites than patients.
     """
     samples = [
@@ -122,7 +128,8 @@ def arrange_by_site(samples: Sequence[Sample], name: str, options: Options) -> t
     for site, mine in sorted(group_by_key((sample.site, sample) for sample in samples).items()):
         splits = split_site(mine, site, options)
         enough = sum(map(len, splits.values())) >= options.minimum
-        if enough and (splits["training"] or all(isinstance(one, SourceSample) and one.split == "test" for one in mine)):
+        only_tests = not splits["validation"] and all(isinstance(one, SourceSample) for one in mine)
+        if enough and (splits["training"] or only_tests):
             found[site] = splits
         else:
             dropped.append(site)
@@ -165,13 +172,15 @@ def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[s
     """
     given = {sample.split for sample in samples}
     shares = {s: 0.0 if s in given else share for s, share in (("test", options.test), ("validation", options.validation))}
+    shares |= {"test": 1.0} if options.test == 1 else {}
     chosen: dict[tuple[str, str], str] = {}
     for stratum in sorted({_stratum(sample) for sample in samples}):
         groups = sorted({s.group for s in samples if s.split is None and _stratum(s) == stratum})
         order = np.random.default_rng(seed_for(options.seed, "import", site, stratum)).permutation(len(groups))
         names: list[str] = []
-        for split, share in shares.items():  # shares are rounded, and training gets at least one group
-            names += [split] * min(int(share * len(groups) + 0.5), max(len(groups) - 1 - len(names), 0))
+        least = 0 if options.test == 1 else 1
+        for split, share in shares.items():  # shares are rounded, and training gets at least one group unless all are tested
+            names += [split] * min(int(share * len(groups) + 0.5), max(len(groups) - least - len(names), 0))
         names += ["training"] * (len(groups) - len(names))
         chosen |= {(stratum, groups[index]): split for index, split in zip(order, names, strict=True)}
     found: dict[str, list[Sample]] = {split: [] for split in SPLITS}
