@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,16 @@ from consilium.report import predictions
 from consilium.report.predictions import (
     EDGE,
     GAP,
+    GREY,
     LINE,
     MARGIN,
     PANEL,
+    POINTS,
     RIGHT,
+    SITES,
     WRONG,
     colours,
+    draw_text,
     fit_text,
     font,
     join_predictions,
@@ -179,7 +184,7 @@ def test_no_two_classes_have_one_colour() -> None:
 
 
 def test_sites_pages_are_joined_a_row_each_under_the_widest_heading(tmp_path: Path) -> None:
-    """The first site never trained; the fourth has no picture; the sixth is over the limit of four rows."""
+    """The first site never trained; the fourth has no picture, which the last line says."""
     half, none = box(slice(0, 32), slice(None))[None], box(slice(0), slice(0))[None]
     for site in ("a", "b", "c", "e", "f"):
         found = {
@@ -191,13 +196,34 @@ def test_sites_pages_are_joined_a_row_each_under_the_widest_heading(tmp_path: Pa
     assert join_predictions({site: tmp_path / f"{site}.png" for site in ("a", "b", "c", "d", "e", "f")}, tmp_path / "joint.png")
     joint, own = pixels(tmp_path / "joint.png"), pixels(tmp_path / "b.png")
     step, top = PANEL + LINE + GAP, MARGIN + LINE + 8
-    assert joint.shape == (top + 4 * step + LINE + MARGIN, own.shape[1] + EDGE, 3)
-    for row in (1, 2, 3):
+    assert joint.shape == (top + 5 * step + 2 * LINE + MARGIN, own.shape[1] + EDGE, 3)
+    for row in (1, 2, 3, 4):
         assert (joint[top + row * step :][:step, MARGIN + EDGE : -MARGIN] == own[top:][:step, MARGIN:-MARGIN]).all()
     assert (joint[top:][:step, -MARGIN - PANEL :] == 255).all()
     assert (joint[:top, EDGE:] == own[:top]).all()  # the headings
-    assert (joint[-MARGIN - LINE :, EDGE:] == own[-MARGIN - LINE :]).all()
-    assert all((joint[top + row * step :][:PANEL, MARGIN : MARGIN + EDGE] < 60).all(-1).sum() > 20 for row in range(4))
+    key, last = joint[-MARGIN - 2 * LINE : -MARGIN - LINE, EDGE:], joint[-MARGIN - LINE : -MARGIN]
+    assert (key == own[-MARGIN - LINE : -MARGIN]).all()
+    told = draw_text("5 of 6 sites; without d", (4 * PANEL, LINE), POINTS, GREY, left=True)
+    assert (last[:, MARGIN + EDGE :][:, : told.width] == pixels(told)).all()
+    assert all((joint[top + row * step :][:PANEL, MARGIN : MARGIN + EDGE] < 60).all(-1).sum() > 20 for row in range(5))
+
+
+@pytest.mark.parametrize(("count", "notes"), [(SITES, 0), (SITES + 1, 1)])
+def test_a_joint_page_shows_all_sites_up_to_its_limit(count: int, notes: int, tmp_path: Path) -> None:
+    write_predictions(tmp_path / "p.png", {Stage.GLOBAL: segmented(box(slice(0, 32), slice(None))[None])})
+    assert join_predictions({f"site-{number}": tmp_path / "p.png" for number in range(count)}, tmp_path / "joint.png")
+    rows = SITES * (PANEL + LINE + GAP)
+    assert pixels(tmp_path / "joint.png").shape[0] == MARGIN + LINE + 8 + rows + (1 + notes) * LINE + MARGIN
+
+
+def test_lines_of_the_key_start_at_the_left(tmp_path: Path) -> None:
+    masks = torch.stack([box(slice(0, 32), slice(None))] * 2)
+    found = replace(segmented(masks, reference=masks, classes=("d" * 60, "e" * 60)), grid="original grid")
+    write_predictions(tmp_path / "p.png", {Stage.GLOBAL: found})
+    lines = pixels(tmp_path / "p.png")[-MARGIN - 2 * LINE : -MARGIN].reshape(2, LINE, -1, 3)
+    first = [int(np.flatnonzero((line < 250).any(-1).any(0))[0]) for line in lines]
+    assert first[0] == MARGIN
+    assert MARGIN <= first[1] < MARGIN + 4  # a letter has a little room at its left
 
 
 def test_without_a_sites_picture_there_is_no_joint_one(tmp_path: Path) -> None:

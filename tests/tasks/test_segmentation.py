@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
+from consilium.data.settings import PictureSettings
 from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, task as task_module
 from consilium.tasks.segmentation.prompts import boxes, points
-from consilium.tasks.segmentation.task import SegmentationTask
+from consilium.tasks.segmentation.scores import SegmentationScoresConfig
+from consilium.tasks.segmentation.task import DRAWN, SegmentationTask
 from consilium.tasks.segmentation.unit_scores import overlap_counts, overlaps
 from consilium.training.loop import batches
 
@@ -218,6 +221,40 @@ def test_structures_too_small_for_the_model_are_told_by_split(tmp_path: Path) ->
     task.evaluate(Fixed(torch.zeros(1, 8, 8)), "test", 1)
     (note,) = task.notes
     assert note.startswith("nothing of disc is left in 1 of 2 test pictures at the model's 8 pixels; ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "side"),
+    [
+        ((40, 80), {}, 80),
+        ((40, 80), {"settings": PictureSettings(resize="pad")}, 80),
+        ((300, 600), {}, DRAWN),
+        ((4, 8), {}, 8),
+        ((40, 80), {"scores": SegmentationScoresConfig(grid="resized")}, 8),
+    ],
+)
+def test_examples_are_shown_as_sharp_as_their_scores(
+    shape: tuple[int, int], options: dict[str, Any], side: int, tmp_path: Path
+) -> None:
+    """A column in two is white, which a picture of the model's 8 pixels shows as grey. The left half is the object."""
+    image, mask = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
+    image[:, ::2], mask[:, : shape[1] // 2] = 255, 1
+    Image.fromarray(image).save(tmp_path / "i.png")
+    Image.fromarray(mask).save(tmp_path / "m.png")
+    (tmp_path / "d.json").write_text(json.dumps({"training": [], "test": [{"image": "i.png", "label": "m.png"}]}))
+    task = SegmentationTask(read_datalist(tmp_path / "d.json"), {"disc": [1]}, 8, **options)
+    logits = torch.full((1, 8, 8), -5.0)
+    logits[..., :4] = 5
+    found = task.examples(Fixed(logits), "test")
+    assert found.images.shape == (1, 3, side, side)
+    height = side // 2 if "settings" in options else side
+    for masks in (found.references, found.predictions):
+        assert masks.shape == (1, 1, side, side)
+        assert masks[0, 0, :height, : side // 2].all()
+        assert masks.sum() == height * side // 2
+    assert found.dice.tolist() == [1]
+    if side == 80:
+        assert found.images[0, 0, :height].unique().tolist() == [0, 255]
 
 
 def test_examples_of_a_grey_picture_of_odd_size_without_a_class(tmp_path: Path) -> None:

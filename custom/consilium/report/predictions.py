@@ -23,7 +23,7 @@ from rich.cells import cell_len
 
 from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import write_atomic
 from consilium.report.tables import shorten_names
 from consilium.report.untrusted_files import read_plain
@@ -70,11 +70,13 @@ def fit_text(text: object, width: int, face: ImageFont.FreeTypeFont) -> str:
     return whole[:kept].rstrip() + "…"
 
 
-def draw_text(text: object, size: tuple[int, int], points: int, colour: Colour = BLACK, bold: bool = False) -> Image.Image:
-    """Draw a text in the middle of a white strip of `size` (width, height)."""
+def draw_text(
+    text: object, size: tuple[int, int], points: int, colour: Colour = BLACK, bold: bool = False, left: bool = False
+) -> Image.Image:
+    """Draw a text in the middle, or at the `left`, of a white strip of `size` (width, height)."""
     strip, face = Image.new("RGB", size, WHITE), font(points, bold)
-    place = (size[0] / 2, size[1] / 2)
-    ImageDraw.Draw(strip).text(place, fit_text(text, size[0], face), colour, face, anchor="mm")
+    place = (0 if left else size[0] / 2, size[1] / 2)
+    ImageDraw.Draw(strip).text(place, fit_text(text, size[0], face), colour, face, anchor="lm" if left else "mm")
     return strip
 
 
@@ -137,7 +139,7 @@ def arrange(parts: Iterable[tuple[int, int, Image.Image]], size: tuple[int, int]
 # predictions -----------------------------------------------------------------------------------------------------------
 
 PREDICTIONS = "predictions.png"
-SITES = 4
+SITES = 12
 """Sites on a joint page, at most."""
 PANEL, GAP, MARGIN = 300, 12, 16
 """Pixels of a tile's width, of the gap between tiles, and of the margin around a page."""
@@ -184,7 +186,8 @@ def draw_example_rows(found: Mapping[Stage, Examples]) -> np.ndarray:
 def join_predictions(pictures: Mapping[str, Path], path: Path) -> bool:
     """Draw the first row of each site's predictions.png on one page, for at most SITES sites. Return whether there was any.
 
-    `pictures`: the sites' files, in the order of the page. Missing files are left out.
+    `pictures`: the sites' files, in the order of the page. The last line names sites that are left out: those over the limit,
+    and those without a file.
     """
     pages = {site: page for site, picture in pictures.items() if (page := read_page(picture)) is not None}
     if not pages:
@@ -192,6 +195,10 @@ def join_predictions(pictures: Mapping[str, Path], path: Path) -> bool:
     columns, key = max(pages.values(), key=lambda page: len(page[0]))  # a site that never trained has one model fewer
     shown, blank = dict(list(pages.items())[:SITES]), [Image.new("RGB", (PANEL, PANEL + LINE), WHITE)]
     joint = {title: [tiles.get(title, blank)[0] for tiles, _ in shown.values()] for title in columns}
+    if left := [site for site in pictures if site not in shown]:
+        width = len(joint) * (PANEL + GAP) - GAP
+        told = f"{len(shown)} of {len(pictures)} sites; without {first_names_text(left, 3)}"
+        key = arrange([(0, 0, key), (0, key.height, draw_text(told, (width, LINE), POINTS, GREY, left=True))])
     write_page(path, (joint, key), list(shown))
     return True
 
@@ -239,7 +246,7 @@ def _draw_legend(classes: tuple[str, ...], width: int, grid: str) -> Image.Image
         entries.append(entry)
     more = len(classes) - KEYS
     told = [f"and {more} more"] * (more > 0) + [f"Dice: {grid}"] * bool(grid)
-    entries += [draw_text(text, (PANEL, LINE), POINTS, GREY) for text in told]
+    entries += [draw_text(text, (PANEL, LINE), POINTS, GREY, left=True) for text in told]
     parts, x, y = list[tuple[int, int, Image.Image]](), 0, 0
     for entry in entries:
         if x and x + entry.width > width:

@@ -17,6 +17,8 @@ Batch: TypeAlias = "dict[str, Tensor]"
 class Segmented:
     """Pictures with their masks: `images` (N, 3, S, S) uint8, `references` and `predictions` (N, C, S, S) bool by `classes`.
 
+    S is the model's size or, where scores are taken at the files' size, the size at which they are drawn.
+
     `dice` (N,): the mean over the classes in a picture's reference, NaN if it has none. `grid`: whose pixels `dice` counts.
     """
 

@@ -80,7 +80,7 @@ def draw_examples(folder: Path, group: Group, stage: Stage, suffix: str) -> tupl
             files.append(folder / f"examples{suffix}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png")
             first, key = next(iter(pages.values()))
             both = {what: first[what] for what in (PICTURE, REFERENCE, Stage.PRETRAINED) if what in first}
-            told = draw_text(f"Seed {seed}, {stage} models", (2 * PANEL, LINE), POINTS, GREY)
+            told = draw_text(f"Seed {seed}, {stage} models", (2 * PANEL, LINE), POINTS, GREY, left=True)
             right = max(ImageChops.invert(key).getbbox() or (0, 0, 1, 1))  # the key is as wide as the page it is cut from
             key = arrange([(0, 0, key.crop((0, 0, max(right, 1), key.height))), (0, key.height, told)])
             # the blank keeps a method called "picture" apart from the column of pictures

@@ -19,7 +19,17 @@ from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import check_and_find_vanished, cropped_shape
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
-from consilium.data.images import BLACK, Colour, Sample, check_annotated_classes, read_masks, read_sample, unpadded_size
+from consilium.data.images import (
+    BLACK,
+    Colour,
+    Sample,
+    check_annotated_classes,
+    read_masks,
+    read_picture,
+    read_sample,
+    resize_labels,
+    unpadded_size,
+)
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
@@ -41,6 +51,8 @@ MASK_BYTES = 2**27
 """The most bytes of masks at the files' size kept in memory, with 1 bit per pixel and class; each validation needs them."""
 STRIP = 2**22
 """The numbers per strip when logits are enlarged."""
+DRAWN = 512
+"""The longest side, in pixels, at which pictures are shown that are scored at the file's size."""
 EXAMPLES = 3
 """The number of pictures of a split that are shown: its first ones."""
 
@@ -77,6 +89,7 @@ class SegmentationTask(SampledTask):
         self.scored: UnitScores | None = None
         self.workers = data.loading.workers
         self._embeddings: EmbeddingCache | None = None
+        self._padding, self._pictures = padding, dict[tuple[Item, int], Tensor]()
         self._kept, self._room = dict[Item, tuple[tuple[int, ...], np.ndarray]](), MASK_BYTES
         self._samples = SampleCache(
             data,
@@ -178,7 +191,8 @@ class SegmentationTask(SampledTask):
     def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Segmented | None:
         """Return these pictures with true and predicted masks; None if none can be read.
 
-        The model runs on one picture at a time to save memory.
+        They have the model's size, or up to DRAWN pixels of the files if scores are taken there and a file has more pixels. The
+        model runs on one picture at a time to save memory.
         """
         found = self._samples.map(split, indices, to_float)
         if not found:
@@ -195,10 +209,23 @@ class SegmentationTask(SampledTask):
         for item, mask in zip(items, guess, strict=True):
             rows, columns = self._size_without_padding(item)
             mask[:, rows:], mask[:, :, columns:] = False, False
-        dice = torch.stack(each).nanmean(1)
-        return Segmented(
-            shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes), GRIDS[self.scores.grid]
-        )
+        pictures, references, dice = shown["image"].byte(), shown["label"].bool(), torch.stack(each).nanmean(1)
+        longest = max(max(cropped_shape(item, self.settings)) for item in items)
+        if self.scores.grid == "original" and (side := min(DRAWN, longest)) > self.size:
+            drawn = [self._at_size(item, one[0], side) for item, one in zip(items, logits, strict=True)]
+            pictures, references, guess = map(torch.stack, zip(*drawn, strict=True))
+        return Segmented(pictures, references, guess, dice, tuple(self.classes), GRIDS[self.scores.grid])
+
+    def _at_size(self, item: Item, logits: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a picture (3, side, side), its masks (C, side, side) from its file, and the predicted masks of its logits."""
+        if (item, side) not in self._pictures:
+            self._pictures[item, side] = read_picture(item, side, self.settings, self._padding)
+        masks = np.stack([resize_labels(mask, side, self.settings) for mask in self._masks(item).numpy()])
+        rows, columns = self._size_without_padding(item)
+        height, width = unpadded_size(cropped_shape(item, self.settings), side, self.settings)
+        guess = torch.zeros(masks.shape, dtype=torch.bool)
+        guess[:, :height, :width] = _enlarged_mask(logits[:, :rows, :columns], (height, width))
+        return self._pictures[item, side], torch.from_numpy(masks), guess
 
     def _forward(self, model: nn.Module, batch: Batch, may_cache: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logits, labels and the mask of annotated classes. `may_cache`: pictures repeat, so embeddings are cached."""
