@@ -357,5 +357,5 @@ def test_all_pictures_may_be_tested(
 
 def test_texts_need_training_records(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text("text,label\n" + "".join(f"note {i},{i % 2}\n" for i in range(8)))
-    with pytest.raises(DataError, match="--test 1 is for pictures; texts that only test need no import"):
+    with pytest.raises(DataError, match="--test 1 is for pictures; for texts, ask for less"):
         import_set("csv-text", tmp_path / "notes.csv", tmp_path / "lists", Options(validation=0, test=1))

@@ -229,6 +229,14 @@ def test_the_page_knows_which_algorithms_share_a_decoder_that_trains() -> None:
     assert shares["share"] > {"fedit", "fedprox", "fedra", "fedheal", "fedala", "feddbe", "flora", "feddpa"}
 
 
+def test_pages_install_the_cpu_build_of_the_pinned_torch() -> None:
+    pinned = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
+    command = re.compile(r"pip install (torch\S*) --index-url https://download\.pytorch\.org/whl/cpu`")
+    for page in ("README.md", "provisioning/installation.md"):
+        found = command.findall((ROOT / page).read_text())
+        assert found == [pinned], page
+
+
 def test_the_first_page_is_short_and_its_test_command_is_the_one_that_runs() -> None:
     assert len(text_of("README.md").splitlines()) <= 100
     commands = [block.text.strip() for block in blocks("README.md") if block.text.startswith("python3 -m venv")]

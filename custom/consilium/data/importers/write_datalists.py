@@ -47,7 +47,7 @@ def write_sites(
     if not found or not (earlier or may_only_test or any(splits["training"] for splits in found.values())):
         remedy = "lower --minimum, or --resplit where a site has test samples only, or validation samples only"
         if options.test == 1 and any(isinstance(one, TextRecord) for one in reading.samples):
-            remedy = f"--test 1 is for pictures; texts that only test need no import: put them into {dest}/SITE/test.jsonl"
+            remedy = "--test 1 is for pictures; for texts, ask for less"
         raise DataError(f"{source}: no site is left with {options.minimum} samples and one for training; {remedy}")
     if unknown := sorted(options.rename.keys() - found.keys()):
         raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(found)}")
