@@ -259,9 +259,9 @@ def _read_site(folder: Path, options: Options) -> Site | None:
         read = list(list_class_pictures(folder))
         named = {split: one.name for one in subfolders(folder) if (split := split_of(one.name))}
         lone = next(iter(named.values())) if len(named) == 1 else ""
-        split = lone or {split for split, _, _ in read} != {"training"}
+        has_splits = bool(lone) or {part for part, _, _ in read} != {"training"}
         return [
-            SourceSample(folder.resolve().name, str(path.relative_to(folder)), path, label, split=part if split else None)
+            SourceSample(folder.resolve().name, str(path.relative_to(folder)), path, label, split=part if has_splits else None)
             for part, path, label in read
         ], _lone_split_notes(lone, options)
     asked = options.patient_folders is True
