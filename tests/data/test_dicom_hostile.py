@@ -92,7 +92,7 @@ MADE: dict[str, tuple[Callable[[], dicoms.Dataset], Callable[[bytes], bytes], st
     "cut off": (harmless, lambda data: data[:-30], ""),
     "cut in the header": (harmless, lambda data: data[:400], ""),
     "huge": (
-        lambda: changed(Rows=65535, Columns=65535, NumberOfFrames=100), bytes, "at most 20,000 and 1,073,741,824 are",
+        lambda: changed(Rows=65535, Columns=65535, NumberOfFrames=100), bytes, "at most 20,000 frames and 1,073,741,824 bytes",
     ),
     "many frames": (lambda: changed(Rows=1, Columns=1, NumberOfFrames=10**9), bytes, "1,000,000,000 frames"),
     "no rows": (lambda: changed(Rows=0), bytes, "has 0x6 pixels"),
@@ -198,10 +198,10 @@ def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, 
     dicoms.segmentation(files, np.ones((3, 4, 6, 2), np.uint8), ["a", "b"]).save_as(tmp_path / "seg.dcm")
     drawn = dicoms.outlines({name: [np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0]])] for name in "abc"})
     monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 143)
-    with pytest.raises(DataError, match="2 segments, 144 bytes; at most 143 are"):
+    with pytest.raises(DataError, match="2 segments, 144 bytes; at most 143 are allowed"):
         volumes.labels(tmp_path / "seg.dcm", image)
     monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 215)
-    with pytest.raises(DataError, match="3 structures, 216 bytes; at most 215 are"):
+    with pytest.raises(DataError, match="3 structures, 216 bytes; at most 215 are allowed"):
         read_contours(tmp_path / "rt.dcm", drawn, image)
 
 

@@ -109,7 +109,7 @@ def test_segments_are_lists_and_lines(kind: str, bits: int, times: int, big: boo
 )
 def test_other_segments_are_refused(segments: list[int], count: int, tmp_path: Path) -> None:
     made = palette(dict.fromkeys(TABLE, np.array(segments, np.uint16)), (count, 0, 16), segmented=True)
-    with pytest.raises(DataError, match=r"its palette of \d colours has another number .*; save it as RGB"):
+    with pytest.raises(DataError, match=r"its palette declares \d colours and contains a different number.*; save it as RGB"):
         shown(made, tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_broken_palettes_are_refused_in_plain_words(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="its palette has no descriptor of green; save it as RGB"):
         shown(made, tmp_path)
     made = palette(tables("u1"), (9, 0, 16))
-    with pytest.raises(DataError, match="its palette of 9 colours has another number of them"):
+    with pytest.raises(DataError, match="its palette declares 9 colours and contains a different number"):
         shown(made, tmp_path)
     made = palette(tables("u2"), (4, 0, 16))
     made.RedPaletteColorLookupTableDescriptor = [2, 0, 16]

@@ -304,7 +304,7 @@ def test_options_become_letters_and_groups_stay_together(name: str, tmp_path: Pa
         ("medqa", {"answer_idx": "F"}, "expected a label from A to D; found 'F'"),
         ("medqa", {"options": {}}, "record 1: expected options A to D or E"),
         ("medqa", {"options": {"A": None, "B": "b", "C": "c", "D": "d"}}, "expected options that are texts; found None"),
-        ("medmcqa", {"exp": "x" * 1_100_000}, r"train\.json:1: over 1,048,576 characters"),
+        ("medmcqa", {"exp": "x" * 1_100_000}, r"train\.json:1: a record has at most 1,048,576 characters"),
         ("medmcqa", {"cop": "2"}, r"train\.json:1: expected question"),
     ],
 )

@@ -390,7 +390,7 @@ def test_columns_of_0_and_1_are_classes(tmp_path: Path) -> None:
 
 def test_several_findings_a_picture_are_refused_and_columns_can_be_named(tmp_path: Path) -> None:
     path = one_hot(tmp_path / "raw", ["1,0,1", "0,1,1", "1,0,0", "0,1,0"])
-    with pytest.raises(DataError, match=r"2 of 4 lines have not exactly one 1 in .*, the first is line 2") as error:
+    with pytest.raises(DataError, match=r"2 of 4 lines do not have exactly one 1 in .*, the first is line 2") as error:
         import_set("csv", path, tmp_path / "lists")
     assert "--column label=A,B" in str(error.value)
     told = import_set("csv", path, tmp_path / "lists", Options(columns={"label": "melanoma,nevus"}))

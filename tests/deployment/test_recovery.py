@@ -60,7 +60,7 @@ def test_killed_server_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert running["progress"]["sites"].keys() == set(SITES)
         assert "train/loss" in running["progress"]["sites"]["site-1"]["metrics"]
         assert 0 < running["progress"]["epsilon"] < 8
-        assert "is at it" in consilium(federation, "resume", "ward-study", code=1)
+        assert "is still running" in consilium(federation, "resume", "ward-study", code=1)
         federation.kill("server")
         federation.start("server")
         assert status(federation, "ward-study")["status"] == "LOST"

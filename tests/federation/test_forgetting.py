@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_is_not_touched(
     with subprocess.Popen([sys.executable, "-S", "-c", "input()", f"-n={JOB}"], stdin=subprocess.PIPE) as process:
         assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "x") == 2
         process.communicate(b"\n")
-    assert f"job {JOB} is at it" in capsys.readouterr().err
+    assert f"job {JOB} is still running" in capsys.readouterr().err
     assert files(kit) == before
 
 
@@ -180,5 +180,5 @@ def test_a_run_that_goes_on_at_the_server_is_not_touched(
     before = files(server)
     with file_lock(server / STATE / "runs/fundus-1" / LOCK):  # as the run's own process holds it
         assert run(monkeypatch, "forget", "fundus-1", "--kit", server, "--reason", "x") == 2
-    assert "fundus-1: is going on; wait for its end" in capsys.readouterr().err
+    assert "fundus-1: is still running; wait for its end" in capsys.readouterr().err
     assert files(server) == before

@@ -94,7 +94,7 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "in
         ({"model_type": "vit"}, "is not a causal language model"),
         (
             {"model_type": "reformer", "is_decoder": True},
-            "'reformer': its code trains on texts of one length only.*use another",
+            "'reformer': it trains on texts of one length only.*use another",
         ),
         (
             {"model_type": "llama", "hidden_size": "wide"},

@@ -179,8 +179,8 @@ def test_a_sum_that_may_hold_fewer_honest_shares_is_refused() -> None:
 def test_a_job_that_names_no_threshold_is_told_what_one_would_save() -> None:
     """Of 12 sites 9 must stay by default, 8 of them honest; the plan knows min_sites 3 alone: sqrt(2 / 8) of the noise."""
     (said,) = (one for one in plan(job(SITE)).warnings(1, 12) if "honest shares" in one)
-    assert said.startswith("noise counts on 2 honest shares; `secure_aggregation.threshold: 9` makes them 8")
-    assert said.endswith("a site's noise 0.50 of it")
+    assert said.startswith("the plan counts 2 honest shares of noise; `secure_aggregation.threshold: 9` would make them 8")
+    assert said.endswith("reduce a site's noise to 0.50 of it")
     assert not any("honest shares" in one for one in plan(job(SITE)).warnings(1, 3))
 
 

@@ -277,7 +277,7 @@ def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None
     assert strategy.diagnostics(state, results) == pytest.approx(
         {"collaboration/alone": 1.0, "collaboration/alone_from_alpha": 1.0}
     )
-    assert "strategy.alpha: 1: b mix nobody in round 1; under 1 every site does" in caplog.text
+    assert "strategy.alpha: 1: in round 1 these sites receive only their own upload: b; with alpha below 1 every" in caplog.text
     caplog.clear()
     assert strategy.diagnostics(state, {"a": results["a"]}) == {}  # a site by itself has nobody to mix
     assert replace(strategy, mixture="mean").diagnostics(state, results) == {}

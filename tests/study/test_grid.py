@@ -165,10 +165,10 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
             {"axes": {"method": METHODS, "lr": {"training.lr": [0.1, 0.5]}}, "published": [{"methd": 5, "dice": 0.5}]},
             "'methd' is not a score of these cells",
         ),
-        ({"axes": {"site": METHODS}}, "axes: 'site' says in `published` which hospital's score it is"),
+        ({"axes": {"site": METHODS}}, "axes: 'site' is reserved: in `published` it names a hospital"),
         (
             {"axes": {"method": METHODS, "seed": SEEDS}, "published": [{"method": "FFA", "seed": 1, "dice": 0.5}]},
-            "published: 'seed' is an axis of seeds, and what is compared are means over them; leave it out",
+            "published: 'seed' is an axis of seeds, and published numbers are compared with means over seeds; leave it out",
         ),
         (
             {

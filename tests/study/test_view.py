@@ -56,7 +56,7 @@ def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_fi
     names = [one.cell.display_name for one in cells]
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         f"1/4 {names[0]}: done in 1.7 min, ETA 2.5 min",
-        f"{names[1]}: another process is at it; waiting",
+        f"{names[1]}: another process runs this cell; waiting",
         f"2/4 {names[1]}: done in 40.0 s, ETA 70.0 s",
         f"3/4 {names[2]}: failed: no \\x1b[31mdisk",
     ]

@@ -127,7 +127,7 @@ def test_templates_that_cannot_be_followed_are_refused() -> None:
     with pytest.raises(ConfigError, match="the model's tokenizer has no chat template; use alpaca, or write a template"):
         Prompt("chat", load_tokenizer("tiny", None))
     thinking = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}")
-    with pytest.raises(ConfigError, match="asks otherwise than it writes answers down"):
+    with pytest.raises(ConfigError, match="changes a question when its answer follows"):
         Encoder(chatting(thinking), 1000, "chat")
     hashes = CHATML.replace("<|im_end|>\n", "\n### ")
     with pytest.raises(

@@ -162,7 +162,7 @@ def test_pictures_of_one_name_and_none_at_all_are_said_in_a_line(tmp_path: Path)
         bundle_scripts.find_pictures(str(tmp_path))
     for name in ("a.png", "a.jpg"):
         picture(tmp_path / name, (8, 8, 3))
-    with pytest.raises(ValueError, match="two pictures are called 'a'"):
+    with pytest.raises(ValueError, match="two pictures are named 'a'"):
         bundle_scripts.find_pictures(str(tmp_path))
 
 

@@ -210,13 +210,23 @@ def test_nothing_but_checked_tensors_and_own_files_is_handed_on(tmp_path: Path) 
 
 
 REFUSED: dict[str, tuple[JobConfig, dict[str, Any], str, str]] = {
-    "a blend": (small_config("feddpa"), {"share": 0.5, "similar": 5}, "merged", "--stage personalized: its local adapter is"),
+    "a blend": (
+        small_config("feddpa"),
+        {"share": 0.5, "similar": 5},
+        "merged",
+        "--stage personalized: its local adapter's weight",
+    ),
     "two adapters": (small_config("feddpa"), {"share": 0.3}, "peft", "the model is two adapters, 0.7 and 0.3; use merged"),
     "a scaled one": (LORA, {"scaling": 0.5}, "peft", "the adapter is scaled by 0.5, which PEFT does not read; use merged"),
-    "bottlenecks for PEFT": (small_config("fedsca"), {}, "peft", "'bottleneck' is none that PEFT knows; use merged, bundle"),
+    "bottlenecks for PEFT": (
+        small_config("fedsca"),
+        {},
+        "peft",
+        "PEFT does not know adapter.kind 'bottleneck'; use merged, bundle",
+    ),
     "bottlenecks to merge": (small_config("fedsca"), {}, "merged", "there is nothing to merge into; use bundle or onnx"),
     "a vector for PEFT": (changed(FUNDUS, strategy="feddbe"), {}, "peft", "has a vector behind its encoder"),
-    "a text's graph": (small_text(), {}, "onnx", "a language model writes token after token"),
+    "a text's graph": (small_text(), {}, "onnx", "a language model generates token by token"),
 }
 
 

@@ -345,7 +345,7 @@ def test_another_template_is_the_remedy_for_one_that_fails(tmp_path: Path) -> No
     [
         (lambda f: _edit(f, "adapter_config.json", peft_type="IA3"), "peft_type 'IA3'"),
         (lambda f: _edit(f, "adapter_config.json", modules_to_save=["lm_head"]), "modules_to_save"),
-        (lambda f: _edit(f, "adapter_config.json", target_modules=["nowhere"]), "none of this base"),
+        (lambda f: _edit(f, "adapter_config.json", target_modules=["nowhere"]), "does not belong to this base"),
         (lambda f: _edit(f, "adapter_config.json", r=3), "does not fit this base"),
         (lambda f: _edit(f, "adapter_config.json", r=10**8), "a rank of 100000000 does not fit this base"),
         (lambda f: _edit(f, "adapter_config.json", init_lora_weights="pissa"), "its base is not the original one"),
@@ -357,7 +357,7 @@ def test_another_template_is_the_remedy_for_one_that_fails(tmp_path: Path) -> No
             lambda f: _edit(f, "adapter_config.json", rank_pattern={ENDLESS_NAME: 2}),
             "rank_pattern: .* is not a name",
         ),
-        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "none of this base"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "does not belong to this base"),
         (lambda f: (f / "adapter_config.json").write_text("{"), r"adapter_config\.json: not valid JSON"),
         (lambda f: (f / "adapter_config.json").write_text("[]"), r"adapter_config\.json: no JSON map, but \[\]"),
         (

@@ -38,7 +38,7 @@ def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkey
 
 
 def test_language_models_are_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"^--format onnx: a language model writes token after token .*; use merged"):
+    with pytest.raises(ConfigError, match=r"^--format onnx: a language model generates token by token .*; use merged"):
         onnx_export.check(small_text())
 
 

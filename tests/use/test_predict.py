@@ -232,7 +232,11 @@ def test_prompts_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str
 
 @pytest.mark.parametrize(
     ("plane", "point", "said"),
-    [(0, (3.0, 3.0), "is on slice 0, which it has not"), (None, (999.0, 3.0), "lies outside of it"), (None, (25.0, 3.0), "")],
+    [
+        (0, (3.0, 3.0), "is on slice 0, which does not exist"),
+        (None, (999.0, 3.0), "lies outside of it"),
+        (None, (25.0, 3.0), ""),
+    ],
 )
 def test_a_prompt_that_no_part_meets_is_told_of(
     plane: int | None, point: tuple[float, float], said: str, tmp_path: Path

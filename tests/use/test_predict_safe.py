@@ -125,7 +125,9 @@ def test_masks_of_nifti_1_and_2_say_nothing_of_the_patient(kind: type, tmp_path:
     assert isinstance(made, kind)
     assert b"Jane" not in made.header.binaryblock
     assert np.array_equal(made.affine, nibabel.load(tmp_path / "one.nii").affine)
-    with pytest.raises(DataError, match=r"its header makes no NIfTI of a mask \(ValueError\); convert it to NIfTI-1"):
+    with pytest.raises(
+        DataError, match=r"a NIfTI mask cannot be written with its header \(ValueError\); convert it to NIfTI-1"
+    ):
         write_nifti(tmp_path / "mask.nii.gz", np.ones((4, 5, 3), np.uint8), tmp_path / "one.nii")
 
 

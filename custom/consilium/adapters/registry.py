@@ -55,7 +55,7 @@ class AdapterKind:
     - `inject(model, config, base)` adds the adapter to the model.
     - `export(folder, values, config, base, name)` writes a whole adapter for use by other programs.
     - `trainable_base(model, config)` returns the names of tensors that are changes of base parameters (names.is_base).
-    - `start(name, shape, seed)` returns a tensor's initial value (default: layers.start).
+    - `start(name, shape, seed)` returns a tensor's initial value (default: adapter_state.initial_tensor).
     - `scale(model, config, factor)` multiplies the adapter's part of the forward pass.
     - `add_local(model, config)` adds a second, local adapter to the same layers.
     - `mix(model, config, share, cut_global)` makes these layers W x + (1 - share) global + share local. `share` is one number,

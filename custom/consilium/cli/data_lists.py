@@ -158,7 +158,7 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
         return kind.check(path, prepare_list=prepare_list) if prepare_list else kind.check(path)
     whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
     if whose.checkpoints:
-        call(f"{JOB}:checkpoint_of", config.model, whose)  # refuses an adapter
+        call(f"{JOB}:checkpoint_of", config.model, whose)  # raises CheckpointError for an adapter or GGUF
     tokenizer = call(f"{JOB}:tokenizer_of", config, whose)
     classes = getattr(config.task, "classes", None)
 

@@ -81,7 +81,7 @@ def require_kit_role(kit: Path) -> str:
     return role
 
 
-@cache  # a stranger's request must cost little
+@cache  # because requests without the cookie must be cheap
 def message_page(title: str, text: str) -> str:
     """Return a page with a title and a text, such as an error."""
     return _page(title, text, [])

@@ -141,7 +141,10 @@ def load(job: Path, overrides: list[str], plugins: Plugins = None, author: bool 
 
 
 def load_for_data(job: Path | None, overrides: list[str], kit: Path | None) -> JobConfig | None:
-    """Return the job for which data are read, if any. With a site's kit it is another author's, so its paths are not opened."""
+    """Return the job for which data are read, if any.
+
+    With `kit` the job is treated as another person's, so files that it names by path are not opened.
+    """
     if job is None:
         if overrides:
             raise ConfigError("--set: is of a job; give --job too")

@@ -1,7 +1,7 @@
 """The command `consilium serve`: a read-only dashboard of a kit in the browser (it serves no model).
 
-aiohttp serves the pages, because FLARE depends on it, so it is installed at every participant, and because it parses HTTP more
-strictly than http.server, which its own documentation does not recommend for use.
+aiohttp serves the pages. FLARE depends on it, so every participant has it. It parses HTTP more strictly than http.server, whose
+documentation advises against its use in production.
 
 Other users of the machine and pages of other sites can reach the port. So a request must name this host and port (against DNS
 rebinding), and must have a cookie that only the token in the printed address gives. Cookies are sent to all ports of a host, so

@@ -53,7 +53,8 @@ def build_site(
     observer(loading_event("data", name))
     data = data or load_site_data(job.config, name, site, folder, root)
     watch = watch_files(job.config, data) if job.config.privacy is not None else None
-    decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))  # before any charge
+    # with privacy, decode all samples now, before the budget is charged
+    decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))
     task = build_task(job.config, decoded, site)
     if warning := patient_warning(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})

@@ -318,7 +318,7 @@ class Client:
 def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:
     """Run a task that the guard has authorized; return its result, which only the guard may send.
 
-    `ready`: returns the client. It is not called for a task whose answer the guard has stored, and not for questions of secure
+    `ready`: returns the client. It is not called if the guard has stored the task's reply, or for messages of secure
     aggregation, which the guard answers.
     """
     if task.answered:

@@ -144,7 +144,7 @@ def check_compiler_enable_cache(config: JobConfig, model: nn.Module, task: Task)
 def enable_embedding_cache(config: JobConfig, model: nn.Module, task: Task) -> None:
     """Let the task encode each picture only once, if it can and nothing that trains influences a picture's embedding.
 
-    The task's method `remember` takes a text that identifies the frozen encoder and its weights.
+    The task's method `enable_embedding_cache` takes a text that identifies the frozen encoder and its weights.
 
     With strategies that have parts between encoder and head, or a second adapter, the encoder always runs, because they use
     what passes through there.

@@ -132,7 +132,10 @@ def possible_scored_jobs(config: JobConfig) -> list[JobConfig]:
 
 
 def interpolation_of(strategy: Strategy, closing: bool) -> Interpolation | None:
-    """Return how the personalized model weighs its local adapter, None if it has none that was trained."""
+    """Return the strategy's interpolation of global and local adapter.
+
+    Return None during the rounds if the local adapter trains only after the last round. `closing`: the rounds have ended.
+    """
     return strategy.traits.interpolation if closing or not strategy.traits.fits_after_last_round else None
 
 

@@ -36,8 +36,8 @@ def load_site_data(
 
     `root`: the site's folder for files that outlast jobs, by default `folder`; it has the cache of decoded samples. If
     site.yaml skips bad samples, they are already removed. `ignore_unfit`: samples that do not fit the job are not errors. It is
-    always set for jobs with privacy or statistics. Otherwise the sender of many jobs with different settings could learn, from
-    refusals and without a row in the ledger, what samples contain. Raises ConfigError or DataError.
+    always set for jobs with privacy or statistics. Otherwise refusals of jobs with different settings would reveal what samples
+    contain, without a row in the ledger. Raises ConfigError or DataError.
     """
     ignore_unfit = ignore_unfit or config.privacy is not None or config.statistics is not None
     workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers

@@ -120,7 +120,7 @@ def rows_of(section: type, nested: bool = True) -> dict[str, tuple[str, str, str
 
 
 def _section_and_suffix(field: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the name of the one section that a field is or holds, and what stands for its key: a map's NAME or a list's []."""
+    """Return the name of the one section that a field is or contains, and its key suffix: .NAME for a map, [] for a list."""
     parts = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
     values = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), None)
     for inner, key in ((parts[0] if len(parts) == 1 else {}, ""), (field.get("items"), "[]"), (values, ".NAME")):

@@ -90,7 +90,7 @@ class Payload:
 
     `tensors`: values in a message to a site; updates (end minus start of the local training) in a message to the server.
     `ledger`: to the server, the last seal of the site's privacy ledger, so that missing rows can be detected from outside.
-    `masking`: to a site, the question of secure aggregation, see privacy/secagg; {} in jobs without it.
+    `masking`: to a site, the message of secure aggregation, see privacy/secagg; {} in jobs without it.
     """
 
     round: int

@@ -148,7 +148,10 @@ def name_path_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def clean_up_on_failure(folder: Path) -> Iterator[None]:
-    """Delete everything new in a folder, and a new folder, if the block fails, so that it can be repeated; see also `named`."""
+    """Delete everything new in `folder`, and a new `folder` itself, if the block fails. So the block can be repeated.
+
+    OSErrors name the folder, see `name_path_in_errors`.
+    """
     before, is_new = set(folder.iterdir()) if folder.is_dir() else set(), not folder.exists()
     try:
         with name_path_in_errors(folder):

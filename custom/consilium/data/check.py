@@ -237,8 +237,8 @@ _COPY, _LIKE = "duplicate", "looks alike"
 def _compare_traces(traces: Iterable[Trace], training: bool = False) -> Iterator[tuple[str, Trace, Trace]]:
     """Yield (kind, trace, earlier trace) for traces that share a mark, then for those that look alike.
 
-    The kind is that of the strongest mark that another split or site has. Without any, it is _COPY for a copy in the same
-    place. `training`: marks are compared with training samples only.
+    The kind is that of the strongest mark that a trace of another split or site shares. If none does, it is _COPY for a copy in
+    the same split or site. `training`: marks are compared with training samples only.
     """
     seen: dict[tuple[str, str], Trace] = {}
     left = []

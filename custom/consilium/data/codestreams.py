@@ -68,7 +68,8 @@ def _count_allocated_parts(code: bytes, start: int) -> int:
 def _count_blocks_and_precincts(style: bytes, skipped: int, width: int, height: int, components: int) -> int:
     """Return the number of code blocks and precincts into which a coding style cuts a picture.
 
-    `style`: the bytes of the style: flags, `skipped` - 1 bytes that are ignored, then the numbers of levels and sizes.
+    `style`: flags (1 byte), `skipped` - 1 ignored bytes, the number of levels, the code block sizes, 2 ignored bytes, then the
+    precinct sizes.
     """
     levels, across, down = style[skipped : skipped + 3]
     precincts = style[skipped + 5 :] if style[0] & 1 else b"\xff" * (levels + 1)

@@ -57,7 +57,7 @@ def class_cells(task: Any) -> tuple[tuple[str, ...], bool]:
 class Tally:
     """The cells of a site's samples. `people`, `patients`, `classes` and `absent` are by split, the rest is training only.
 
-    `people`: the person of every sample, see `person`. `patients`: whether every sample names its patient. `classes`: the
+    `people`: the person of every sample, see `person_of`. `patients`: whether every sample names its patient. `classes`: the
     samples that show each class. `absent`: for masks, the samples that show nothing of a class. `areas`: by class, the share of
     the picture that it covers in each sample that shows it. `light`: per sample, the share of pixels in each bin of grey
     levels.
@@ -99,7 +99,7 @@ def tally(data: DataList, task: Any, count: int, before_sample: Callable[[], Non
 
 
 def person_of(item: Any) -> str:
-    """Return who counts as the person of a sample: its patient, else its study, else the sample itself."""
+    """Return the identifier of a sample's person: its patient, else its study, else the sample itself."""
     if isinstance(item, Item):
         return item.patient or item.study or str(item.image)
     return str(item.patient or item.name)

@@ -82,8 +82,8 @@ class Item:
     "" if unknown. `annotated`: the classes that the mask shows, None for all of the task's. `label_map`: the job's classes by
     the site's own label values, if these differ. `others`: how label values of no class are treated. `alone`: the sample is a
     privacy record of its own, so no other part of its file may influence it. `crop`: the part of the picture that a job uses.
-    `affine`: which transform positions the voxels of NIfTI files whose two transforms disagree. `fold`: the fold in a list of
-    MONAI's, see `with_challenge_splits`.
+    `affine`: which transform positions the voxels of NIfTI files whose two transforms disagree. `fold`: the
+    cross-validation fold that a MONAI data list gives the sample, see `with_challenge_splits`.
     """
 
     image: Path

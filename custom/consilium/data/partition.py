@@ -318,7 +318,7 @@ def _read_records(
         splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:
-        raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are kinds; name another key")
+        raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are allowed; name another key")
     return _exclude_classes(source, splits, values, exclude)
 
 

@@ -89,7 +89,7 @@ def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> No
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
         raise DataError(f"{path}: cannot be read ({kind}, not a file); {remedy}")
     if found.st_size > most:
-        raise DataError(f"{path}: cannot be read ({found.st_size:,} bytes, at most {most:,} are); {remedy}")
+        raise DataError(f"{path}: cannot be read ({found.st_size:,} bytes, at most {most:,} are allowed); {remedy}")
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def check_unpacked(path: Path, shape: Sequence[int], voxel_bytes: int, what: str
     if not 0 < needed <= most:
         raise DataError(
             f"{path}: {what} ({'x'.join(map(str, shape))} voxels, {needed:,} bytes; "
-            f"at most {most:,} are of a file of its size); cut it into smaller ones",
+            f"at most {most:,} are allowed for a file of this size); cut it into smaller ones",
             "too large",
         )
 
@@ -194,7 +194,7 @@ def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[
 def check_line(where: str, line: str) -> None:
     """Raise DataError for a line with over MOST_CHARACTERS."""
     if len(line.rstrip("\r\n")) > MOST_CHARACTERS:
-        raise DataError(f"{where}: over {MOST_CHARACTERS:,} characters, at most {MOST_CHARACTERS:,} are a record; cut it up")
+        raise DataError(f"{where}: a record has at most {MOST_CHARACTERS:,} characters; cut it up")
 
 
 def parse_json(where: str, text: str, remedy: str) -> Any:

@@ -121,8 +121,8 @@ def record_lines(path: Path) -> Iterator[tuple[int, str]]:
 def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool = False) -> Iterator[Text]:
     """Yield the records of a file. Raises DataError for an unusable line, or adds the error to `bad` and goes on.
 
-    With `bad`, records need no answer. With `pictures`, every record needs a picture, whose relative path starts at the file's
-    folder.
+    With `bad`, records need no answer. With `require_pictures`, every record needs a picture, whose relative path starts at
+    the file's folder.
     """
     first = None
     for number, line in record_lines(path):
@@ -211,5 +211,5 @@ def _check_texts(where: str, key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise DataError(f'{where}: {key}: {repr(value)[:80]} is not a list of texts; write ["a", "b"]')
     if len(value) > MOST_TEXTS[key]:
-        raise DataError(f"{where}: {key}: {len(value):,} texts, at most {MOST_TEXTS[key]:,} are; leave some out")
+        raise DataError(f"{where}: {key}: {len(value):,} texts, at most {MOST_TEXTS[key]:,} are allowed; leave some out")
     return tuple(value)

@@ -45,7 +45,8 @@ class Cost:
 def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     """Return the cost per round, summed over phases and averaged over the strategy's period, from round 1 on.
 
-    The tails of flora and frlora grow from round to round. They count with their largest size, that of each layer.
+    flora and frlora send frozen ranks that grow from round to round. They count with their largest size, that of the whole
+    layer.
     """
     start = strategy.initialize(initial)
     first = max(1, strategy.traits.warm_up)

@@ -24,7 +24,7 @@ KIND = "forgotten"
 KEPT = frozenset({FILE, OWNER})
 """Files in a run's folder that are not deleted: the audit log, and the run's owner, so that no other run takes the name."""
 STAYS = "the record of what left (audit.jsonl) and the ledger's rows"
-AT_SERVER = "the run's name, with whose it is"
+AT_SERVER = "the run's name and its owner"
 RECEIVED = "what sites received and keep, and what people downloaded: ask them to delete it"
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """The format of FLARE's job ids. An id from a record becomes part of a path here, so it is checked."""
@@ -50,7 +50,7 @@ def delete_at_site(kit: Path, folder: Path, state: Path, reason: str) -> dict[st
     # a running job has its id in the command lines of its processes
     words = [word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ()]
     if going := next((job for job in jobs if any(job in word for word in words)), None):
-        raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
+        raise ConfigError(f"{folder.name}: job {going} is still running; wait for its end, or `consilium abort` it")
     flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
     flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
     left = "nothing: no update has left in this run"
@@ -69,7 +69,7 @@ def delete_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
         with lock:
             return _delete(folder, stored, state, {"reason": reason, "jobs": jobs, "stays": AT_SERVER, "left": RECEIVED})
     except Timeout:
-        raise ConfigError(f"{folder.name}: is going on; wait for its end, or `consilium abort` it") from None
+        raise ConfigError(f"{folder.name}: is still running; wait for its end, or `consilium abort` it") from None
 
 
 def _delete(folder: Path, job_folders: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:

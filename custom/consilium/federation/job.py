@@ -110,7 +110,7 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
     kind, strategy, dtype = config.adapter.kind, config.strategy, config.model.dtype
     if kind == "full" and dtype in QUANTIZED:
         raise ConfigError(
-            f"{source}: model.dtype: {dtype!r} keeps frozen layers so, and adapter.kind 'full' trains them all; "
+            f"{source}: model.dtype: {dtype!r} is for frozen layers only, and adapter.kind 'full' trains all layers; "
             "use dtype fp32, or adapter.kind lora"
         )
     if strategy.traits.ranks_differ and not (adapter.unequal_ranks or (strategy.traits.one_rank and kind == "lora")):

@@ -115,8 +115,8 @@ def page(card: Card) -> str:
         ("task", markdown_cell(card.task)),
         ("base model", f"{markdown_cell(card.model)}, {base}"),
         ("adapter", markdown_cell(card.adapter)),
-        ("sites", "not told" if card.sites is None else str(card.sites)),
-        ("training samples", "not told" if card.training is None else f"{card.training:,}"),
+        ("sites", "not stated" if card.sites is None else str(card.sites)),
+        ("training samples", "not stated" if card.training is None else f"{card.training:,}"),
         ("privacy", markdown_cell(card.privacy) or "no guarantee: the job has no `privacy:` section"),
         ("made by", f"consilium {markdown_cell(card.version)}"),
     ]

@@ -86,7 +86,7 @@ def _check_owner(folder: Path, owner: dict[str, str], submitter: str, site: str,
         try:
             known |= {str(line["site"]) for line in load_record(path)["messages"] if "site" in line}
         except (OSError, ValueError, TypeError, AttributeError):
-            raise ConfigError(f"{path}: cannot be read, so whose run it is of is not known; restore it") from None
+            raise ConfigError(f"{path}: cannot be read, so the run's site is unknown; restore it") from None
     if known and site not in known:
         raise ConfigError(
             f"{folder}: is the state of {shown(min(known))}, not of {shown(site)}, in this run; "

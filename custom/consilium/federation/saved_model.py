@@ -73,9 +73,9 @@ def write_adapter_folder(
         )
     if kept.similar:
         found.append(
-            f"Where it was tested, each sample weighed the local adapter by how alike it is to {kept.similar} training records "
-            f"of the site, by {kept.share:g} at most. No file holds these records. Opened again, the model weighs every sample "
-            "by the most, so its scores differ from those above."
+            "In the final evaluation, the weight of the local adapter was set for each sample by its similarity to "
+            f"{kept.similar} training records of the site, at most {kept.share:g}. No file holds these records. A loaded model "
+            "uses the maximum weight for every sample, so its scores differ from those above."
         )
     if kept.scaling != 1:
         found.append(f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.")

@@ -241,8 +241,8 @@ def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without the keys in _NOTES. Raises ValueError, beginning with the key, for a forbidden entry.
 
     Keys must be names that do not begin with `_`. Text values must not be paths, addresses or sentences. Implementations must
-    be part of `transformers`. The check does not import `transformers`, so it runs when a job is read; `listed` of
-    listed_keys.py also checks by architecture.
+    be part of `transformers`. The check does not import `transformers`, so it runs when a job is read.
+    `keep_listed_keys` of listed_keys.py also checks by architecture.
     """
     _check_build_cost(dict(config), "")
     return _checked_mapping(config, "")
@@ -341,6 +341,9 @@ def _check_build_cost(value: Any, key: str, depth: int = 0) -> None:
 
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:
-    """Return the named sets of layers to adapt. They are found by function in the model or its `tower`; `paper` means qkv."""
+    """Return the named target sets. `paper` means qkv.
+
+    Each set finds its layers by their function in the model, or in its part `tower`.
+    """
     names = ("paper", "qv", "qkv", "attention", "all-linear")
     return {name: TargetSet(select=lazy("consilium.models.targets:pattern", name, tower)) for name in names}

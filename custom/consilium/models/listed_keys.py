@@ -1,10 +1,10 @@
 """The keys and values of a config.json that `transformers` gets: only those that the architecture's class declares.
 
-A job carries the config.json, so a submitter writes it, and `transformers` reads more from it than sizes: names of hub
-repositories whose code is attention, names of weights, files and classes. `keep_listed_keys` passes on what the configuration
-class of the `model_type` declares, and of words those that the architecture's own code holds. The lists are read off the
-installed `transformers`, so that a new version needs no table of ours. `models/transformers_folder.py` calls it before any
-configuration is made.
+A job contains the config.json, so its submitter can change it. Besides sizes, `transformers` reads from it names of hub
+repositories that provide attention code, and names of weights, files and classes. `keep_listed_keys` keeps the keys that the
+`model_type`'s configuration class declares, and the text values that occur in the architecture's code. It reads both lists from
+the installed `transformers`, so a new version needs no change here. `models/transformers_folder.py` calls it before it makes a
+configuration.
 """
 
 import re

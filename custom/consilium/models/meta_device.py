@@ -16,7 +16,8 @@ from consilium.core.errors import ConfigError
 
 FILLS = (torch.Tensor.normal_, nn.init.normal_)
 MOST = 100_000
-"""The most modules of a model, and the most parameters: 20 seconds of CPU time. A model of 1024 blocks has a quarter."""
+"""Largest number of modules, and of parameters, of a model; creating them takes 20 seconds of CPU time. A model of 1024 blocks
+has a quarter of them."""
 _MAKE = nn.Module.__init__
 _LOCK = threading.Lock()
 _counting: list["itertools.count[int]"] = []

@@ -1,7 +1,7 @@
-"""What `transformers` gets to see of a model folder: a view of listed files, which lie in the folder and name no others.
+"""Views of model folders for `transformers`: temporary folders with links to allowed files only.
 
-A folder is a stranger's. Left to itself `transformers` follows all that lies in it: adapters, indices and settings that name
-files anywhere, pickles. `link_weights` and `link_tokenizer` make a folder of links for one load.
+A model folder is untrusted. By default `transformers` also loads adapters and pickles from it, and files elsewhere that its
+indices and settings name. `link_weights` and `link_tokenizer` make a folder of links for one load.
 `models/transformers_folder.py` calls them.
 """
 

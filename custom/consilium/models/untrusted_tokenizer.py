@@ -1,9 +1,9 @@
 """Limits on the tokenizer of a model folder. Its tokenizer.json is an untrusted program that processes every record.
 
-Unbounded it may write millions of tokens for one letter, search for minutes, or fail for records of one kind only, and so tell
-who has them. `check_tokenizer_json` passes the kinds of step that published tokenizers have, with limits;
-`replace_tokenizer_errors` turns what still fails into one error. `models/transformers_folder.py` checks with it,
-`tasks/language` and the embeddings encode within it.
+Without limits it could write millions of tokens for one letter, search for minutes, or fail for one kind of record only. Such a
+failure would reveal which site has these records. `check_tokenizer_json` accepts the kinds of step that published tokenizers
+have, with limits. `replace_tokenizer_errors` turns the remaining failures into one error. `models/untrusted_folder.py` calls
+the first; `tasks/language` and the embeddings encode within the second.
 """
 
 import base64
@@ -20,12 +20,12 @@ from typing import Any
 from consilium.core.errors import STOPS, CheckpointError, ConsiliumError
 
 GROWTH = 32
-"""Characters that a tokenizer may make of one, at most, beside what Unicode's own forms do. Those of the SentencePiece
-tokenizers make up to 18, of the Arabic ligature U+FDFA."""
+"""Largest number of characters that a tokenizer may make from one, not counting Unicode normalization. SentencePiece tokenizers
+make up to 18, from the Arabic ligature U+FDFA."""
 STEPS = 64
-"""Normalizers, pre-tokenizers, decoders and post-processors of a tokenizer, of each at most."""
+"""Largest number of normalizers of a tokenizer; the same for pre-tokenizers, decoders and post-processors."""
 LONGEST_WORD = 256
-"""Characters of a text within a step; a special token is one."""
+"""Largest number of characters of a text in a step's settings, such as a special token."""
 LONGEST_PATTERN = 4096
 LONGEST_PIECE = 128
 """Characters of a Unigram token: every place of a text is searched for all of them."""
@@ -176,7 +176,7 @@ def _flat_steps(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Ma
 
 
 def _checked_growth(step: Mapping[str, Any], where: str) -> float:
-    """Return how many characters a step may make from one character. Raises ValueError if a part of it is why_slow."""
+    """Return how many characters a step may make from one. Raises ValueError if its pattern may be slow, see `why_slow`."""
     kind = step["type"]
     if kind == "Precompiled":
         return _longest_replacement(step.get("precompiled_charsmap"), f"{where}.precompiled_charsmap")

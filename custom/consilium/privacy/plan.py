@@ -155,11 +155,11 @@ class Plan:
             )
         could = Terms(sites, default_threshold(sites), default_threshold(sites), self.colluders)
         if self.config.trust == "distributed" and self.shares < could.least_honest_sites and not could.problem:
-            least = (
-                f"`secure_aggregation.threshold: {could.threshold}` makes them {could.least_honest_sites}, and a site's noise"
-            )
             smaller = math.sqrt(self.shares / could.least_honest_sites)
-            found.append(f"noise counts on {self.shares} honest shares; {least} {smaller:.2f} of it")
+            found.append(
+                f"the plan counts {self.shares} honest shares of noise; `secure_aggregation.threshold: {could.threshold}` "
+                f"would make them {could.least_honest_sites} and reduce a site's noise to {smaller:.2f} of it"
+            )
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
             found.append(f"calibration paper: {printed_epsilon(self.config)} is not kept; the epsilon of the claim is")
         return found
@@ -283,7 +283,10 @@ def distributed_step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
 
 
 def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
-    """Return the plan of DP-SGD at a site. A release is charged the steps of all `passes`, the fits of one phase."""
+    """Return the plan of DP-SGD at a site.
+
+    `passes`: how many trainings one phase has. A release is charged the steps of all of them.
+    """
     if config.training.batch_size >= num_units:
         units, named = ("samples", "") if privacy.unit == "record" else ("patients", ', or write "patient" into every entry')
         raise ConfigError(

@@ -93,8 +93,8 @@ def _eta(lines: list[Line], current: tuple[int, int], rounds: int) -> tuple[floa
 
     A round usually takes the median time of the last five rounds that ended, and of two middle values the lower one. So a
     single wait for a site does not count for later rounds. The time that the server may still wait in the current round is not
-    in the estimate: it is at most that long, and `progress` has it apart. The estimate is None before the first round has
-    ended, and if nothing is left by it. A pause before a run was resumed is in no round's time.
+    in the estimate: it is at most that long, and `progress` has it apart. The estimate is None until the first round has
+    ended, and when it would be 0. A pause before a run was resumed is in no round's time.
     """
     began: dict[tuple[int, int], float] = {}
     took: dict[tuple[int, int], float] = {}

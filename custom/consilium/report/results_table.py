@@ -102,7 +102,10 @@ def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:
 
 
 def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
-    """Return a cell of a row of means. In the column n, the mean by n has the sum; an interval's cell is empty."""
+    """Return one cell of a row of means.
+
+    In column n, the row "mean by n" has the sum and the row "mean" is empty. Interval cells are empty.
+    """
     if key.metric == COUNT:
         return _count_text(sum(one.get(str(key), 0) for one in results.values())) if weighted else ""
     return "" if key.metric.endswith(LOW) else number_text(mean_of(results, str(key), weighted))

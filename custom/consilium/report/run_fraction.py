@@ -11,8 +11,8 @@ from consilium.core.messages import TRAIN_LOSS
 class RunFraction:
     """An observer that counts the steps of a run of `rounds` rounds.
 
-    A round's sites may make unequal numbers of steps, and a site counts by its number. Until a site has made its first step of
-    the run, its number counts as the mean of the others'.
+    Each site is weighted by its number of steps in the round. Before a site's first step in the run, the mean of the other
+    sites' numbers is used.
     """
 
     def __init__(self, rounds: int) -> None:

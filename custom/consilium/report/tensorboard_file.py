@@ -26,8 +26,8 @@ Complain = Callable[[str], None]
 class EventFile:
     """A TensorBoard event file in a folder of its own, private to this user. The first entry creates both.
 
-    Each entry is written to disk at once, and the file is closed in between. torch's SummaryWriter would keep a file and a
-    thread open per site, so a thousand of them at a server with a thousand sites. Raises OSError if nothing can be written.
+    Each entry is written to disk at once, and the file is closed in between. torch's SummaryWriter keeps one open file
+    and one thread per site. A server may have a thousand sites. Raises OSError if nothing can be written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -5,8 +5,8 @@ have stopped, those with the same kind of request continue together: one forward
 over their losses. Only one thread runs at a time, in a fixed order, and each has its own state of PyTorch's random generators.
 So a run is repeatable.
 
-Sites store their results when all of a group have trained. If some had stored theirs before an interruption, the others would
-train without them when the run is resumed, and on many processors a row of a product depends on how many rows it has.
+The sites of a group store their results only after all have trained. Otherwise a resumed run would train a smaller group. On
+many processors the rows of a matrix product depend on the number of rows, so the results would differ.
 """
 
 import sys

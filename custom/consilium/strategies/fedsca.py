@@ -12,7 +12,7 @@ pull * (-cos(Theta_low, mixture)).
 Source: Y. Zhang, Y. Gao, H. Duan, H. Guo, T. Shah, R. Ranjan, B. Wei, "FedSCA: Federated Tuning with Similarity-guided
 Collaborative Aggregation for Heterogeneous Medical Image Segmentation", preprint in ICML's format, 2025: Eq. 7 and 9.
 
-The paper does not print its alpha. From alpha = max_j 2 (1 - m_i + m_j) / (d_ii - d_ij) on, site i receives nothing but its own
+The paper does not print its alpha. If alpha is at least max_j 2 (1 - m_i + m_j) / (d_ii - d_ij), site i receives only its own
 upload (the projection's solution is w_ii = 1). With two sites and `normalize` this limit is 4 (1 - m_i); it is 1 for a site
 with 30 of 40 samples. The server warns of it in each round.
 """
@@ -155,8 +155,9 @@ class FedSCA(Strategy):
         limits = smallest_isolating_alpha(self._effective_prior(prior), similarities(flat, self.similarity, self.normalize))
         alone = [name for name, limit in zip(results, limits.tolist(), strict=True) if self.alpha >= limit]
         if alone:
-            what = f"{', '.join(alone)} mix nobody in round {state.round + 1}"
-            _log.warning(f"strategy.alpha: {self.alpha:g}: {what}; under {float(limits.min()):.3g} every site does")
+            what = f"in round {state.round + 1} these sites receive only their own upload: {', '.join(alone)}"
+            remedy = f"with alpha below {float(limits.min()):.3g} every site receives others' uploads too"
+            _log.warning(f"strategy.alpha: {self.alpha:g}: {what}; {remedy}")
         return {"collaboration/alone": float(len(alone)), "collaboration/alone_from_alpha": float(limits.min())}
 
     # client half ------------------------------------------------------------------------------------------------------

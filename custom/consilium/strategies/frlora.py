@@ -5,8 +5,8 @@ For a layer with W0 = U S V', s = alpha / r and the first r singular triplets:
     B0 = U_r (S_r / s)^(1/2),   A0 = (S_r / s)^(1/2) V_r',   W <- W0 - s B0 A0                        at the start
     sites train from (B0, A0);  A = sum_k p_k A_k,  B = sum_k p_k B_k;  W <- W + s (B A - B0 A0)       every round
 
-The next round starts from (B0, A0) again. A head is averaged and continues from its mean. The evaluated model is W + s B0 A0,
-which equals the round's W + s B A before its product was added.
+The next round starts from (B0, A0) again. A head is averaged and continues from its mean. The evaluated model is W + s B0 A0.
+It equals W + s B A with the W from before the round.
 
 The server computes (B0, A0) once from its own copy of the base and sends them, because an SVD differs between machines.
 W - W0 is sent as frozen ranks, a tail, beside the unchanged base. A site that joins late or missed rounds receives all of it, a

@@ -173,11 +173,12 @@ class StudyConfig(Section):
             self.check_choice("published", {k: [str(v)] for k, v in row.items() if k in self.axes})
         # a name in `published` must not be ambiguous, an axis of seeds, or unknown
         if "site" in self.axes:
-            raise ValueError("axes: 'site' says in `published` which hospital's score it is; give the axis another name")
+            raise ValueError("axes: 'site' is reserved: in `published` it names a hospital; give the axis another name")
         seeds = self.axes.keys() - self.compared_axes
         if wrong := next((axis for row in self.published for axis in row if axis in seeds), None):
             raise ValueError(
-                f"published: {wrong!r} is an axis of seeds, and what is compared are means over them; leave it out"
+                f"published: {wrong!r} is an axis of seeds, and published numbers are compared with means over seeds; "
+                "leave it out"
             )
         if empty := next((row for row in self.published if not any(k not in self.axes and k != "site" for k in row)), None):
             raise ValueError(f"published: {empty}: has no number; give one, or take the row out")
@@ -233,7 +234,7 @@ class GridErrors:
 def describe_cells(having: list[Mapping[str, str]], everyone: list[dict[str, str]]) -> str:
     """Return a short description of the cells `having`, among `everyone`.
 
-    It is the values that only these cells share, if there are such; else the first cell and the number of the others.
+    The text has the values that only these cells share. If there are none, it has the first cell and the number of the others.
     """
     if len(having) == len(everyone) > 1:
         return "all cells"

@@ -58,7 +58,7 @@ class StudyView(LiveScreen):
         elif said.state == "done" and not self._live:
             self.say(f"{self._done_of_total()} {cell.display_name}: done in {duration_text(said.seconds)}{self._eta_text()}")
         elif said.state == "locked" != before:
-            self.say(f"{cell.display_name}: another process is at it; waiting", "yellow")
+            self.say(f"{cell.display_name}: another process runs this cell; waiting", "yellow")
 
     def _count(self, *states: str) -> int:
         return sum(self.records[cell.id].state in states for cell in self.cells)

@@ -100,7 +100,7 @@ class LossAccumulator:
         self._shares.append(share)
 
     def end_step_and_read(self, last: bool) -> bool:
-        """End a step. Read the unread losses on a CPU, after EVERY seconds, or in the `last` step; return whether so.
+        """End a step. Return whether the unread losses were read: on a CPU, after EVERY seconds, or in the `last` step.
 
         Then `total` is the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
         `private`.

@@ -83,7 +83,7 @@ def make_device_mesh(
     import torch.distributed as dist
 
     if dist.is_initialized():
-        what = "another site of this process has its base in parts already"
+        what = "another site in this process already has a sharded base"
         raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; give each a process of its own", Reason.POLICY)
     if device.type == "cuda":
         torch.cuda.init()  # otherwise the mesh would choose a device by the rank's number
@@ -114,7 +114,7 @@ def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["F
     whole = unsharded_parameters(model)
     blocks = [block for _, block in named_blocks(model) if any(one not in whole for one in block.parameters())]
     if not blocks:
-        what = "nothing of this model is frozen in a stack of blocks"
+        what = "this model has no stack of blocks with frozen parameters"
         raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
     ignored = cast(set[nn.Parameter], whole)
     found = [fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=ignored) for block in blocks]

@@ -208,8 +208,8 @@ def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], s
         named = f", likely {shown(min(beyond or likely), 120)!r}" if beyond or likely else ""
         where = "of it are left out by transformers" if over > 0 else "of the model are not in it"
         raise CheckpointError(
-            f"SOURCE: {path}: {abs(over):,} numbers {where}{named}, so that its answers would be others; use the model's "
-            "original folder"
+            f"SOURCE: {path}: {abs(over):,} numbers {where}{named}, so its answers would differ from the original model's; "
+            "use the model's original folder"
         )
 
 
@@ -346,7 +346,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
         adapted = get_peft_model(model, LoraConfig(**kept))
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{where}: is none of this base ({shorten_error(error)}); name the base it was trained on"
+            f"{where}: does not belong to this base ({shorten_error(error)}); name the base it was trained on"
         ) from None
     wanted = {name: tensor.shape for name, tensor in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()}
     if bad := sorted(

@@ -63,7 +63,9 @@ def find_pictures(
         raise ValueError(f"{place}: no pictures there ({', '.join(ENDINGS)}); give --dataset_dir FOLDER or FILE")
     names = [p.stem for p in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{place}: two pictures are called {twice!r}, and so would be what is written; run them one by one")
+        raise ValueError(
+            f"{place}: two pictures are named {twice!r}, so their outputs would have one name; run them one by one"
+        )
     if not classes:
         return [{"image": str(p)} for p in found]
     known = dict[str, dict[str, list[float]]]()

@@ -50,8 +50,8 @@ def check_exportable(format: Format, folder: Path) -> None:
     config = job_of(folder)
     if kept.similar:
         raise ConfigError(
-            "--stage personalized: its local adapter is weighed anew for every sample, by the site's own records, which stay "
-            "there; export the global model"
+            "--stage personalized: its local adapter's weight is computed per sample from the site's records, which an export "
+            "does not contain; export the global model"
         )
     if format == "peft" and kept.share:
         raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
@@ -59,13 +59,13 @@ def check_exportable(format: Format, folder: Path) -> None:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
         raise ConfigError(
-            f"--format {format}: the base is kept as {dtype}, which holds no weights that others read; use peft, which goes on "
-            "the unchanged base"
+            f"--format {format}: the base is quantized ({dtype}), which other programs cannot read; use peft, which exports "
+            "the adapter without its base"
         )
     if format == "peft":
         if not (folder / SETTINGS).is_file():
             raise ConfigError(
-                f"--format peft: adapter.kind {config.adapter.kind!r} is none that PEFT knows; use merged, bundle or onnx"
+                f"--format peft: PEFT does not know adapter.kind {config.adapter.kind!r}; use merged, bundle or onnx"
             )
         if SHIFT in kept.values:
             raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")

@@ -179,7 +179,7 @@ def enable_shared_gradients(model: nn.Module, strategy: Strategy) -> list[str]:
 
 
 def mask_update(update: Tensors, seed: int) -> Tensors:
-    """Return a masked update as it looks to somebody without the mask: the integers that a site sends, read as numbers."""
+    """Return a masked update as a server without the mask reads it: the integers that a site sends, as float32."""
     order = layout({name: tuple(tensor.shape) for name, tensor in update.items()})
     words = flatten(quantize(update), 1, 2**62)
     words += mask(seed.to_bytes(32, "big"), len(words))

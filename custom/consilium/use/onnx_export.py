@@ -25,7 +25,7 @@ MOST_BYTES = 2**30
 def check(config: JobConfig) -> None:
     """Raise ConfigError for language models and text encoders, and if the extra `onnx` is not installed."""
     if MODELS[config.model.name].tokenizer is not None:
-        writes = "a language model writes token after token with a memory of its own, which no single graph is"
+        writes = "a language model generates token by token with a key-value cache, which is not exported"
         what = "a text encoder is not exported as a graph" if config.task.outputs else writes
         raise ConfigError(f"--format onnx: {what}; use merged, and your runtime's own converter")
     if missing := [name for name in NEEDED if find_spec(name) is None]:

@@ -138,5 +138,5 @@ def _take_name(made: Path, folder: Path) -> None:
         made.rename(folder)  # fails if a folder that is not empty was created there meanwhile
     except OSError as error:
         raise ConfigError(
-            f"--output {shown(folder)}: something came there meanwhile ({error.strerror}); choose another folder"
+            f"--output {shown(folder)}: the export cannot be moved there ({error.strerror}); choose another folder"
         ) from None

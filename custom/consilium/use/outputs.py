@@ -85,7 +85,7 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
         data = bytes(image.to_bytes())
     except Exception as error:
         raise DataError(
-            f"{source}: its header makes no NIfTI of a mask ({type(error).__name__}); convert it to NIfTI-1"
+            f"{source}: a NIfTI mask cannot be written with its header ({type(error).__name__}); convert it to NIfTI-1"
         ) from None
     if path.name.lower().endswith(".gz"):
         import gzip
@@ -153,7 +153,9 @@ def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[s
                 omit_empty_frames=False,
             ).save_as(file, enforce_file_format=True)
     except Exception as error:
-        raise DataError(f"{source}: its elements make no DICOM-SEG ({type(error).__name__}); convert it to NIfTI") from None
+        raise DataError(
+            f"{source}: a DICOM-SEG cannot be written from its elements ({type(error).__name__}); convert it to NIfTI"
+        ) from None
     return file.getvalue()
 
 

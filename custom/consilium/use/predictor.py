@@ -133,7 +133,7 @@ class Predictor:
         for name, plane, label in self.prompts or {}:
             met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
             if name == one.name and not any(met):
-                where = "lies outside of it" if plane is None else f"is on slice {plane}, which it has not"
+                where = "lies outside of it" if plane is None else f"is on slice {plane}, which does not exist"
                 raise DataError(
                     f"{one.path}: the {self.task.prompt} of {label!r} {where}; count slices from 0, leave slice out for a "
                     "single picture, and pixels from the left and the top"

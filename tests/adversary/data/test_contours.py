@@ -41,12 +41,12 @@ def test_contours_over_the_whole_picture_take_their_edges_and_no_plane_each(tmp_
 def test_edges_across_too_many_lines_are_refused_before_they_are_followed(tmp_path: Path) -> None:
     zigzag = np.stack([np.arange(40_000) % SIDE, np.arange(40_000) % 2 * (SIDE - 1)], axis=1)
     with pytest.raises(
-        DataError, match=r"edges that cross 8\d,\d{3},\d{3} lines of voxels, at most 67,108,864 are.*leave structures"
+        DataError, match=r"edges that cross 8\d,\d{3},\d{3} lines of voxels, at most 67,108,864 are allowed.*leave structures"
     ):
         read(tmp_path, [zigzag])
 
 
 def test_too_many_contours_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "MOST_CONTOURS", 99)
-    with pytest.raises(DataError, match=r"100 contours, at most 99 are.*leave structures"):
+    with pytest.raises(DataError, match=r"100 contours, at most 99 are allowed.*leave structures"):
         read(tmp_path, [square(1, 2)] * 100)

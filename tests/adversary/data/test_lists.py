@@ -96,7 +96,7 @@ def test_generated_data_replace_nobodys_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("[" + "0," * 2**24 + "0]", "holds more than 16,777,216 values"), (" " * 2**26 + "[]", "at most 67,108,864 are")],
+    [("[" + "0," * 2**24 + "0]", "holds more than 16,777,216 values"), (" " * 2**26 + "[]", "at most 67,108,864 are allowed")],
     ids=["values", "bytes"],
 )
 def test_prompts_of_gigabytes(content: str, why: str, tmp_path: Path) -> None:

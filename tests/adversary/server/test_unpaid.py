@@ -170,7 +170,7 @@ def test_a_damaged_word_is_named_before_any_training(privacy: dict, client: Make
     site = failing(client(privacy))
     assert wire.reason_of(answered(site, admitted(site))) is Reason.TRAINING
     (word,) = tmp_path.rglob("refused/0-0.json")
-    later, message = client(privacy), r"0-0\.json: cannot be read; nothing was sent; restore it; to remove it"
+    later, message = client(privacy), r"0-0\.json: cannot be read; nothing was sent; restore it; after removing it"
     whole = json.loads(word.read_text())
     terms: list[dict] = [{"noise_multiplier": "5"}, {"noise_multiplier": None}, {"sample_rate": [1]}, {"private": "no"}]
     damaged = [{"word": "nonsense"}, {}, whole | {"terms": 3}, whole | {"row": 5}]

@@ -95,5 +95,7 @@ def test_tiles_that_are_records_are_not_windowed_by_their_picture(
 
 @pytest.mark.parametrize("thin", [{"slices": {"empty": "drop"}}, {"tiles": {"size": 64, "empty": 0.5}}])
 def test_classes_have_no_masks_that_could_be_empty(thin: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"empty.*a class has no mask that would tell; write keep"):
+    with pytest.raises(
+        ConfigError, match=r"empty.*only masks show which parts are empty, and classification has none; write keep"
+    ):
         validate(ClassificationConfig, {"name": "classification", "classes": ["a", "b"]} | thin, "job.yaml")

@@ -133,7 +133,7 @@ def test_a_damaged_folder_of_a_former_version_is_named(submitted: Place, tmp_pat
     (folder / "owner.json").write_text(json.dumps({"submitter": "ann"}))
     (folder / "run-1.0123").mkdir()
     (folder / "run-1.0123" / "audit.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(ConfigError, match=r"audit\.jsonl: cannot be read, so whose run it is of is not known; restore it"):
+    with pytest.raises(ConfigError, match=r"audit\.jsonl: cannot be read, so the run's site is unknown; restore it"):
         job_context.open_site_folder(submitted("ann", "second"), named("study"), "site-1", site)
     (folder / "owner.json").write_text(json.dumps({"submitter": "ann", "site": None}))
     with pytest.raises(ConfigError, match=r"owner\.json: is damaged"):

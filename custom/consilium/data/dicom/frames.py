@@ -261,7 +261,7 @@ def _read_place(file: Path, own: Dataset) -> Place | None:
     depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))  # negative in nuclear medicine
     check_spacing(file, "SpacingBetweenSlices or SliceThickness", [depth], _MEASURED)
     if origin.shape != (3,) or spacing.shape != (2,) or not (np.isfinite([*origin, *turned, *spacing, depth]).all()):
-        raise ValueError("a place in space is not a three numbers")
+        raise ValueError("a position is not three numbers")
     if abs(i @ j) > _SAME or max(abs(np.linalg.norm([i, j], axis=1) - 1)) > _SAME:
         raise ValueError("directions are not at right angles")
     return Place(origin, i * spacing[1], j * spacing[0], depth)
@@ -340,5 +340,5 @@ def _check_decoded_bytes(path: Path, files: Mapping[Path, Dataset]) -> None:
     if needed > (largest := most_unpacked(packed)) or frames > most:
         raise DataError(
             f"{path}: cannot be read as DICOM ({frames:,} frames, {needed:,} bytes; "
-            f"at most {most:,} and {largest:,} are of files of their size); cut it into smaller ones"
+            f"at most {most:,} frames and {largest:,} bytes are allowed for files of this size); cut it into smaller ones"
         )

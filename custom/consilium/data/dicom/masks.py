@@ -59,8 +59,8 @@ def read_contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
     drawn = [(about, roi) for about, roi in every if about is not None and roi.get("ContourSequence")]
     needed, count = len(drawn) * prod(image.grid.shape), sum(len(roi.ContourSequence) for _, roi in drawn)
     if needed > MOST_VOLUME or count > MOST_CONTOURS:
-        found = f"{len(drawn)} structures, {needed:,} bytes; at most {MOST_VOLUME:,} are"
-        found = found if needed > MOST_VOLUME else f"{count:,} contours, at most {MOST_CONTOURS:,} are"
+        found = f"{len(drawn)} structures, {needed:,} bytes; at most {MOST_VOLUME:,} are allowed"
+        found = found if needed > MOST_VOLUME else f"{count:,} contours, at most {MOST_CONTOURS:,} are allowed"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
     planes: list[tuple[str, Planes]] = []
     faults: dict[Value, DataError] = {}
@@ -79,7 +79,8 @@ def read_contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
     ends = (np.ceil(polygon[:, 1]).clip(0, image.grid.shape[1]).astype(np.int64) for polygon in polygons)
     if (lines := sum(int(np.abs(np.roll(one, -1) - one).sum()) for one in ends)) > MOST_CROSSINGS:
         raise DataError(
-            f"{path}: cannot be read as masks (edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are); "
+            f"{path}: cannot be read as masks (edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are "
+            "allowed); "
             "leave structures out"
         )
     nothing = np.zeros(image.grid.shape[::-1], bool).T  # each slice contiguous
@@ -219,7 +220,8 @@ def _read_segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     ]
     if (needed := len(segments) * prod(grid.shape)) > MOST_VOLUME:
         raise DataError(
-            f"{path}: cannot be read as masks ({len(segments)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are); "
+            f"{path}: cannot be read as masks ({len(segments)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are "
+            "allowed); "
             "leave segments out"
         )
     masks = {number: np.zeros(grid.shape[::-1], bool).T for number, _ in segments if number}

@@ -63,8 +63,8 @@ def _table_entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
         found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
     if len(found) < count:
         raise DataError(
-            f"{file}: its palette of {count:,} colours has another number of them, or refers to its own segments, which is "
-            f"not read; {_SAVE}, or {TAKE_OFF}"
+            f"{file}: its palette declares {count:,} colours and contains a different number, or refers to its own segments, "
+            f"which is not read; {_SAVE}, or {TAKE_OFF}"
         )
     return found
 

@@ -201,7 +201,9 @@ def _parse_deflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: b
     if pixels:
         expected = get_expected_length(found)
         if expected > most:
-            raise budget.store_exceeded_error(f"{expected:,} bytes of pixels; at most {most:,} are of a file of its size")
+            raise budget.store_exceeded_error(
+                f"{expected:,} bytes of pixels; at most {most:,} are allowed for a file of this size"
+            )
         inflating.most = inflating.tell() + expected + _SPARE
         found.update(read_dataset(stream, False, True))
     meta.TransferSyntaxUID = ExplicitVRLittleEndian

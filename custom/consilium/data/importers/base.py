@@ -102,7 +102,8 @@ Sample = SourceSample | TextRecord
 class ImportResult:
     """The result of an importer. `classes`: task.classes of a job for this set, None for texts. `notes`: for the user.
 
-    `beside`: the sites whose pictures have classes, if those of `samples` have masks, because a job has one kind of label.
+    `beside`: a second result, for sites with class labels, when `samples` holds the sites with masks. A job has one kind of
+    label.
     """
 
     samples: Sequence[Sample]

@@ -40,8 +40,8 @@ LAYOUT = (
 )
 PATIENTS = "; name them as `patient` in the lists and cut again by `data split`"
 _MANY, _FEW, _MOST = 5, 2, 20
-"""Folders may be patients instead of sites from _MANY numbered folders on, from _MANY with at most _FEW samples on, and from
-_MOST on."""
+"""Folders may be patients instead of sites if there are at least _MOST. The same holds for _MANY if their names differ only in
+numbers, or if the median folder has at most _FEW samples."""
 _SITE = re.compile(
     r"(?i)site|hosp|h[oô]pital|osped|spital|kranken|cent[re]|zentrum|clinic|klinik|praxis|client|instit|uni|domain|node|vendor"
 )

@@ -146,7 +146,7 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
         if wrong := [(row.number, own) for row, own in zip(every, ones, strict=True) if len(own) != 1]:
             line, own = wrong[0]
             raise DataError(
-                f"{source}: {len(wrong)} of {len(every)} lines have not exactly one 1 in {', '.join(flags)}, the first is "
+                f"{source}: {len(wrong)} of {len(every)} lines do not have exactly one 1 in {', '.join(flags)}, the first is "
                 f"line {line} with {' and '.join(own) or 'none'}; a picture has one class: name one class's columns alone by "
                 "--column label=A,B, or give a column with one class a line"
             )

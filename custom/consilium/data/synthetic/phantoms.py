@@ -3,7 +3,7 @@
 *Appearance* changes how a site's images look, P(x): colour, contrast, polarity, shading, blur, noise. *Annotation* changes
 how its raters draw, P(y|x): where they put a boundary, how coarse their outline is, which objects they leave out. IAT splits
 encoder and decoder because of these two shifts. Cells have a class and no mask: for them, annotation is the imbalance of the
-classes, P(y), in training and validation, and the test split has as many samples of each class. The same seed and site give
+classes, P(y), in training and validation. The test split has equally many samples of each class. The same seed and site give
 the same files. Texts for language models are in sentences.py, volumes in hospitals.py.
 """
 

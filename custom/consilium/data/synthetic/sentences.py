@@ -4,8 +4,8 @@ Notes are classified as urgent, soon or later. This needs few directions of a mo
 that the model can only memorise, so learning takes about as many directions as there are codes: the update has a long spectrum.
 
 *Appearance* changes how a site writes, P(x): which of several wordings it prefers for notes and questions. *Annotation* is
-the imbalance of a site's labels, P(y), in training and validation; the test split has as many of each label. The meaning of
-findings and codes is the same at every site. The records are made up: every word is drawn from the lists below.
+the imbalance of a site's labels, P(y), in training and validation. The test split has equally many records of each label. The
+meaning of findings and codes is the same at every site. The records are made up: every word is drawn from the lists below.
 """
 
 import json

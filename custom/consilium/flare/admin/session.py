@@ -130,7 +130,8 @@ class Admin:
         found = self.session._do_command("check_status server")["meta"].get(KEY)
         if found is None:
             raise ConsiliumError(
-                "the server's kit has nothing that counts its sites; there stop it, run `consilium allow KIT`, start it"
+                "the server's kit has no list of connected sites; stop the server, run `consilium allow KIT` there, and start "
+                "it again"
             )
         return found
 
@@ -147,7 +148,9 @@ class Admin:
         if last is None:
             return set()
         if not _has_ended(last["status"]):
-            raise ConfigError(f"{experiment}: job {last['job_id']} is at it; wait for its end, or `consilium abort` it first")
+            raise ConfigError(
+                f"{experiment}: job {last['job_id']} is still running; wait for its end, or `consilium abort` it first"
+            )
         return {line.split(":")[0] for line in last.get("job_deploy_detail", []) if line.endswith(": OK")} - {"server"}
 
     def status(self, name: str) -> Job:
@@ -236,7 +239,7 @@ class Admin:
         self.session.abort_job(job_id)
         ends = time.monotonic() + ABORT_SECONDS
         while not (ended := _has_ended(self.find_job(job_id)["status"])) and time.monotonic() < ends:
-            time.sleep(2)  # FLARE writes each look into its audit.log
+            time.sleep(2)  # FLARE writes each query to its audit.log
         return ended
 
 

@@ -113,7 +113,7 @@ def _start_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx:
     wanted = job.resource_spec.get(client.name, {}) if job.resource_spec else {}
     enough, token = engine.check_client_resources(job, {client.name: wanted}, fl_ctx).get(client.name, (False, "no answer"))
     if not enough:
-        raise ConsiliumError(f"{client.name}: has not what job {job.job_id} asks for: {shown(token, 200)}")
+        raise ConsiliumError(f"{client.name}: lacks the resources that job {job.job_id} asks for: {shown(token, 200)}")
     process = engine.run_processes[job.job_id]
     others = {t: one for t, one in process[RunProcessKey.PARTICIPANTS].items() if one.name != client.name}
     process[RunProcessKey.PARTICIPANTS] = others | {client.token: client}

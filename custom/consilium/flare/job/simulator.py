@@ -38,7 +38,8 @@ PATIENCE = 10.0
 
 
 class Simulator:
-    """FLARE's simulator in a child process. The child imports PyTorch and FLARE at its start, then waits for `ask` and `run`.
+    """FLARE's simulator in a child process. The child imports PyTorch and FLARE at its start, then waits for
+    `run_in_child` and `run`.
 
     `threads`: how many sites run at the same time; all by default. With fewer, FLARE starts a new process for every task, and
     FLARE 2.9.0 sometimes misses the update of a site's second process. No command uses this. When the `with` block ends, all

@@ -62,7 +62,7 @@ class Registration:
         self.send_from_other_thread()
 
     def send_from_other_thread(self) -> None:
-        """Do the same as `send_hellos`, in another thread than the controller's."""
+        """Send hellos with a new FLARE context, for callers in another thread than the controller's."""
         with self.tasks.fl_ctx.get_engine().new_context() as fl_ctx:
             self.send_hellos(replace(self.tasks, fl_ctx=fl_ctx))
 

@@ -292,7 +292,7 @@ def reason_of(shareable: Shareable) -> Reason | None:
 
 
 def strip_failure_reply(shareable: Shareable) -> Shareable:
-    """Return a copy of a reply without a result that holds only its reason or, if it has no reason, its return code."""
+    """Return a failure reply reduced to its reason, or to its return code if it has no reason."""
     if shareable.get_header(REASON) is None:
         return make_reply(shareable.get_return_code())
     return refusal(reason_of(shareable) or Reason.ERROR)

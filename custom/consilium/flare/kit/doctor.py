@@ -356,7 +356,7 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         yield run_check("approval", lambda: _examine_approval(site, kit / "local"))
         yield run_check("privacy ledger", lambda: _examine_ledger(site, kit))
         # if lines are lost, the site refuses jobs with secure aggregation and without noise
-        sums = "lines, all that the records of what left know of"
+        sums = "lines; none is missing that an audit record names"
         yield run_check("ledger of sums", lambda: f"{check_and_count_lines(site.state or kit / STATE)} {sums}")
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
@@ -375,7 +375,7 @@ def _examine_ledger(site: SiteConfig, kit: Path) -> Finding | str:
     root = site.state or kit / STATE
     ledger = Ledger(site.privacy.ledger_in(root))
     check(root, ledger)
-    found = f"{len(ledger.seals())} rows, all that the records of what left know of"
+    found = f"{len(ledger.seals())} rows; none is missing that an audit record names"
     void = [entry for entry in ledger.entries() if entry.is_void]
     if not void:
         return found

@@ -42,7 +42,7 @@ WIDTH, MARGIN = 80, 11
 """Characters of a line of the review, and of the names at its left."""
 UNSUBMITTED = "not known: this folder was not submitted. The site checks the person when the job comes"
 REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
-"""Sections of a job in the form of the review for programs."""
+"""Sections of a job that `Review.to_dict` returns."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class Review:
         }
 
     def lines(self, width: int = WIDTH) -> Iterator[str]:
-        """Yield the review for a person. Texts of others are inert. A line has at most WIDTH columns, or one longer word.
+        """Yield the review for a person. Control characters in the job's texts are escaped.
+
+        A line has at most WIDTH columns, or one longer word.
 
         `width`: the columns of the terminal. Only the first line of a row begins at the left. A word stays whole, so that a
         path can be copied. It contains no blanks, so that its end on the terminal's next line does not look like a row.

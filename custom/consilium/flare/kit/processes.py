@@ -88,7 +88,7 @@ def stop(kits: Sequence[Path], number: int = signal.SIGTERM, jobs_only: bool = F
     for attempt in range(ATTEMPTS):
         if not (found := [one for kit in kits for one in processes(kit, jobs_only)]):
             break
-        # Scripts first: FLARE's starts an ended participant again. Numbers of processes begin anew, so they give no order.
+        # Kill scripts first: FLARE's script restarts an ended participant. Process ids wrap around, so they give no order.
         for one in sorted(found, key=lambda one: os.path.basename(one.info["cmdline"][0]) not in SHELLS):
             with suppress(psutil.Error):
                 one.send_signal(signal.SIGKILL if attempt else number)

@@ -31,7 +31,7 @@ class CausalLmConfig(FolderConfig):
         return value
 
     def supports_packing(self) -> bool:
-        """See ModelConfig. A sliding window is its own mask, which one for several texts replaces."""
+        """See ModelConfig. Packing replaces the attention mask, so a sliding window shorter than max_length forbids it."""
         shape = self.config or {"model_type": "llama"}
         window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
         known = shape.get("model_type") in self.apart and not self.rope_depends_on_batch

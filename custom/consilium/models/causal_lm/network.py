@@ -44,7 +44,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys and values with which a model of `transformers` attends to later tokens, and the value that prevents it."""
 _ALWAYS_BOTH_WAYS = ("cpmant",)
-_NO_STEPS = {"reformer": "its code trains on texts of one length only, and hashes them otherwise at every look"}
+_NO_STEPS = {"reformer": "it trains on texts of one length only, and its random hashes differ at each forward pass"}
 """Architectures that cannot be adapted here, and why."""
 KNOWN = transformers_folder.Known("causal language model", "llama, mistral, qwen3 and all other causal models of transformers")
 
@@ -59,8 +59,8 @@ def build_causal_lm(
     """Return a causal LM in evaluation mode, float32.
 
     `checkpoint` is a `transformers` folder on this machine, for `folder` only; `config` the contents of its config.json,
-    read from the folder where it is None. `weights=False` lays the model out only (also under torch.device("meta")) and
-    reads no checkpoint if `config` is given. Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError
+    read from the folder where it is None. `weights=False` creates the layers without values (also under torch.device("meta"))
+    and reads no checkpoint if `config` is given. Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError
     for an architecture that `transformers` does not know, or one that attends
     to later tokens.
     """

@@ -84,7 +84,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _to_vit_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return one timm tensor by its name in a ViTModel, or its three parts."""
+    """Return {name in a ViTModel: tensor} of a timm tensor. A fused qkv tensor becomes three entries."""
     if match := re.fullmatch(r"blocks\.(\d+)\.attn\.qkv\.(weight|bias)", name):
         layer, kind = match.groups()
         return {f"layers.{layer}.attention.{p}_proj.{kind}": t for p, t in zip("qkv", tensor.chunk(3), strict=True)}

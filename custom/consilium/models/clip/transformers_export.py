@@ -39,7 +39,10 @@ def logits(images):
 
 
 def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any, tokenizer: Any) -> str:
-    """See registry.Saved. A ViT becomes a ViTForImageClassification; CLIP's own has no such class, so its head gets a file."""
+    """See registry.Saved. A ViT is saved as a ViTForImageClassification. CLIP has no such class.
+
+    So the head of a CLIP is saved in a separate file.
+    """
     size, outputs = config.image_size, model.head.out_features
     settings = {
         "image_processor_type": ("CLIPImageProcessor" if config.variant == "clip" else "ViTImageProcessor"),
@@ -73,7 +76,7 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any, tok
 
 @torch.no_grad()
 def _as_vit(model: ClipClassifier, classes: list[str] | None) -> ViTForImageClassification:
-    """Return the same as a ViTForImageClassification: projection and head, both linear, become one."""
+    """Return the classifier as a ViTForImageClassification, with projection and head merged into one linear layer."""
     tower: Any = model.vision_model
     head = model.head
     config = type(tower.config)(**tower.config.to_dict())

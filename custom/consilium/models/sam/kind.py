@@ -43,6 +43,6 @@ def graphs(model: Any) -> dict[str, Graph]:
 
 
 def layer_pattern(name: str, pattern: str, model: nn.Module) -> str:
-    """Return the pattern of a set of layers: `pattern` for Meta's layout, else of a folder's layers by what they do."""
+    """Return the pattern of a target set: `pattern` for Meta's layout, else one that finds a folder's layers by function."""
     found: str = pattern if hasattr(model, "image_encoder") else lazy(f"{_PROMPTABLE}:pattern")(name, model)
     return found

@@ -72,9 +72,9 @@ class Promptable(PreTrainedModel):
     def forward(self, images: Tensor, prompts: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S).
 
-        `prompts`, in pixels, only where the model was built with them: boxes (N, C, 4), xyxy, of which a NaN row stands for the
-        whole image, or points (N, C, 2), xy, of which it is none. One class without boxes is the model's single mask, two and
-        three are the first of its several. Raises ConfigError where prompts are missing.
+        `prompts`, in pixels, are needed if the model was built for them. Boxes are (N, C, 4), xyxy; a NaN row means the whole
+        image. Points are (N, C, 2), xy; a NaN row means no point. Without boxes, one class uses the model's single mask; two or
+        three classes use the first of its several masks. Raises ConfigError if prompts are missing.
         """
         given: dict[str, Any] = {"pixel_values": (images - self.pixel_mean) / self.pixel_std}
         if self.prompt == "box":

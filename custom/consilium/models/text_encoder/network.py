@@ -51,7 +51,7 @@ class TextClassifier(PreTrainedModel):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Map token ids (N, T), padded with PAD or given with a mask, to class logits (N, C)."""
         mask = (input_ids != PAD).long() if attention_mask is None else attention_mask
-        seen = None if mask.is_meta else mask  # of which transformers would read a number
+        seen = None if mask.is_meta else mask  # transformers would read its values, which meta lacks
         output: Any = super().forward(input_ids=input_ids.clamp(min=0), attention_mask=seen)  # type: ignore[misc]
         tokens = output.last_hidden_state
         if self.features == "mean":
@@ -95,7 +95,7 @@ def _check_features(model: TextClassifier, config: TextEncoderConfig) -> None:
     kind = f"model_type {model.config.model_type!r}"
     try:
         found = model(torch.zeros(2, 8, dtype=torch.long, device="meta"))
-    except Exception as error:  # whatever a model of another sort makes of tokens
+    except Exception as error:  # each architecture fails in its own way
         if config.features == "pooled":
             raise ConfigError(f"model.features: 'pooled': {kind} pools nothing itself; use mean or first") from None
         raise ConfigError(

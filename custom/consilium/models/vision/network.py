@@ -159,7 +159,7 @@ def _check_features(model: Classifier, config: VisionConfig, width: int) -> None
     kind, side = f"model_type {model.config.model_type!r}", config.image_size
     try:
         output = model.encoded(torch.zeros(2, 3, side, side, device="meta"))
-    except Exception as error:  # whatever a model of another sort makes of pictures
+    except Exception as error:  # each architecture fails in its own way
         raise ConfigError(
             f"model.config: {kind} does not take pictures of {side} pixels ({transformers_folder.shorten_error(error)}); "
             f"known are {KNOWN.examples}"
@@ -183,8 +183,8 @@ def _class_text_embeddings(
 ) -> tuple[Tensor, Tensor]:
     """Return the classes' text embeddings (C, F), of length 1, and the factor of their cosines with a picture.
 
-    (0, 0) and 0 where the job does not ask. Raises ConfigError for a folder without a text tower, CheckpointError without a
-    tokenizer.
+    Without `zero_shot` in the job: tensors of shapes (0, 0) and (). Raises ConfigError for a folder without a text tower,
+    CheckpointError without a tokenizer.
     """
     if config.zero_shot is None:
         return torch.zeros(0, 0), torch.zeros(())
@@ -208,7 +208,10 @@ def _class_text_embeddings(
 
 
 def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
-    """See registry.Saved. Of two towers the vision tower is written; head, projection and the classes' texts get a file."""
+    """See registry.Saved. Of a model with two towers only the vision tower is written.
+
+    Head, projection and text embeddings are saved in a separate file.
+    """
     asks, interpolates, kind = bool(len(model.texts)), model.has_interpolation_argument, model.config.model_type
     own = get_vision_config(model.config)
     side = config.image_size // own.patch_size

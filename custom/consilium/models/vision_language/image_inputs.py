@@ -1,8 +1,8 @@
-"""What each architecture makes of a picture: which tokens stand for it in the text, and how its pixels are laid out.
+"""Picture inputs by architecture: the placeholder tokens of a picture in the text, and the layout of its pixels.
 
-It equals that of `transformers`' processors for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, PaliGemma, Gemma 3 and LLaVA, with one picture
-per text and a side fixed by the job. So all pictures have the same number of tokens, and no processor is needed; most need
-torchvision.
+Results equal those of `transformers`' processors for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, PaliGemma, Gemma 3 and LLaVA, for one
+picture per text and an image size fixed by the job. So all pictures have the same number of tokens, and no processor is
+needed; most need torchvision.
 """
 
 from collections.abc import Callable

@@ -148,7 +148,10 @@ def load_refusal(run: Path, place: tuple[int, int]) -> StoredRefusal | None:
     """Return the stored refusal of a round and phase, None if there is none. Raises RefusedError for an unreadable file."""
     if not (file := _refusal_path(run, place)).is_file():
         return None
-    remedy = "restore it; to remove it allows another try until a newer round has begun, and what is then released costs again"
+    remedy = (
+        "restore it; after removing it, the round can be tried again until a newer round has begun, and a new release is "
+        "charged again"
+    )
     found = read_notes(file, remedy)
     try:
         terms, row = found.get("terms"), found.get("row", "")

@@ -35,8 +35,8 @@ BEGUN = "begun.json"
 """The file with the newest round and phase in which training has begun, whatever the outcome."""
 NONE = (-1, -1)
 """The round and phase before any training."""
-REMEDY_PAID = "to remove it gives up the answer of its round alone"
-REMEDY_PENDING = "to remove it lets its round be trained anew, until a newer one has begun"
+REMEDY_PAID = "removing it loses the reply of its round only"
+REMEDY_PENDING = "after removing it, its round can be trained again until a newer round has begun"
 """The second remedy in the message if the last paid release, or a pending one, cannot be read."""
 PENDING = re.compile(r"unpaid-(\d+)-(\d+)\.safetensors")
 """The file name of a pending release, by round and phase."""

@@ -6,7 +6,7 @@ own name for a job (see task_schedule.py). Writing a known key again spends noth
 
 Every row names the mechanism of its noise. Rows of versions that named none keep their seals and an empty name. Every row holds
 a seal: the SHA-256 of the previous seal and its own content. An edited row breaks the chain of seals. Missing rows at the end,
-or a missing file, are detected because the record of what left (audit.py) and the server's results hold the last seal.
+or a missing file, are detected because the record of sent messages (audit_log.py) and the server's results hold the last seal.
 
 composition.py computes the cost of the rows for one record, one patient and the whole site.
 """

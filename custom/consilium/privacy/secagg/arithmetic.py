@@ -1,4 +1,4 @@
-"""Numbers on the grid of the exact mean: 64-bit integers in units of 2^-36. Their sum does not depend on masks or order.
+"""Integer arithmetic for exact sums. Numbers are 64-bit integers in units of 2^-36, so a sum does not depend on their order.
 
 For every number of its update, a site sends weight * round(number / UNIT), and its weight as one additional number. A mask that
 is uniform modulo 2^64 is added to each. A sum that wraps around cannot be detected. So there is a public bound, and every guard

@@ -116,7 +116,7 @@ class Party:
         check_model_was_shared(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
 
     def _least_sites_per_sum(self, terms: Terms) -> int:
-        """Return the least number of hospitals in every combination of the sums that are sent without noise."""
+        """Return the smallest number of hospitals allowed in any combination of sums that are sent without noise."""
         return max(terms.threshold, self.asks.min_sites)
 
     def _prepare_context(

@@ -97,7 +97,10 @@ def check_cancelled(found: Any, context: bytes, cohort: list[str], terms: Terms,
 
 
 def needed_cancellations(terms: Terms) -> int:
-    """Return how many signed cancellations a new attempt needs: all others, with the colluders, are under the threshold."""
+    """Return how many signed cancellations a new attempt needs.
+
+    The remaining sites and the colluders are then fewer than the threshold.
+    """
     return terms.asked - terms.threshold + terms.colluders + 1
 
 

@@ -11,10 +11,10 @@ data of these sums are not known, so they count for every data set.
 
 All sums over the same data count together, whatever model, layers, adapter, ranks or values they train. The reason is that one
 layer's gradient can be computed from another's (the gradient of a LoRA's B holds it times a known matrix, the gradient of a
-bottleneck's bias is that of the layer before), and that names prove little. Two data sets are the same if they have the same
-name in the privacy ledger, or the same path of the list; all generated data are one data set. Any combination of sums must
-contain at least as many hospitals as the threshold of the new sum. If an earlier sum had a larger threshold, that one applies,
-limited to the number of hospitals in the new sum.
+bottleneck's bias is that of the layer before). A different name does not prove that two models are independent. Two data sets
+are the same if they have the same name in the privacy ledger, or the same path of the list; all generated data are one data
+set. Any combination of sums must contain at least as many hospitals as the threshold of the new sum. If an earlier sum had a
+larger threshold, that one applies, limited to the number of hospitals in the new sum.
 
 All sums over one hospital's data must use the same weights rule. Two sums of the same hospitals that differ only in
 `federation.max_weight` differ by a multiple of the largest hospital's update. The weights of a former version's sums are not

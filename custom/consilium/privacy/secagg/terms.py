@@ -147,5 +147,5 @@ def hash_sent_tensors(payload: Payload, before: Mapping[str, str]) -> dict[str, 
 
 
 def describe_sent_model(payload: Payload, names: Mapping[str, str]) -> Message:
-    """Return the start of training as hashes and numbers: the tensors' hashes and the payload's scalars."""
+    """Return a description of the model that a site is sent: the tensors' hashes and the payload's scalars."""
     return {"tensors": dict(names), "scalars": {name: float(value).hex() for name, value in payload.scalars.items()}}

@@ -1,4 +1,4 @@
-"""Numbers that a paper printed, and floors of a study. Tables have them beside measured numbers. No mean or test has them."""
+"""Published numbers from papers, and a study's floors. Tables show them beside measured numbers. Means and tests omit them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -162,8 +162,8 @@ def _best_cells(
 ) -> set[tuple[int, int]]:
     """Return the cells (row, column) with the best score of their column, among rows that have all seeds.
 
-    `rows`: the scores and the method of each row; None for a row without scores. The pretrained models stand `above` the
-    methods; a column in which fewer than two methods have all seeds has no best.
+    `rows`: the scores and the method of each row; None for a row without scores. `above`: number of rows before the first
+    method's row. A column has no best cell if fewer than two methods have all seeds.
     """
     found = set[tuple[int, int]]()
     for index, column in enumerate(columns):
@@ -230,7 +230,10 @@ def _caption(scores: GroupScores, blocks: int, headings_with_values: Set[str], o
 
 
 def _describe_bootstrap_unit(scores: GroupScores) -> str:
-    """Return in words what each site's bootstrap draws. No run records if a site's list names its patients."""
+    """Return a phrase for the unit that each site's bootstrap resamples.
+
+    Runs do not record whether a site's list names its patients.
+    """
     unit = unit_of(scores.group.first.config.task.model_dump()).replace("patient", "image")
     return f"each site's bootstrap over its patients, or over its {unit}s if its list names none,"
 

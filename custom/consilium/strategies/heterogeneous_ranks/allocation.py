@@ -80,9 +80,9 @@ def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal
     """Return r_train <= caps (r_tot) per layer (Algorithm 2): greedy on E / (alpha c_time + beta c_mem) while both costs fit.
 
     At each step alpha and beta grow as the remaining time and memory shrink. Costs are divided by their budgets, so the result
-    does not depend on units. `literal` uses the costs undivided, as printed, where bytes dominate seconds. Layers with the same
-    costs share one heap, so a step compares one candidate per pair of costs. Raises ConfigError for a cost that is not positive
-    or a budget below 0.
+    does not depend on units. `literal` uses undivided costs, as the paper prints. Memory in bytes then outweighs time in
+    seconds. Layers with the same costs share one heap, so a step compares one candidate per pair of costs. Raises ConfigError
+    for a cost that is not positive or a budget below 0.
     """
     budgets = [site.time_budget, site.memory_budget]
     _check(energies, [site.time, site.memory], budgets)

@@ -23,7 +23,7 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def non_lora_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the tensors that are averaged like any others: a classifier's head and trained parts of the base.
+    """Return the tensors outside LoRA: a classifier's head and trained parts of the base.
 
     Factors, tails and gates are left out.
     """

@@ -52,7 +52,7 @@ def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
 
 
 def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[float, float]:
-    """Return (||W - W*||_F, the same over ||W*||_F) (FedHera, Eq. 14 and 15) for a site's `moves` W and an oracle's W*.
+    """Return (||W - W*||_F, the same over ||W*||_F) (FedHera, Eq. 14 and 15) for a site's layer changes W and an oracle's W*.
 
     The oracle is the same site, trained at a high rank from the whole global update on the same batches. If the oracle did not
     move, the second value is 0 for a site that did not move either, and infinite for one that did.
@@ -181,7 +181,7 @@ class UnequalRanks(Strategy):
             dims = shapes(upload.sent.tensors)
             budget = self.affordable_ranks(upload.site)["memory"] * sum(map(sum, dims.values()))
             used = sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims)
-            saturations.append(used / budget if budget else 1.0)  # a site that may train nothing leaves nothing unused
+            saturations.append(used / budget if budget else 1.0)  # a site with budget 0 counts as saturated
         return {
             "drift/cross": cross_drift([layer_changes(upload) for upload in results.values()]),
             "ranks/information_gain": _mean([gain for upload in results.values() if (gain := information_gain(upload.sent))]),

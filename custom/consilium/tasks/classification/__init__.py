@@ -80,7 +80,10 @@ class ClassificationConfig(PictureSettings, TaskConfig):
     def _check_keeps_empty(self) -> Self:
         for name, part in (("slices", self.slices), ("tiles", self.tiles)):
             if part is not None and part.empty != "keep":
-                raise ValueError(f"{name}.empty: {part.empty!r}: a class has no mask that would tell; write keep")
+                raise ValueError(
+                    f"{name}.empty: {part.empty!r}: only masks show which parts are empty, and classification has none; "
+                    "write keep"
+                )
         return self
 
 

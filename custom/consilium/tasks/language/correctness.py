@@ -26,7 +26,7 @@ READERS: Mapping[str, tuple[Reader, Reader, Reader]] = {
 def right_answers(text: Text, config: LanguageConfig) -> frozenset[str]:
     """Return a record's right labels or final answers; an empty set for evaluations without them.
 
-    Raises UnfitError if the record has none, or options that cannot be chosen between.
+    Raises UnfitError if the record has no right answer, or if its options are fewer than two or repeat.
     """
     if config.evaluate in ("label", "options"):
         given = (text.final_answer,) if text.final_answer else text.outputs

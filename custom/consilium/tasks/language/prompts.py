@@ -111,7 +111,7 @@ class Prompt:
         for number, mark in enumerate(marks):
             before, found, rest = rest.partition(mark)
             if not found or mark in rest:
-                raise _chat_error("the tokenizer's template writes the turns of a conversation otherwise than they are")
+                raise _chat_error("the tokenizer's template changes, repeats or leaves out turns of a conversation")
             end = (
                 _common_prefix_length(rest.partition(marks[number + 1])[0], ending, special_token_ids(self.tokenizer))
                 if number + 1 < len(marks)
@@ -188,7 +188,9 @@ class Prompt:
             raise _chat_error("the tokenizer's template writes half a character (a surrogate)") from None
         before, found, behind = said.removeprefix(start).partition(PROBE)
         if not (said.startswith(start) and found and behind):
-            raise _chat_error("the tokenizer's template asks otherwise than it writes answers down")
+            raise _chat_error(
+                "the tokenizer's template changes a question when its answer follows, or loses the answer or its end"
+            )
         if not any(word in behind for word in special_token_ids(self.tokenizer)):
             raise _chat_error(f"the tokenizer's template ends answers by {behind[:40]!r}, which is not a special token")
         return before if before.strip(" ") else "", behind

@@ -380,7 +380,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> Batch:
-    """Return a language model's inputs for a batch, on its device. With pictures the model's method `see` makes them."""
+    """Return a language model's inputs for a batch, on its device. Pictures need the model's `picture_inputs`."""
     device = next(model.parameters()).device
     moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
     text = {key: moved[key] for key in ("input_ids", "attention_mask")}

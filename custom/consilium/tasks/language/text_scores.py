@@ -44,7 +44,10 @@ def record_scores(written: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def corpus_scores(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return BLEU (0..1), NIST (to 5-grams) and CIDEr-D of N answers as one corpus. Long texts are cut as in `of_records`."""
+    """Return BLEU (0..1), NIST (to 5-grams) and CIDEr-D of N answers as one corpus.
+
+    Long texts are cut as in `record_scores`.
+    """
     written, references = _first_characters(written, references)
     return {"bleu": bleu(written, references), "nist": nist(written, references), "cider": cider(written, references)}
 

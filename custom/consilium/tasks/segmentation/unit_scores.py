@@ -48,7 +48,9 @@ def overlap_counts(guess: Tensor, reference: Tensor) -> Tensor:
 
 
 def overlaps(found: Tensor, count_empty: bool, background: bool = False) -> dict[str, Tensor]:
-    """Return Dice and IoU (C,) from `counts`; with `background` IoU is the mean of the class's IoU and the background's.
+    """Return Dice and IoU (C,) from the counts of `overlap_counts`.
+
+    With `background` IoU is the mean of the class's IoU and the background's.
 
     For an empty reference Dice and the class's IoU are NaN; with `count_empty` they are 1 if the prediction is empty too, else
     0. If both masks cover the whole picture, the background's IoU is 1.
