@@ -20,6 +20,7 @@ from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.kit_contents import certificate_path
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
+from consilium.flare.kit.revocation_check import READMITTED
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 from tests.deployment.jobs import consilium
@@ -108,6 +109,11 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
         federation.start("site-3")
         assert sites(federation) == {"site-1", "site-2", "site-3"}
         federation.until(lambda: connection_refusals.noted_cause(kit) is None, 60, "the site to know that it is in")
+        federation.until((federation.kit("server") / STATE / READMITTED).is_file, 60, "the server to note it")
+        federation.kill("server")
+        federation.start("server")
+        federation.until(lambda: sites(federation) == {"site-1", "site-2", "site-3"}, 90, "all sites to be back")
+        assert connection_refusals.noted_cause(kit) is None
         federation.shutdown()
 
 

@@ -20,6 +20,7 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from nvflare.apis.client import Client
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.hci.server.sess import SessionManager
@@ -28,6 +29,7 @@ from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert
 
 from consilium.core.errors import ConfigError
+from consilium.federation.run_folders import STATE
 from consilium.flare.admin.session import connect
 from consilium.flare.kit import heartbeat_client, revocation
 from consilium.flare.kit.certificates import (
@@ -43,7 +45,7 @@ from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import OLD, renew, update_kit
 from consilium.flare.kit.revocation import REFUSED, revoke, revoked_until
-from consilium.flare.kit.revocation_check import RevocationCheck
+from consilium.flare.kit.revocation_check import READMITTED, RevocationCheck
 from tests.deployment.network import Relay
 
 DAYS = 200
@@ -397,6 +399,38 @@ def test_revocation_refuses_earlier_tokens(server: Path, kit: Path, new: Path) -
     (server / "local" / revocation.FILE).write_text(json.dumps({"clinic": {"until": cut - 3600}}))
     assert manager.heartbeat("old token", "clinic", "clinic", context) is False  # a restart of the server does not help
     assert not manager.clients
+
+
+def test_renewed_site_stays_after_restart(server: Path, kit: Path, new: Path) -> None:
+    started(server)
+    context, cut = FLContext(), opened(kit).not_valid_before_utc.timestamp()
+    (server / "local" / revocation.FILE).write_text(json.dumps({"clinic": {"until": cut}}))
+    manager = ClientManager()
+    assert manager.heartbeat("new token", "clinic", "clinic", context) is False  # no certificate was shown yet
+    shows(server, new)
+    manager.clients["new token"] = Client("clinic", "new token")  # as FLARE's registration does
+    assert manager.heartbeat("new token", "clinic", "clinic", FLContext()) is False  # known already, so nothing is new
+    assert "new token" not in (server / STATE / READMITTED).read_text()
+
+    started(server)  # another process: it has seen no certificate, and FLARE knows no site
+    restarted = ClientManager()
+    for token, name in (("old token", "clinic"), ("new token", "other"), ("", "clinic")):
+        refused = FLContext()
+        restarted.heartbeat(token, name, name, refused)
+        assert (refused.get_prop(FLContextKey.UNAUTHENTICATED) is not None) == (name == "clinic")
+    restarted.clients.clear()
+    assert restarted.heartbeat("new token", "clinic", "clinic", FLContext()) is True
+    assert restarted.heartbeat("new token", "clinic", "clinic", FLContext()) is False
+
+    revoke("clinic", server)  # again: the later certificate counts no more, before and after a restart
+    for check in (None, started(server)):
+        restarted.clients.clear()
+        refused = FLContext()
+        assert restarted.heartbeat("new token", "clinic", "clinic", refused) is False
+        assert REFUSED in refused.get_prop(FLContextKey.UNAUTHENTICATED), check
+    for damage in ("{", "[]", '{"clinic": 1}'):
+        (server / STATE / READMITTED).write_text(damage)
+        assert restarted.heartbeat("new token", "clinic", "clinic", FLContext()) is False
 
 
 def test_revoked_sites_are_logged_out(server: Path, kit: Path) -> None:

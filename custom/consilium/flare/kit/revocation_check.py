@@ -3,8 +3,13 @@
 For each registration and session, the check stores the revocation that was in force when it was made. If another revocation is
 in force later, the registration or session is refused. Times of this machine's clock are not compared, because the clock may
 be set back between a registration and a revocation. patches.py says why FLARE's methods are wrapped.
+
+After a restart of the server its sites go on with the tokens of their last registration, and FLARE accepts every token that it
+ever signed. For a name with a revocation, only the token of a registration with a later certificate is accepted. Its hash is
+stored in the kit, because a site does not register again by itself.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +26,13 @@ from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import InvalidAsserterCert, get_cn_from_cert
 
 from consilium.core.errors import ConfigError
+from consilium.core.storage import note, read_json, write_json
+from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.kit.revocation import REFUSED, revoked_until
+
+READMITTED = "readmitted.json"
+"""The file in our folder of the server's kit, by name: {"until": its revocation, "token": SHA-256 of its later token}."""
 
 
 class RevocationCheck(FLComponent):
@@ -34,6 +44,8 @@ class RevocationCheck(FLComponent):
         self._verified: dict[str, float | None] = {}
         self._logins = WeakKeyDictionary[Session, float | None]()
         """For each session, the value of `revoked_at` for its person at the login."""
+        self._stored: dict[str, dict[str, Any]] = {}
+        """The entries of READMITTED that this process has written."""
         self._registering = threading.local()
         """FLARE's context of the registration that this thread handles. FLARE sends a site only a cause that is in it."""
         patches.CERTIFICATE.wrap(self._check_certificate)
@@ -83,10 +95,40 @@ class RevocationCheck(FLComponent):
 
     def _check_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
         """Refuse a heartbeat of a revoked name that has not shown a later certificate. FLARE would accept its old token."""
-        if not self._must_register_again(name, token in manager.clients):
-            return beat(manager, token, name, *rest)
-        rest[-1].set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
-        return False
+        registered = token in manager.clients
+        if self._must_register_again(name, registered) and not self._is_readmitted(name, token):
+            rest[-1].set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
+            return False
+        if registered and (until := self._verified.get(name)) is not None:
+            self._store_readmission(name, until, token)
+        return beat(manager, token, name, *rest)
+
+    def _is_readmitted(self, name: str, token: str) -> bool:
+        """Tell whether a token is of a registration, before the server's restart, with a certificate after the revocation."""
+        try:
+            until, stored = self.revoked_at(name), read_json(self._readmitted_file())
+        except (ConfigError, OSError, ValueError, RecursionError):
+            return False
+        if until is None or not isinstance(stored, dict) or stored.get(name) != _readmission(until, token):
+            return False
+        self._verified[name] = until
+        return True
+
+    def _store_readmission(self, name: str, until: float, token: str) -> None:
+        """Store the hash of a token, once. If the disk is full, the site must be restarted after a restart of the server."""
+        if self._stored.get(name) != (entry := _readmission(until, token)):
+            path = self._readmitted_file()
+            with suppress(OSError):
+                try:
+                    note(path, name, entry)
+                except (ValueError, RecursionError):  # the file is damaged
+                    write_json(path, {name: entry})
+            self._stored[name] = entry
+
+    def _readmitted_file(self) -> Path:
+        if self._local is None:
+            raise ConfigError("the server is not ready")
+        return self._local.parent / STATE / READMITTED
 
     def _must_register_again(self, name: str, registered: bool) -> bool:
         """Return whether a name must show a certificate again. If the list cannot be read, only `registered` names may stay."""
@@ -125,3 +167,8 @@ class RevocationCheck(FLComponent):
             manager.end_session_by_id(found.sess_id)
             raise ValueError(f"{found.user_name}: log in again")
         return found
+
+
+def _readmission(until: float, token: str) -> dict[str, Any]:
+    """Return an entry of READMITTED. The token itself is a secret."""
+    return {"until": until, "token": hashlib.sha256(token.encode()).hexdigest()}
