@@ -280,6 +280,35 @@ def test_altered_record_is_named(kit: Path) -> None:
     assert "cannot be read" in kit_pages.run_page(kit, "secret")
 
 
+def test_large_record_is_not_shown_as_altered(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kit_pages, "MOST_BYTES", 1000)
+    monkeypatch.setattr("consilium.report.page.run_page.MOST_BYTES", 1000)
+    meta = {"job_id": JOB, "name": "small", "experiment": "secret"}
+    (kit / JOB).mkdir()
+    (kit / JOB / "meta.json").write_text(json.dumps(meta))
+    page, detail = html.unescape(kit_pages.overview(kit)), html.unescape(kit_pages.run_page(kit, "secret"))
+    assert "ALTERED" not in page + detail
+    assert "cannot be read" not in page + detail
+    assert row(page, "secret", "-") == ["secret", "-", "-", "-", "-", kit_pages.State.TOO_LARGE.value]
+    assert row(page, "secret", "ended")[-1].endswith("`consilium audit KIT` shows it")
+    assert "did not begin" not in page
+    assert kit_pages.LEDGER_BROKEN not in page
+    assert row(page, "ward-7", "site")
+    assert kit_pages.TOO_LARGE in detail
+    assert 'href="evidence/secret"' in page
+    assert verify(kit_pages.write_evidence(kit, "secret", tmp_path), root_fingerprint(kit))["record"] is None
+    assert run(monkeypatch, "audit", kit) == 0
+    assert "runs/secret/" in capsys.readouterr().out
+    with contextlib.closing(sqlite3.connect(find_site_records(kit).ledger)) as db, db:
+        db.execute("DELETE FROM releases WHERE rowid = (SELECT max(rowid) FROM releases)")
+    assert kit_pages.LEDGER_BROKEN in html.unescape(kit_pages.overview(kit))
+    (altered,) = (kit / STATE / "runs/refused").rglob(FILE)
+    altered.write_text(altered.read_text().replace("clinic", "clinik") * 2)
+    assert row(kit_pages.overview(kit), "refused", "2")[5] == "ALTERED"
+
+
 def test_record_whose_privacy_was_altered_is_shown_as_altered(kit: Path) -> None:
     (path,) = (kit / STATE / "runs/secret").rglob(FILE)
     path.write_text(path.read_text().replace('"unit"', '"unix"'))
@@ -786,9 +815,21 @@ def test_command_refuses_what_is_no_kit_of_a_site_or_server(
     for kit in (tmp_path, kits / "a@hub.example"):
         assert run(monkeypatch, "serve", "--kit", kit) == 2
         assert "neither a site's nor the server's startup kit" in " ".join(capsys.readouterr().err.split())
+    for name in ("client.crt", "rootCA.pem"):
+        kit = Path(shutil.copytree(kits / "clinic", tmp_path / name, symlinks=True))
+        (kit / "startup" / name).chmod(0o600)
+        (kit / "startup" / name).write_bytes(b"")
+        assert run(monkeypatch, "serve", "--kit", kit) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"{kit}/startup/{name}: not a certificate; restore the kit, or ask the hub for it"
     with socket.create_server((HOST, 0)) as taken:
         assert run(monkeypatch, "serve", "--kit", kits / "clinic", "--port", taken.getsockname()[1]) == 2
     assert "give another port" in " ".join(capsys.readouterr().err.split())
+
+
+def test_port_80_is_not_named_by_browsers(kits: Path) -> None:
+    assert KitSite(kits / "clinic", TOKEN, 80).hosts == {"127.0.0.1", "127.0.0.1:80", "localhost", "localhost:80"}
+    assert KitSite(kits / "clinic", TOKEN, 8080).hosts == {"127.0.0.1:8080", "localhost:8080"}
 
 
 # browser ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,13 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from nvflare.apis.controller_spec import Task, TaskCompletionStatus
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
+from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from consilium import __version__
+from consilium.cli.jobs import progress_line
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Hello, Payload
-from consilium.flare.job import wire
+from consilium.flare.job import task_sender, wire
+from consilium.flare.job.site_registration import Registration
+from consilium.flare.job.transport import FlareTransport
+from consilium.runtime.run_loop import RunLoop
 from tests.flare.answering import Federation, context, trained
 
 
@@ -71,18 +80,59 @@ def test_time_left_is_known_though_no_site_replies(tmp_path: Path, monkeypatch: 
     tasks.wait_for(sent, look)
     limit = federation.coordinator.job.config.federation.round_timeout
     assert found[0] == {}
-    assert found[-1] == {"sites": ["a", "b"], "seconds": pytest.approx(limit, abs=5)}
+    assert found[-1] == {"sites": ["a", "b"], "seconds": pytest.approx(limit, abs=5), "kind": wire.HELLO}
+
+
+def scored(message: Shareable) -> Shareable:
+    asked, run = wire.decode(message)
+    return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/pretrained/dice": 0.5}), run, True)
+
+
+def test_status_names_no_site_that_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE ends a task some time after its reply. Meanwhile an administrator asks for the status."""
+    federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
+    fl_ctx, lines = context(["a", "b", "c"]), list[str]()
+    federation.register(fl_ctx)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(federation.coordinator.job.config.model_dump()))
+    federation.registration = Registration(tasks := federation.tasks(fl_ctx))
+    loop = RunLoop(federation.coordinator, FlareTransport(tasks, federation.registration))
+
+    def look(seconds: float) -> None:
+        """Ask for the status while `wait_for` sleeps, then end the tasks as FLARE's monitor does."""
+        collector = GroupInfoCollector()
+        fl_ctx.set_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR, collector, private=True, sticky=False)
+        federation.handle_event(InfoCollector.EVENT_TYPE_GET_STATS, fl_ctx)
+        lines.append(progress_line(collector.info["consilium"]).partition("; ETA")[0])
+        for task in federation.unended:
+            task.completion_status = TaskCompletionStatus.OK
+        time.sleep(seconds)
+
+    ends_at_once = federation.send
+
+    def send(task: Task, fl_ctx: FLContext, targets: list[str], **_: object) -> None:
+        ends_at_once(task, fl_ctx, targets)
+        if task.completion_status:
+            task.completion_status = None
+            federation.unended.append(task)
+
+    federation.unended = list[Task]()
+    monkeypatch.setattr(federation, "send", send)
+    monkeypatch.setattr(task_sender, "time", SimpleNamespace(monotonic=time.monotonic, sleep=look))
+    federation.answers["c"] = lambda message: None
+    loop.run_phase()
+    assert {re.sub(r", at most \d+ s$", "", line) for line in lines} == {"round 1/2: 2 of 3 sites have answered; waits for c"}
+    lines.clear()
+    federation.answers |= {"a": lambda message: None, "b": scored, "c": scored}
+    loop.finish()
+    assert {re.sub(r", at most \d+ s$", "", line) for line in lines} == {
+        "round 1/2: 2 of 3 sites have answered; waits for scores of a"
+    }
 
 
 def test_final_evaluation_waits_the_grace_only(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
     federation.register(fl_ctx)
-
-    def scored(message: Shareable) -> Shareable:
-        asked, run = wire.decode(message)
-        return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/pretrained/dice": 0.5}), run, True)
-
     federation.answers |= {"a": scored, "b": scored, "c": lambda message: None}
     importlib.import_module("peft")  # which writing the adapter needs, and which takes seconds to import
     began = time.monotonic()

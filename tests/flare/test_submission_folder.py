@@ -1,6 +1,7 @@
 """Job folders as they are submitted: a run of its own each time, refused before anything is sent."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -114,3 +115,22 @@ def test_export_writes_job_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine.yml").write_text((JOBS / "quickstart/app/config/job.yaml").read_text())
     folder = export(tmp_path / "mine.yml", tmp_path / "out")
     assert (folder / "app/config/job.yaml").read_text() == (tmp_path / "mine.yml").read_text()
+
+
+@pytest.mark.parametrize("content", [b'{"a":', b"", b"[]", b"\xff", None, b"[" * 100_000])
+@pytest.mark.parametrize("name", ["meta.json", "app/config/config_fed_client.json", "app/config/config_fed_server.json"])
+def test_damaged_job_folder_is_refused(name: str, content: bytes | None, tmp_path: Path) -> None:
+    job, uploads = Path(shutil.copytree(JOBS / "quickstart", tmp_path / "job")), tmp_path / "uploads"
+    (job / name).unlink()
+    if content is not None:
+        (job / name).write_bytes(content)
+    elif name == "meta.json":
+        return  # then it is a folder with a job.yaml
+    with pytest.raises(ConfigError) as refused:
+        prepare(job, {}, "study", uploads)
+    assert str(refused.value).startswith(f"{job / name}: ")
+    assert "\n" not in str(refused.value)
+    assert not list(uploads.iterdir())
+    remedy = re.search(r"or give (\S+) instead of the folder$", str(refused.value))
+    assert remedy
+    assert prepare(Path(remedy[1]), {}, "study", uploads).is_dir()

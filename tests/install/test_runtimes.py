@@ -160,6 +160,15 @@ def test_workflows_pin_their_actions_and_leave_no_credentials() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_build_copies_the_wheelhouse_only() -> None:
+    """A context with kits has private keys, which the build cache would keep."""
+    lines = (CONTAINER / "Dockerfile").read_text().splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith(("COPY", "ADD")) and "--from=installed" not in line]
+    assert copied == [["requirements.lock", "SHA256SUMS"], ["wheels"]]
+    page = (ROOT / "provisioning/installation.md").read_text()
+    assert re.findall("docker build .*", page) == ["docker build -f provisioning/container/Dockerfile -t consilium WHEELHOUSE"]
+
+
 def test_image_starts_the_kits_script() -> None:
     """Without an engine: the entry point is the kit's script as tests/deployment runs it, and never as root."""
     lines = (CONTAINER / "Dockerfile").read_text().splitlines()

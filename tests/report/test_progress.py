@@ -71,7 +71,7 @@ def eta(tmp_path: Path, ended: list[float], spent: float, waiting: dict[str, Any
     for round in reversed(range(len(ended))):
         lines = [started(round, now - ended[round]), concluded(round, now), *lines]
         now -= ended[round]
-    found = progress(folder(tmp_path, *lines), waiting)
+    found = progress(folder(tmp_path, *lines), (lambda: waiting) if waiting else None)
     assert found["waiting"] == waiting
     return found["eta_seconds"], found["late"]
 
@@ -117,6 +117,8 @@ def test_line_of_a_late_round_says_what_the_eta_counts() -> None:
     line = "round 3/5: 1 of 2 sites have answered; waits for b, at most 540 s; ETA 20 s"
     assert progress_line(told) == line  # a server of an older version sends no "late"
     assert progress_line(told | {"late": False}) == line
+    scores = told | {"waiting": {"sites": ["a", "b"], "seconds": 540.0, "kind": "evaluate"}}
+    assert "1 of 2 sites have answered; waits for scores of a, b, at most 540 s" in progress_line(scores)
     assert progress_line(told | {"late": True}) == f"{line} after this round"
     assert progress_line(told | {"late": True, "eta_seconds": None}) == line.removesuffix("; ETA 20 s")
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError, ExitCode
-from consilium.core.messages import TRAIN_LOSS, Stage
+from consilium.core.messages import TRAIN_LOSS, Kind, Stage
 from consilium.core.sanitize import count_with_noun, first_names_text, rich_line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import expiry_warnings
@@ -208,8 +208,10 @@ def progress_line(progress: dict[str, Any]) -> str:
         silent = waiting.get("silent_seconds", {})
         ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in silent.items()}
         names = [shown(name, 60) + ages.get(name, "") for name in waiting["sites"]]
-        further = "a further answer of " if len(progress["answered"]) == len(progress["asked"]) > 0 else ""
-        told += f"; waits for {further}{first_names_text(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
+        # the server waits for the next message of sites whose results it has
+        what = "a further answer of " if {*progress["answered"]} & {*waiting["sites"]} else ""
+        what = "scores of " if waiting.get("kind") == Kind.EVALUATE else what  # a server of an older version sends no kind
+        told += f"; waits for {what}{first_names_text(names, MAX_NAMES)}, at most {waiting['seconds']:.0f} s"
     if progress["eta_seconds"] is None:
         return told
     return f"{told}; ETA {progress['eta_seconds']:.0f} s" + (" after this round" if progress.get("late") else "")

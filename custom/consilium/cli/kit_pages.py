@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -52,6 +53,9 @@ LEDGER_BROKEN = (
     "and the site refuses private jobs. `consilium privacy ledger` says why and what to do."
 )
 """Shown instead of numbers. The command's own text has paths."""
+TOO_LARGE = (
+    f"This record has more than {MOST_BYTES // 1024**2} MiB, which is too large for this page. `consilium audit KIT` shows it."
+)
 ALTERED = "The privacy of this record cannot be read: the record was altered."
 Links = Sequence[str]
 """The address behind the first cell of each row of a table; empty for a table without links."""
@@ -72,13 +76,23 @@ class UnknownRunError(ConsiliumError):
 
 
 def require_kit_role(kit: Path) -> str:
-    """Return "site" or "server", the role of a kit that has pages. Raises ConfigError for any other folder."""
+    """Return "site" or "server", the role of a kit that has pages.
+
+    Raises ConfigError for any other folder, and for a kit whose certificates cannot be read.
+    """
     role = participant_role(kit)
     if role not in ("site", "server"):
         raise ConfigError(f"--kit: {kit}: neither a site's nor the server's startup kit; give the folder that has startup/")
     if role == "site":
         find_site_records(kit)
+    for path in _certificates(kit).values():
+        load_certificate(path)
     return role
+
+
+def _certificates(kit: Path) -> dict[str, Path]:
+    """Return the files of the certificates that the overview shows, by whose certificate each is."""
+    return {"this participant": certificate_path(kit), "the project's root": kit / "startup" / "rootCA.pem"}
 
 
 @cache  # because requests without the cookie must be cheap
@@ -90,8 +104,7 @@ def message_page(title: str, text: str) -> str:
 def overview(kit: Path) -> str:
     """Return the first page of a kit: at a site jobs, messages, budgets and approvals; at a server sites and runs."""
     role, name = require_kit_role(kit), kit_name(kit)
-    files = {"this participant": certificate_path(kit), "the project's root": kit / "startup" / "rootCA.pem"}
-    found = {whose: load_certificate(path) for whose, path in files.items()}
+    found = {whose: load_certificate(path) for whose, path in _certificates(kit).items()}
     rows = [[whose, f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", str(days_left(one))] for whose, one in found.items()]
     table = _table("", "certificate of", "valid until", "days left", rows=rows)
     text = "The check connects to the server as this participant would. It takes up to a minute."
@@ -120,7 +133,7 @@ def run_page(kit: Path, name: str) -> str:
     for number, path in enumerate(_record_files(folder), start=1):
         found, tables, texts = call(f"{PAGES}:audit_section", path), list[tuple[Table, Links]](), list[str]()
         if (record := found["record"]) is None:
-            texts.append("This record cannot be read. `consilium audit` says why.")
+            texts.append(TOO_LARGE if found["too_large"] else "This record cannot be read. `consilium audit` says why.")
         else:
             tables = [(one, ()) for one in (found["messages"], found["tensors"]) if one is not None]
             broken, behind = record["broken_line"], "the one before it."
@@ -202,18 +215,26 @@ def _time_text(value: Any) -> str:
 # The sections of a site's overview.
 
 
-Read = Mapping[Path, tuple[list[audit_log.Line], bool]]
-"""By the path of a record: its messages, and whether it is unaltered."""
+class State(StrEnum):
+    """The state of a record, as the overview shows it. Of several records of a run, the first state in this order counts."""
+
+    ALTERED = "ALTERED"
+    TOO_LARGE = "too large for this page; `consilium audit KIT` shows it"
+    UNALTERED = "unaltered"
+
+
+Read = Mapping[Path, tuple[list[audit_log.Line], State]]
+"""By the path of a record: its messages, and its state."""
 
 
 class Run(NamedTuple):
-    """A run at a site: name, owner, records, the messages of all records by time, and whether the records are unaltered."""
+    """A run at a site: name, owner, records, the messages of the records that were read, by time, and the records' state."""
 
     name: str
     owner: str
     records: Read
     messages: list[audit_log.Line]
-    whole: bool
+    state: State
 
 
 def _site_sections(kit: Path) -> Iterator[Section]:
@@ -236,7 +257,11 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     yield Section("left", "What left", [text], [(_table("", *heads, rows=list(map(_sent_row, runs))), links)] if runs else [])
     yield _budget_section(records, read)
     yield _approval_section(kit, records, stored, waiting)
-    archives = [(f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)") for run in runs if run.messages]
+    archives = [
+        (f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)")
+        for run in runs
+        if run.messages or _has_large_record(run)
+    ]
     text = "A signed archive of a run: policies, job, record of what left, ledger, versions. Made when you follow the link."
     if not has_private_key(kit):
         archives, text = [], "The kit is locked, so nothing can be signed. The administrator opens it with `consilium unlock`."
@@ -253,18 +278,24 @@ def _read_run(folder: Path) -> Run:
         (one for found, _ in records.values() for one in found), key=lambda one: as_finite_float(one.get("time")) or 0.0
     )
     owner = str(read_json(folder / OWNER).get("submitter", "-"))
-    return Run(folder.name, owner, records, messages, all(whole for _, whole in records.values()))
+    states = {state for _, state in records.values()}
+    return Run(folder.name, owner, records, messages, next((one for one in State if one in states), State.UNALTERED))
 
 
-def _read_record(path: Path) -> tuple[list[audit_log.Line], bool]:
-    """Return the messages in an audit.jsonl and whether it is unaltered; no messages for a file that cannot be read."""
+def _has_large_record(run: Run) -> bool:
+    """Return whether a record of the run was not read because it is too large. Then `messages` are not all of the run's."""
+    return any(state == State.TOO_LARGE for _, state in run.records.values())
+
+
+def _read_record(path: Path) -> tuple[list[audit_log.Line], State]:
+    """Return the messages in an audit.jsonl and its state; no messages for a file that is too large or cannot be read."""
     try:
-        if path.stat().st_size <= MOST_BYTES:
-            found = audit_log.read_with_epsilon(path)
-            return found["messages"], found["broken_line"] is None
+        if path.stat().st_size > MOST_BYTES:
+            return [], State.TOO_LARGE
+        found = audit_log.read_with_epsilon(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        pass
-    return [], False
+        return [], State.ALTERED
+    return found["messages"], State.UNALTERED if found["broken_line"] is None else State.ALTERED
 
 
 def _job_rows(
@@ -281,11 +312,15 @@ def _job_rows(
     """
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
+    known = set[str]()
     for run in runs:
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
+        if _has_large_record(run):
+            jobs |= {job for job, meta in stored.items() if _experiment(job, meta) == run.name}
+        known |= jobs
         last = next((one for one in reversed(run.messages) if one.get("kind") == "refusal"), None)
         state = "runs" if any(job in commands for job in jobs) else "files deleted" if run.name in deleted else "ended"
-        cause = ""
+        cause = f"its record is {State.TOO_LARGE}" if _has_large_record(run) else ""
         if last:
             code = last.get("reason")
             why = Reason(code).text if code in list(Reason) else str(last.get("what") or code or "no reason is on record")
@@ -294,7 +329,6 @@ def _job_rows(
             cause = f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
         times = [_time_text(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
         yield [run.name, state, run.owner, *times, cause]
-    known = {str(one.get("flare_job")) for run in runs for one in run.messages}
     for job, meta in stored.items():
         if job not in known:
             cause = "waits for approval" if job in waiting else f"nothing left; {job}/error_log.txt in the kit may say why"
@@ -308,6 +342,8 @@ def _experiment(job: str, meta: Mapping[str, Any]) -> str:
 
 
 def _sent_row(run: Run) -> list[str]:
+    if _has_large_record(run):  # numbers of a part of the messages would mislead
+        return [run.name, "-", "-", "-", "-", run.state.value]
     sent = [one["tensors"] for one in run.messages if isinstance(one.get("tensors"), dict)]
     total = sum(
         as_finite_float(one.get("bytes")) or 0.0 for tensors in sent for one in tensors.values() if isinstance(one, dict)
@@ -322,7 +358,7 @@ def _sent_row(run: Run) -> list[str]:
             epsilon = f"{max(one['epsilon'] for one in private):.4g} at delta {private[-1]['delta']:g}"
     elif masked := sum("masked" in one for one in run.messages if isinstance(one.get("tensors"), dict)):
         noise = "none; under masks" if masked == len(sent) else f"none; {masked} of {len(sent)} under masks"
-    return [run.name, str(len(run.messages)), size_text(total), noise, epsilon, "unaltered" if run.whole else "ALTERED"]
+    return [run.name, str(len(run.messages)), size_text(total), noise, epsilon, run.state.value]
 
 
 def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -349,8 +385,8 @@ def _budget_section(records: SiteRecords, read: Read) -> Section:
     texts = [] if budgets else ["site.yaml sets no budget: jobs without privacy may run."]
     intact = {
         path: lines
-        for path, (lines, whole) in read.items()
-        if whole and all(type(one.get("ledger", "")) is str for one in lines)
+        for path, (lines, state) in read.items()
+        if state == State.UNALTERED and all(type(one.get("ledger", "")) is str for one in lines)
     }
     try:
         ledgers.check(records.root, ledger, intact)

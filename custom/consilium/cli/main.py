@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from consilium import __version__
-from consilium.cli.resume_hint import FULL, disk_full_message, same_command_hint, stop_on_signals
+from consilium.cli.resume_hint import FULL, disk_full_message, exit_interrupted, same_command_hint, stop_on_signals
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.lazy import resolve
 from consilium.core.sanitize import LONGEST_LINE, rich_line
@@ -146,6 +146,13 @@ class Consilium(LazyGroup):
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(COMMANDS, **attrs)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Import and call the command. After Ctrl-C, print that it was interrupted, unless the command has done so."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            exit_interrupted("")
 
 
 app = typer.Typer(cls=Consilium, no_args_is_help=True, add_completion=False)

@@ -98,7 +98,9 @@ class KitSite:
 
     def __init__(self, kit: Path, token: str, port: int) -> None:
         self.kit, self.token = kit, token
-        self.hosts = {f"{host}:{port}" for host in (HOST, "localhost")}
+        names = (HOST, "localhost")
+        # a browser leaves out port 80, the default of http
+        self.hosts = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
         self.session, self.root = secrets.token_urlsafe(32), f"/{secrets.token_urlsafe(16)}/"
         self.admitted = set[web.RequestHandler]()
         """Connections that have sent the cookie."""

@@ -10,7 +10,8 @@ from consilium.config.site import SiteConfig
 from consilium.core.schema import Section, read_yaml, validate
 
 Org = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$", description="letters, digits and _")]
-SITE_NAME = r"^[A-Za-z0-9_-]+$"
+SITE_NAME = r"^[A-Za-z0-9_-]{1,64}$"
+"""A certificate holds a name of 64 characters at most."""
 BUNDLES_HELP = "whether jobs may bring code (BYOC)"
 
 
@@ -18,7 +19,12 @@ class ServerEntry(Section):
     """The server."""
 
     name: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$", description="the host name under which sites reach the server")
+        str,
+        Field(
+            max_length=64,
+            pattern=r"^[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$",
+            description="the host name under which sites reach the server",
+        ),
     ]
     org: Annotated[Org, Field(description="letters, digits and _")]
     port: Annotated[int, Field(ge=1, le=65535, description="the port for connections of sites and admins")] = 8002
@@ -45,7 +51,7 @@ class ServerEntry(Section):
 class SiteEntry(Section):
     """One hospital."""
 
-    name: Annotated[str, Field(pattern=SITE_NAME, description="the site's name in all runs")]
+    name: Annotated[str, Field(pattern=SITE_NAME, description="the site's name in all runs, at most 64 characters")]
     org: Annotated[Org, Field(description="letters, digits and _")]
     gpus: Annotated[int, Field(ge=0, description="the GPUs that FLARE may reserve for jobs that request them")] = 0
     gpu_memory: Annotated[int, Field(ge=0, description="GiB per GPU")] = 0
@@ -61,7 +67,11 @@ class AdminEntry(Section):
 
     name: Annotated[
         str,
-        Field(pattern=r"^[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}$", description="an address, such as lead@hub.example"),
+        Field(
+            max_length=64,
+            pattern=r"^[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}$",
+            description="an address, such as lead@hub.example",
+        ),
     ]
     org: Annotated[Org, Field(description="letters, digits and _")]
     role: Annotated[

@@ -4,7 +4,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,10 +30,11 @@ LATE = 1.5
 REFUSAL = ("time", "round", "joining", "site", "reason")
 
 
-def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def progress(folder: Path, waiting: Callable[[], Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """Return the progress of the run in `folder` (see RunLog) as plain JSON values: round, ETA, epsilon, sites, refusals.
 
-    `waiting`: if the server waits for results, the "sites" that it waits for and the "seconds" that they have left.
+    `waiting`: a function that returns, if the server waits for replies, the "sites" that it waits for, the "seconds" that they
+    have left, and the "kind" of message. It is called after the log is read, so it names no site whose result is in the log.
 
     Of the fields returned, `round` is the current round, from 0. `eta_seconds` counts the rounds, without the final
     evaluation. If `late`, the current round takes much longer than usual, and `eta_seconds` counts the rounds after it.
@@ -57,7 +58,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
         "asked": here["sites"],
         "answered": sorted(x["site"] for x in lines if x["event"] == "result" and place_of(x) == place_of(here)),
         "epsilon": of["concluded"][-1].get("privacy/epsilon") if of["concluded"] else None,
-        "waiting": dict(waiting) if waiting else None,
+        "waiting": dict(waiting()) or None if waiting else None,
         "eta_seconds": eta,
         "late": late,
         "ended": early,

@@ -1,5 +1,6 @@
 """Job folders for submission: each is one run with its own experiment name, in the upload folder of an administrator's kit."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ from consilium.flare.job.recipe import export
 from consilium.flare.job.wire import MASKS
 
 CONTROLLER = "consilium.flare.job.controller.RoundController"
+JSON_FILES = ("meta.json", "app/config/config_fed_server.json", "app/config/config_fed_client.json")
+"""Files of a FLARE job folder that hold a JSON object."""
 
 
 def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Path:
@@ -32,6 +35,12 @@ def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: P
     with _build_folder(job, overrides, experiment, uploads) as ready:
         ready.rename(folder)
     return folder
+
+
+def check_submission(job: Path, overrides: Mapping[str, Any], experiment: str) -> None:
+    """Raise ConfigError if `prepare` would refuse the job. Leaves nothing."""
+    with tempfile.TemporaryDirectory() as place, _build_folder(job, overrides, experiment, Path(place)):
+        pass
 
 
 @contextmanager
@@ -73,7 +82,7 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
     with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
         folder = Path(place) / "ready"
         if (job / "meta.json").is_file():
-            tasks = (job / "app/config/config_fed_client.json").read_text(encoding="utf-8")
+            *_, tasks = (_read_json_object(job, name) for name in JSON_FILES)
             if config.secure_aggregation is not None and f'"{MASKS}"' not in tasks:
                 raise ConfigError(
                     f"secure_aggregation: {job}: is a ready job folder without secure aggregation, "
@@ -89,3 +98,18 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
         write_json(folder / "meta.json", meta, indent=2)
         load_federated_job(job_file(folder), None)
         yield folder
+
+
+def _read_json_object(job: Path, name: str) -> str:
+    """Return the text of a JSON file in the FLARE job folder `job`. Raises ConfigError if it does not hold a JSON object."""
+    path = job / name
+    try:
+        text = path.read_text(encoding="utf-8")
+        why = "" if isinstance(json.loads(text), dict) else "holds no JSON object"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
+        why = f"is not valid JSON ({error})"
+    if why:
+        raise ConfigError(f"{path}: {why}; restore the file, or give {job}/app/config/job.yaml instead of the folder")
+    return text

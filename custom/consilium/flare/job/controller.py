@@ -104,7 +104,8 @@ class RoundController(Controller):
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
         if asked and self.coordinator:
-            waiting = dict(self.registration.tasks.waiting) if self.registration else None
+            registration = self.registration
+            waiting = (lambda: registration.tasks.waiting) if registration else None
             collector.set_info("consilium", progress(self.coordinator.folder, waiting))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:

@@ -21,6 +21,8 @@ from consilium.server.coordinator import Coordinator
 CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 SILENT = 60.0
 """Seconds after which `TaskSender.waiting` names the sites of an exchange in which no site has replied."""
+REPLIED = "consilium_replied"
+"""A property of a task: its site has replied."""
 OnResult = Callable[[str, Shareable], None]
 """A function that takes a site's name and its result. If it raises RefusedError, the result is refused."""
 
@@ -43,7 +45,7 @@ class TaskSender:
     """Sends tasks to sites for a controller, and receives their replies.
 
     `revoked` returns the sites whose credentials were revoked since the job began. `period`: seconds between two checks of the
-    tasks' states. `replied`: all sites that have sent any reply. `waiting`: see `wait_for`.
+    tasks' states. `replied`: all sites that have sent any reply. `pending`: see `waiting`.
     """
 
     controller: Controller
@@ -53,7 +55,21 @@ class TaskSender:
     revoked: Callable[[], set[str]]
     period: float
     replied: set[str] = field(default_factory=set)
-    waiting: dict[str, Any] = field(default_factory=dict)
+    pending: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> dict[str, Any]:
+        """The sites whose replies `wait_for` waits for ("sites"), the seconds that they have left ("seconds"), and the "kind".
+
+        "kind" is the name of the tasks. Empty before the first reply, unless no site has replied for SILENT seconds.
+        """
+        # FLARE ends a task up to `period` seconds after its reply, so the names are not those of the tasks that have not ended
+        found = dict(self.pending)
+        sites = sorted(name for name, task in found.get("tasks", {}).items() if not task.get_prop(REPLIED))
+        if not sites:
+            return {}
+        left = max(found["ends"] - time.monotonic(), 0.0)
+        return {"sites": sites, "seconds": round(left, 1), "kind": found["tasks"][sites[0]].name}
 
     @property
     def aborted(self) -> bool:
@@ -97,6 +113,7 @@ class TaskSender:
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             name, result = client_task.client.name, client_task.result
             client_task.result = None  # FLARE keeps the task, which must not keep the tensors
+            client_task.task.set_prop(REPLIED, True)
             for names in (self.replied, replied):
                 if names is not None:
                     names.add(name)
@@ -123,8 +140,7 @@ class TaskSender:
     def wait_for(self, tasks: Mapping[str, Task], enough: Callable[[], bool], grace: float | None = None) -> None:
         """Return when all tasks have ended, or `grace` seconds after `enough()` became true. By default the job sets `grace`.
 
-        After the first reply, or after SILENT seconds without one, `waiting` holds the names of the sites that have not replied
-        ("sites") and how many seconds they have left ("seconds").
+        Meanwhile, `waiting` names the sites that have not replied.
         """
         federation = self.coordinator.job.config.federation
         grace = federation.straggler_grace_seconds if grace is None else grace
@@ -137,9 +153,9 @@ class TaskSender:
                     break
             if enough_since is not None or len(silent) < len(tasks) or now - began > SILENT:
                 left = federation.round_timeout + began if enough_since is None else grace + enough_since
-                self.waiting.update(sites=sorted(silent), seconds=round(left - now, 1))
+                self.pending.update(tasks={name: tasks[name] for name in silent}, ends=left)
             time.sleep(self.period)
-        self.waiting.clear()
+        self.pending.clear()
 
     def cancel(self, task: Task) -> None:
         """Cancel a task. A result that arrives later is dropped."""

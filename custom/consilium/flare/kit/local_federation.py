@@ -1,5 +1,7 @@
 """A federation on this machine: the startup kits and processes of a server and its sites, connected over loopback."""
 
+import errno
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +19,8 @@ from consilium.flare.kit.provision import provision
 SERVER, ADMIN, LEAD = "localhost", "admin@hub.example", "lead@hub.example"
 LAST_LINES = 3000
 """Characters of a participant's output that an error shows."""
+IN_USE = os.strerror(errno.EADDRINUSE)
+"""The words in gRPC's log line on a port that it cannot use."""
 
 
 class LocalFederation:
@@ -24,6 +28,7 @@ class LocalFederation:
 
     `sites`: for each site's name, the settings for its site.yaml. `bundles`: names of participants where jobs may bring code;
     "server" stands for the server. `make`: a function that makes the kits of a sites.yml in a folder, and returns their folder.
+    `port`: the server's; by default a port that is free now.
     """
 
     def __init__(
@@ -32,8 +37,9 @@ class LocalFederation:
         sites: Mapping[str, Mapping[str, Any]],
         bundles: Collection[str] = (),
         make: Callable[[Path, Path], Path] = provision,
+        port: int | None = None,
     ) -> None:
-        self.folder, self.sites, self.port = make_private_folder(folder.resolve()), list(sites), processes.free_port()
+        self.folder, self.sites, self.port = make_private_folder(folder.resolve()), list(sites), port or processes.free_port()
         self.file, state = self.folder / "sites.yml", make_private_folder(self.folder / "server-state")
         server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "bundles": "server" in bundles}
         entries = [
@@ -55,11 +61,15 @@ class LocalFederation:
         self.started[name] = processes.start(self.kit(name), self.folder / f"{name}.log", environment, before)
 
     def check_alive(self) -> None:
-        """Raise ConsiliumError if a participant's process has ended, with the last part of its output."""
+        """Raise ConsiliumError if a process has ended, with the last part of its output; or if the server's port is taken."""
         for name, process in self.started.items():
             if process.poll() is not None:
                 output = (self.folder / f"{name}.log").read_text(errors="replace")[-LAST_LINES:]
                 raise ConsiliumError(f"{name} has ended; see {self.folder / f'{name}.log'}: {output}")
+        if "server" in self.started:  # FLARE's server logs a taken port, and runs on
+            lines = (self.folder / "server.log").read_text(errors="replace").splitlines()
+            if any(IN_USE in line and f":{self.port}'" in line for line in lines):
+                raise ConsiliumError(f"port {self.port} of this machine is taken by another program; run the command again")
 
     def stop(self) -> None:
         """End all processes, also those of jobs. A second Ctrl-C does not interrupt this."""

@@ -259,13 +259,14 @@ def audit_sections(folder: Path) -> list[dict[str, Any]]:
 
 
 def audit_section(path: Path) -> dict[str, Any]:
-    """Return the record in an audit.jsonl and its tables, or why it cannot be read."""
+    """Return the record in an audit.jsonl and its tables; or None, why it is not shown, and whether it is `too_large`."""
     if path.stat().st_size > MOST_BYTES:
-        return {"record": None, "why": f"{path} has more than {MOST_BYTES // 1024**2} MiB; see consilium audit."}
+        size = f"{path} has more than {MOST_BYTES // 1024**2} MiB, which is too large for this page"
+        return {"record": None, "too_large": True, "why": f"{size}. See consilium audit."}
     try:
         record = read_with_epsilon(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {"record": None, "why": f"{path} cannot be read as a record; see consilium audit."}
+        return {"record": None, "too_large": False, "why": f"{path} cannot be read as a record; see consilium audit."}
     messages, tensors = message_and_tensor_tables(record, f", run {shown(path.parent.name, 80)}")
     return {"record": record, "messages": messages, "tensors": tensors}
 
