@@ -39,7 +39,7 @@ from consilium.flare.kit.certificates import (
     examine_server_connection,
     expiry_warnings,
 )
-from consilium.flare.kit.connection_refusals import Cause, noted_cause
+from consilium.flare.kit.connection_refusals import Cause, note_cause, noted_cause
 from consilium.flare.kit.kit_contents import certificate_path
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
@@ -257,7 +257,7 @@ def test_renewal_keeps_the_roots_key(hub: Path) -> None:
 
 def test_update_kit_keeps_local_files(kit: Path, new: Path) -> None:
     (kit / "local/site.yaml").write_text("device: cpu\n")
-    (kit / "_consilium").mkdir()
+    note_cause(kit, Cause.REVOKED)  # of the former certificate
     (new / "startup/client.key").chmod(0o666)  # as it comes off a stick
     (new / "startup").chmod(0o777)
     told = update_kit(kit, new)
@@ -266,6 +266,7 @@ def test_update_kit_keeps_local_files(kit: Path, new: Path) -> None:
     assert opened(kit) == opened(new)
     assert (kit / "local/site.yaml").read_text() == "device: cpu\n"
     assert (kit / "_consilium").is_dir()
+    assert noted_cause(kit) is None
     assert (kit / OLD / "client.key").is_file()
     assert (kit / OLD).stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in (kit / "startup", *(kit / "startup").iterdir()))

@@ -1,11 +1,13 @@
 """What the doctor says of a startup kit: a good one is well, and every way to weaken it is seen."""
 
 import json
+import os
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -20,10 +23,10 @@ import yaml
 from consilium.client import machine_check
 from consilium.client.finding import Finding
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.flare.kit import certificates, doctor
+from consilium.flare.kit import certificates, connection_refusals, doctor
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.heartbeat_client import own_facts
+from consilium.flare.kit.heartbeat_client import note_other_project, own_facts
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit_log import AuditLog
@@ -113,6 +116,52 @@ def test_a_kit_of_another_project_is_named_as_the_cause(name: str, made: Path, t
     assert found.keys() == {"server"}
     assert ": wrong project: no root of this kit has signed its certificate" in found["server"]
     assert "ask the hub for this project's kit" in found["server"]
+
+
+def test_running_site_notes_another_project(
+    made: Path, tmp_path: Path, server: None, kit: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TLS fails, so the server sends no cause, and FLARE's log has none."""
+    other = provision(made.parents[1] / "sites.yml", tmp_path / "other") / "clinic"
+    note_other_project(other)
+    assert connection_refusals.noted_cause(other) is Cause.PROJECT
+    assert caplog.text.count("the server does not let this site in: wrong project: its kit is of another project") == 1
+    (kit / "startup/fed_client.json").unlink()
+    note_other_project(kit)  # nothing can be said of this one
+    assert connection_refusals.noted_cause(kit) is None
+
+
+@pytest.mark.parametrize(
+    ("age", "uptime", "ok", "said"),
+    [
+        (20, 1000, True, "the server lets this site in, and answers its heartbeats"),
+        (700, 1000, False, "the server has answered no heartbeat for 11.7 min; its log says why; if another copy of this kit"),
+        (None, 1000, False, "the server has answered no heartbeat yet; its log says why; if another copy of this kit runs"),
+        (90_000, 10, True, "the server has answered no heartbeat yet; ask again in two minutes"),
+    ],
+)
+def test_running_site_is_admitted_only_while_the_server_answers(
+    age: float | None, uptime: float, ok: bool, said: str, kit: Path, server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.time()
+    running = [Mock(**{"create_time.return_value": began - seconds}) for seconds in (uptime, 5000)]
+    monkeypatch.setattr(doctor, "processes", lambda kit: running)
+    if age is not None:
+        connection_refusals.note_answer(kit)
+        os.utime(kit / STATE / connection_refusals.LAST_ANSWER, (began - age, began - age))
+    found = {one.check: one for one in examine(kit)}["admission"]
+    assert found.ok is ok
+    assert said in "; ".join(filter(None, (found.found, found.remedy, found.advice)))
+
+
+def test_noted_cause_ends_when_the_server_admits_the_kit(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine_server_connection", lambda kit: Finding("server", "answers"))
+    connection_refusals.note_cause(kit, Cause.REVOKED)
+    answers = iter(["its credential was revoked", None])
+    monkeypatch.setattr(connection_refusals, "try_registration", lambda kit: next(answers))
+    for cause in (Cause.REVOKED, None):
+        assert {one.check: one for one in examine(kit)}["admission"].ok is (cause is None)
+        assert connection_refusals.noted_cause(kit) is cause
 
 
 def test_a_server_of_another_name_is_no_other_project(kit: Path, server: None) -> None:

@@ -5,6 +5,7 @@ Logs, doctor, `consilium sites` and metrics use the same list of causes.
 
 import io
 import logging
+import math
 import sys
 import time
 import uuid
@@ -26,11 +27,13 @@ from nvflare.private.fed.authenticator import Authenticator
 from nvflare.private.fed.client.communicator import Communicator
 
 from consilium.core.sanitize import shown
-from consilium.core.storage import read_json, write_json
+from consilium.core.storage import make_private_folder, read_json, write_json
 from consilium.federation.run_folders import STATE
 
 FILE = "admission.json"
 """The file in our folder of a site's kit while the server refuses the site: {"cause", "since"}."""
+LAST_ANSWER = "heartbeat-answer"
+"""An empty file in our folder of a site's kit. Its time is that of the server's last answer to a heartbeat."""
 RETRY = 60.0
 """Seconds between two attempts to register. Each attempt logs one line."""
 PATIENCE = 10.0
@@ -108,6 +111,21 @@ def note_cause(kit: Path, cause: Cause | None) -> None:
             path.unlink(missing_ok=True)
         elif noted_cause(kit) is not cause:
             write_json(path, {"cause": cause, "since": time.time()})
+
+
+def note_answer(kit: Path) -> None:
+    """Write to the kit's files that the server has answered a heartbeat now, so it admits the site."""
+    note_cause(kit, None)
+    with suppress(OSError):
+        (make_private_folder(kit / STATE) / LAST_ANSWER).touch(0o600)
+
+
+def seconds_since_answer(kit: Path) -> float:
+    """Return the seconds since the server's last answer to a heartbeat, infinity if it has answered none."""
+    try:
+        return max(0.0, time.time() - (kit / STATE / LAST_ANSWER).stat().st_mtime)
+    except OSError:
+        return math.inf
 
 
 def noted_cause(kit: Path) -> Cause | None:

@@ -1,7 +1,9 @@
 """`consilium doctor`: checks a startup kit (signature, policies, certificates, server, data) and the machine it lies on."""
 
+import math
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -59,7 +61,10 @@ from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
 from consilium.privacy.secagg.sum_ledger import check_and_count_lines
+from consilium.report.tables import duration_text
 
+NO_ANSWER = 120.0
+"""Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 30 s."""
 TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 """Folders whose files a restart of the machine may delete."""
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
@@ -190,15 +195,35 @@ def _examine_relays(raw: dict[str, Any], kit: Path) -> Finding | str:
 
 def _examine_admission(kit: Path) -> Finding:
     """Return whether the server admits the site. A running site's process has noted this; for a stopped one, ask the server."""
+    if running := processes(kit):
+        return _examine_running_admission(kit, min(time.time() - one.create_time() for one in running))
+    if relay_of(kit):
+        return Finding("admission", "not asked through a relay; start the site, and its log says so")
     try:
-        if not (running := processes(kit)) and relay_of(kit):
-            return Finding("admission", "not asked through a relay; start the site, and its log says so")
-        said = "as the running site found" if running else connection_refusals.try_registration(kit)
+        said = connection_refusals.try_registration(kit)
     except FLCommunicationError as error:
         return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
-    cause = connection_refusals.noted_cause(kit) if running else None if said is None else connection_refusals.cause_of(said)
-    if cause is None:
-        return Finding("admission", "the server lets this site in")
+    connection_refusals.note_cause(kit, cause := None if said is None else connection_refusals.cause_of(said))
+    return Finding("admission", "the server lets this site in") if cause is None else _refused_admission(cause, said or "")
+
+
+def _examine_running_admission(kit: Path, uptime: float) -> Finding:
+    """Return what a running site's process has noted: the server's refusal, or its last answer to a heartbeat.
+
+    `uptime`: seconds since the start of its youngest process.
+    """
+    if (cause := connection_refusals.noted_cause(kit)) is not None:
+        return _refused_admission(cause, "as the running site found")
+    if (age := connection_refusals.seconds_since_answer(kit)) <= NO_ANSWER:
+        return Finding("admission", "the server lets this site in, and answers its heartbeats")
+    since = "yet" if age == math.inf else f"for {duration_text(age)}"
+    if uptime < NO_ANSWER:
+        return Finding("admission", "the server has answered no heartbeat yet", advice="ask again in two minutes")
+    remedy = "its log says why; if another copy of this kit runs, stop one"
+    return Finding("admission", f"the server has answered no heartbeat {since}", remedy)
+
+
+def _refused_admission(cause: connection_refusals.Cause, said: str) -> Finding:
     return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
 
 

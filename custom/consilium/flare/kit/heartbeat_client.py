@@ -4,7 +4,9 @@ The component runs in the kit's own process, which lives for months beside the p
 """
 
 import logging
+import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,10 +29,19 @@ from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
 from consilium import __version__
+from consilium.core.errors import ConfigError
 from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
 from consilium.flare import patches
-from consilium.flare.kit.connection_refusals import Cause, HeartbeatFilter, await_admission, note_cause
+from consilium.flare.kit.certificates import OTHER_ROOT, fetch_server_certificate
+from consilium.flare.kit.connection_refusals import (
+    Cause,
+    HeartbeatFilter,
+    await_admission,
+    note_answer,
+    note_cause,
+    refusal_line,
+)
 from consilium.flare.kit.health import HealthReport
 from consilium.flare.kit.kit_contents import ANSWERED
 
@@ -109,6 +120,27 @@ def job_processes(kit: Path, engine: ClientEngine) -> dict[str, str]:
     return found | dict.fromkeys(waiting, JOB_STATES[ClientStatus.STARTING])
 
 
+def register(registration: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
+    """Register a site as `await_admission` does. Beside it, find out whether the server is of another project.
+
+    Then no connection is made and the server sends no cause, so FLARE 2.9 tries again without one.
+    """
+    threading.Thread(target=note_other_project, args=(Path.cwd(),), daemon=True).start()
+    return await_admission(registration, *given)
+
+
+def note_other_project(kit: Path) -> None:
+    """Log and note the cause if no root of the kit has signed the server's certificate."""
+    try:
+        fetch_server_certificate(kit)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in OTHER_ROOT:
+            note_cause(kit, Cause.PROJECT)
+            logging.getLogger(__name__).error(refusal_line(Cause.PROJECT, str(error)))
+    except (OSError, ConfigError):  # such as a server that does not run yet
+        pass
+
+
 class AttendanceReport(FLComponent):
     """A component of a site's kit that puts `own_facts` into every heartbeat."""
 
@@ -117,7 +149,7 @@ class AttendanceReport(FLComponent):
         if Path(sys.argv[0]).stem != JOB:  # FLARE creates this component in jobs' processes too
             await_valid_certificate(Path.cwd())  # FLARE creates components in the kit's folder, before it connects
             patches.CLIENT_HEARTBEAT.wrap(await_engine)
-            patches.CLIENT_REGISTRATION.wrap(await_admission)
+            patches.CLIENT_REGISTRATION.wrap(register)
             logging.getLogger(f"{Communicator.__module__}.{Communicator.__qualname__}").addFilter(HeartbeatFilter(Path.cwd()))
         self._kit = Path.cwd()
         self._health: HealthReport | None = None
@@ -155,4 +187,4 @@ class AttendanceReport(FLComponent):
         """Note that the server admits the site. FLARE fires its event after a heartbeat even if the server did not reply."""
         if reply.get_header(MessageHeaderKey.RETURN_CODE) == ReturnCode.OK:
             self._answered = time.monotonic()
-            note_cause(self._kit, None)
+            note_answer(self._kit)

@@ -28,6 +28,7 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import ServerEntry, load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
+from consilium.flare.kit.connection_refusals import note_cause
 from consilium.flare.kit.kit_contents import LOCKED, certificate_path, is_key_of, kit_role, load_certificate, private_key_path
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
@@ -115,6 +116,7 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     os.replace(copied, startup)
     ready.rmdir()
     old.chmod(0o700)
+    note_cause(kit, None)  # a cause is of the former certificate
     own, root = load_certificate(certificate_path(kit)), load_certificate(startup / "rootCA.pem")
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
 
