@@ -2,9 +2,16 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import stat
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,12 +20,13 @@ from consilium.core.errors import ConfigError
 from consilium.flare.kit import key_lock
 from consilium.flare.kit.certificates import check_certificate_time
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.kit_contents import LOCKED
+from consilium.flare.kit.kit_contents import LOCKED, has_private_key
 from consilium.flare.kit.kit_hardening import is_as_signed
 from consilium.flare.kit.renewal import renew, update_kit
 from tests.conftest import run
 
 PASSPHRASE = "five words of a telephone call"
+NOBODY = 65534
 COST = dict(key_lock.COST)
 
 
@@ -37,7 +45,39 @@ def test_a_guess_costs_what_owasp_asks() -> None:
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "passphrase"
     path.write_text(f"{PASSPHRASE}\n")
+    path.chmod(0o600)
     return path
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder in which kits are opened."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(key_lock, "IN_MEMORY", (str(tmp_path / "memory"),))
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """Return a folder that all users may enter."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@contextmanager
+def other_user() -> Iterator[None]:
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def command_in(message: str) -> list[list[str]]:
+    """Return the words of the commands that a message says to run."""
+    (command,) = re.findall(r"run `([^`]+)`", message)
+    return [shlex.split(one) for one in command.split(" && ")]
 
 
 def test_a_locked_kit_holds_no_key_and_opens_in_memory_as_it_was(
@@ -262,3 +302,215 @@ def test_a_restart_of_the_machine_does_not_alter_the_kit(kit: Path) -> None:
     shutil.rmtree(key_lock.unlock(kit, PASSPHRASE))
     assert is_as_signed(kit / "startup")
     shutil.rmtree(key_lock.unlock(kit, PASSPHRASE))
+
+
+@pytest.mark.parametrize("damage", ["short", "other"])
+def test_lock_refuses_if_the_locked_file_has_changed_since_unlock(
+    damage: str, kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = kit / "startup/client.key"
+    before = key.read_bytes()
+    key_lock.lock(kit, PASSPHRASE)
+    key_lock.unlock(kit, PASSPHRASE)
+    if damage == "short":
+        os.truncate(kit / LOCKED, 1000)
+    else:
+        (kit / LOCKED).write_bytes(os.urandom(3000))
+    assert run(monkeypatch, "lock", kit) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "has changed since `consilium unlock`" in told.err
+    assert key.read_bytes() == before
+    move, lock = command_in(told.err)
+    subprocess.run(move, check=True)
+    assert run(monkeypatch, *lock[1:]) == 2  # nobody to ask
+    assert f"{kit / LOCKED} is gone; new passphrase: nobody to ask" in capsys.readouterr().err
+    assert key.read_bytes() == before
+    assert run(monkeypatch, *lock[1:], "--passphrase-file", file) == 0
+    assert not key.is_symlink()
+    key_lock.unlock(kit, PASSPHRASE, for_good=True)
+    assert key.read_bytes() == before
+
+
+def test_lock_with_a_lost_locked_file_needs_a_new_passphrase(
+    kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = kit / "startup/client.key"
+    before = key.read_bytes()
+    key_lock.lock(kit, PASSPHRASE)
+    key_lock.unlock(kit, PASSPHRASE)
+    (kit / LOCKED).unlink()
+    assert run(monkeypatch, "lock", kit) == 2
+    assert f"{kit / LOCKED} is gone; new passphrase: nobody to ask; give --passphrase-file" in capsys.readouterr().err
+    assert key.read_bytes() == before
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
+    key_lock.unlock(kit, PASSPHRASE, for_good=True)
+    assert key.read_bytes() == before
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), KeyboardInterrupt()])
+def test_failed_unlock_leaves_no_key(
+    error: BaseException, for_good: bool, kit: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (kit / "startup/client.key").read_bytes()
+    key_lock.lock(kit, PASSPHRASE)
+
+    def write_and_fail(path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+        raise error
+
+    def fail(self: Path, target: Path) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        if for_good:
+            patched.setattr(key_lock, "write_atomic", write_and_fail)
+        else:
+            patched.setattr(Path, "symlink_to", fail)
+        with pytest.raises(type(error)):
+            key_lock.unlock(kit, PASSPHRASE, for_good)
+    assert not list(memory.iterdir())
+    assert not list((kit / "startup").glob("*key"))
+    key_lock.unlock(kit, PASSPHRASE, for_good=True)
+    assert (kit / "startup/client.key").read_bytes() == before
+
+
+def test_lock_removes_keys_in_memory_without_links_of_this_kit_only(kit: Path, tmp_path: Path, memory: Path) -> None:
+    key_lock.lock(kit, PASSPHRASE)
+    other = Path(shutil.copytree(kit, tmp_path / "other", symlinks=True))
+    kept = {key_lock.unlock(other, PASSPHRASE)}
+    (other / "startup/client.key").unlink()
+    key_lock.unlock(kit, PASSPHRASE)
+    (kit / "startup/client.key").unlink()  # as after a crash before the link
+    key_lock.unlock(kit, PASSPHRASE)
+    (memory / "consilium-keys-link").symlink_to(tmp_path / "other")
+    kept.add(memory / "consilium-keys-link")
+    if os.geteuid() == 0:
+        foreign = Path(shutil.copytree(next(memory.glob("*/client.key")).parent, memory / "consilium-keys-foreign"))
+        (foreign / key_lock.OPENED).write_text(json.dumps({"kit": str(kit), "sha256": ""}))
+        os.chown(foreign, NOBODY, NOBODY)
+        kept.add(foreign)
+    assert len(list(memory.iterdir())) == len(kept) + 2
+    assert key_lock.lock(kit) == []
+    assert set(memory.iterdir()) == kept
+    assert (other / "startup").is_dir()
+
+
+def test_lock_keeps_and_names_keys_in_memory_of_another_locked_file(
+    kit: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be the only ones."""
+    key_lock.lock(kit, PASSPHRASE)
+    folder = key_lock.unlock(kit, PASSPHRASE)
+    (kit / "startup/client.key").unlink()
+    os.truncate(kit / LOCKED, 1000)
+    assert run(monkeypatch, "lock", kit) == 0
+    told = capsys.readouterr().err
+    assert told == f"warning: private keys in clear stay: {folder}/client.key; move them to a safe place, or delete them\n"
+    assert (folder / "client.key").is_file()
+
+
+def test_lock_names_private_keys_that_stay_in_clear(
+    kit: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = kit / "startup/client.key"
+    (tmp_path / "safe").write_bytes(key.read_bytes())
+    copies = [kit / "local/sub/notes.txt", kit / "my-key.pem", kit / "startup/client.key.bak", tmp_path / "safe"]
+    copies[0].parent.mkdir()
+    for copy in copies:
+        copy.write_bytes(b"# my key\n" + key.read_bytes())
+    (kit / "local/public.pem").write_text("-----BEGIN PUBLIC KEY-----\n")
+    (kit / "local/locked.pem").write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
+    os.mkfifo(kit / "local/pipe")
+    key.unlink()
+    key.symlink_to(tmp_path / "safe")
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
+    told = capsys.readouterr()
+    assert "its keys are locked" in told.out
+    listed = ", ".join(map(str, copies))
+    assert told.err == f"warning: private keys in clear stay: {listed}; move them to a safe place, or delete them\n"
+    assert all(copy.is_file() for copy in copies)
+    for copy in copies:
+        copy.unlink()
+    assert run(monkeypatch, "lock", kit) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_passphrase_file_that_others_can_read_is_a_warning(
+    kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.chmod(0o640)
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
+    told = capsys.readouterr().err
+    assert told == f"warning: {file}: mode 640: others can read the passphrase; run `chmod 600 {file}`\n"
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(file.parent))  # systemd's; an access list shows as the group's rights
+    assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
+    key_lock.lock(kit)
+    subprocess.run(command_in(told)[0], check=True)
+    assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
+    assert capsys.readouterr().err == ""
+    key_lock.lock(kit)
+
+
+def test_root_neither_locks_nor_unlocks_the_kit_of_another_user(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key_lock.lock(kit, PASSPHRASE)
+    if os.geteuid() == 0:
+        os.chown(kit, NOBODY, NOBODY)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for for_good in (False, True):
+        with pytest.raises(ConfigError, match=f"belongs to user {kit.stat().st_uid}.* consilium unlock {kit}`"):
+            key_lock.unlock(kit, PASSPHRASE, for_good)
+    assert not (kit / "startup/client.key").is_symlink()
+    (kit / LOCKED).unlink()
+    (kit / "startup/client.key").write_text("x")
+    with pytest.raises(ConfigError, match=f"belongs to user {kit.stat().st_uid}.* consilium lock {kit}`"):
+        key_lock.lock(kit, PASSPHRASE)
+    assert not (kit / LOCKED).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
+def test_the_command_for_root_unlocks_the_kit_for_its_owner(made: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["setpriv", "--reuid", str(NOBODY), "--clear-groups", sys.executable, "-c", "import consilium.cli.main"]
+    if subprocess.run(words, cwd=public, capture_output=True).returncode != 0:
+        pytest.skip("the other user cannot read the package")
+    monkeypatch.setitem(key_lock.COST, "n", COST["n"])
+    kit = Path(shutil.copytree(made / "clinic", public / "clinic"))
+    before = (kit / "startup/client.key").read_bytes()
+    key_lock.lock(kit, PASSPHRASE)
+    (public / "passphrase").write_text(PASSPHRASE)
+    for path in (public / "passphrase", kit, *kit.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    with pytest.raises(ConfigError) as refused:
+        key_lock.unlock(kit, PASSPHRASE)
+    (words,) = command_in(str(refused.value))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run([*words, "--passphrase-file", public / "passphrase"], cwd=public, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    key = kit / "startup/client.key"
+    assert (key.read_bytes(), key.resolve().stat().st_uid) == (before, NOBODY)
+    opened = key.resolve().parent
+    key.unlink()  # root finds the folder of the kit's owner all the same
+    assert key_lock.lock(kit) == []
+    assert not opened.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_keys_that_another_user_opened_are_one_line(
+    made: Path, public: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kit = Path(shutil.copytree(made / "clinic", public / "clinic"))
+    for path in (kit, kit / "startup", kit / "startup/client.crt"):
+        path.chmod(0o755)
+    key_lock.lock(kit, PASSPHRASE)
+    key_lock.unlock(kit, PASSPHRASE)
+    with other_user():
+        with pytest.raises(ConfigError, match=f"was unlocked by user 0, and user {NOBODY} cannot read it; run this as user 0"):
+            has_private_key(kit)
+        assert run(monkeypatch, "unlock", kit) == 2
+    assert "client.key: was unlocked by user 0" in capsys.readouterr().err
+    key_lock.lock(kit)
+    with other_user(), pytest.raises(ConfigError, match=r"keys.locked: cannot be read \(Permission denied\)"):
+        key_lock.unlock(kit, PASSPHRASE)

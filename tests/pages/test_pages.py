@@ -64,6 +64,8 @@ NOT_RUN = {
     "provisioning/administrator.md": [
         "consilium doctor KIT",
         "consilium unlock",
+        "runuser -u consilium",
+        "mkdir -p -m 700 /etc/credstore.encrypted",
         "consilium stop KIT",
         "consilium approve JOB",
         "consilium approve --revoke DIGEST",

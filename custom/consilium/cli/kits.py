@@ -1,14 +1,16 @@
 """The commands on startup kits: provision, renew, update-kit, lock, allow, revoke, stop, metrics, prepare."""
 
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from consilium.cli.options import FormatOption, emit
+from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError
+from consilium.core.sanitize import rich_line
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import deploy_prepare, key_lock, processes, renewal, revocation
@@ -148,7 +150,10 @@ def lock(
     """Encrypt a kit's private keys with a passphrase, to send or store the kit; or close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
     asks = not is_locked or key_lock.unlocked_key_files(kit)
-    key_lock.lock(kit, _passphrase(passphrase_file, confirm=not is_locked) if asks else None)
+    label = f"{kit / LOCKED} is gone; new passphrase" if key_lock.needs_new_passphrase(kit) else "Passphrase"
+    left = key_lock.lock(kit, _passphrase(passphrase_file, confirm=not is_locked, label=label) if asks else None)
+    if left:
+        _warn(f"private keys in clear stay: {', '.join(map(str, left))}; move them to a safe place, or delete them")
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
     typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them unencrypted")
 
@@ -174,17 +179,26 @@ def unlock(
         typer.echo(f"{kit}: this machine has no folder in memory, so its keys are on disk in {folder} until `consilium lock`")
 
 
-def _passphrase(file: Path | None, confirm: bool = False) -> str:
+def _passphrase(file: Path | None, confirm: bool = False, label: str = "Passphrase") -> str:
     """Return the passphrase from a file, else from the file that PASSPHRASE_FILE names, else asked for at the terminal."""
-    if (path := file or os.environ.get(PASSPHRASE_FILE)) is not None:
+    if (found := file or os.environ.get(PASSPHRASE_FILE)) is not None:
+        path = Path(found)
+        mode = path.stat().st_mode
+        # systemd gives its credentials to the service by an access list, whose mask stands in the mode as the group's rights
+        if stat.S_ISREG(mode) and mode & 0o077 and str(path.parent) != os.environ.get("CREDENTIALS_DIRECTORY"):
+            _warn(f"{path}: mode {stat.S_IMODE(mode):o}: others can read the passphrase; run `chmod 600 {path}`")
         try:
-            return Path(path).read_text(encoding="utf-8").partition("\n")[0].strip("\r")
+            return path.read_text(encoding="utf-8").partition("\n")[0].strip("\r")
         except UnicodeDecodeError:
             raise ConfigError(f"{path}: not text in UTF-8; give a file whose first line is the passphrase") from None
     if not sys.stdin.isatty():
-        raise ConfigError(f"passphrase: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
-    found: str = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=confirm, err=True)
-    return found
+        raise ConfigError(f"{label}: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
+    asked: str = typer.prompt(label, hide_input=True, confirmation_prompt=confirm, err=True)
+    return asked
+
+
+def _warn(text: str) -> None:
+    show([rich_line(f"warning: {text}", "yellow", 4000)], errors=True)
 
 
 # stop ------------------------------------------------------------------------------------------------------------------

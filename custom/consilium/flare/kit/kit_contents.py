@@ -1,5 +1,6 @@
 """Values read from a startup kit's files: role, name, certificate and key; a server's folders; a site's relay."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,21 @@ def certificate_path(kit: Path) -> Path:
 
 
 def has_private_key(kit: Path) -> bool:
-    """Return whether a kit's private key file is there: the kit was never locked, or is unlocked now."""
-    return certificate_path(kit).with_suffix(".key").is_file()
+    """Return whether a kit's private key file is there: the kit was never locked, or is unlocked now.
+
+    Raises ConfigError if the kit was unlocked by another user, whose folder in memory this user cannot read.
+    """
+    path = certificate_path(kit).with_suffix(".key")
+    try:
+        path.stat()
+    except PermissionError:
+        user = path.lstat().st_uid
+        raise ConfigError(
+            f"{path}: was unlocked by user {user}, and user {os.geteuid()} cannot read it; run this as user {user}"
+        ) from None
+    except OSError:
+        return False
+    return path.is_file()
 
 
 def private_key_path(kit: Path) -> Path:
