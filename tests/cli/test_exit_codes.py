@@ -89,7 +89,7 @@ def test_every_command_that_asks_a_server_is_among_those_below() -> None:
     found = dict(commands())
     assert len(found) > 40
     asking = {name for name, target in found.items() if asks_a_server(*target.split(":"), set())}
-    assert asking == ASKING.keys()
+    assert asking - {"doctor"} == ASKING.keys()  # a server that does not answer is one of the doctor's findings
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,8 +20,10 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from consilium.cli import doctor as cli_doctor
 from consilium.client import machine_check
 from consilium.client.finding import Finding
+from consilium.core.errors import UnreachableError
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, connection_refusals, doctor
 from consilium.flare.kit.connection_refusals import Cause
@@ -30,6 +32,7 @@ from consilium.flare.kit.heartbeat_client import note_other_project, own_facts
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit_log import AuditLog
+from tests.conftest import run
 from tests.deployment.federation import free_port
 from tests.deployment.relayed import RELAY, provision_relayed
 from tests.privacy.test_ledger import RECORD, old_ledger
@@ -152,6 +155,18 @@ def test_running_site_is_admitted_only_while_the_server_answers(
     found = {one.check: one for one in examine(kit)}["admission"]
     assert found.ok is ok
     assert said in "; ".join(filter(None, (found.found, found.remedy, found.advice)))
+
+
+def test_refused_person_is_a_problem(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    person = made / "a@hub.example"
+    monkeypatch.setattr(doctor, "examine_server_connection", lambda kit: Finding("server", "answers"))
+    refused = UnreachableError(f"{person}: the server refuses this kit: revoked: its credential was revoked; ask the hub")
+    monkeypatch.setattr(cli_doctor, "connect", Mock(side_effect=refused))
+    assert run(monkeypatch, "doctor", person) == 1
+    assert "admission: the server refuses this kit: revoked" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(cli_doctor, "connect", lambda kit: nullcontext())
+    assert run(monkeypatch, "doctor", person) == 0
+    assert "the server lets this person in" in capsys.readouterr().out
 
 
 def test_noted_cause_ends_when_the_server_admits_the_kit(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Heartbeats of a site's own process, by FLARE's client."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -82,13 +83,18 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server(monkeypatch)
 
 
-def test_the_cause_of_a_refusal_stays_until_the_server_lets_the_site_in(server: Server, tmp_path: Path) -> None:
+def test_the_cause_of_a_refusal_stays_until_the_server_lets_the_site_in(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """An unanswered heartbeat says nothing, whether the server is away or its answer is an error."""
     connection_refusals.note_cause(tmp_path, Cause.REVOKED)
     for code in ("", ReturnCode.TIMEOUT, ReturnCode.UNAUTHENTICATED, ReturnCode.COMM_ERROR):
         server.beat(code)
         assert connection_refusals.noted_cause(tmp_path) is Cause.REVOKED
-    server.beat(ReturnCode.OK)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            server.beat(ReturnCode.OK)
+    assert caplog.text.count("the server lets this site in again") == 1
     assert connection_refusals.noted_cause(tmp_path) is None
 
 

@@ -14,6 +14,7 @@ from consilium.core.sanitize import rich_line
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import deploy_prepare, key_lock, processes, renewal, revocation
+from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.kit_contents import LOCKED, certificate_path, has_private_key, kit_role, participant_role
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
@@ -132,6 +133,8 @@ def update_kit(
     """Replace a kit's startup/ by that of a renewed kit. The kit's local/, state and records stay as they are."""
     changed = renewal.update_kit(kit, new, fingerprint, running)
     after = "It counts from the next connection on" if running else "Start it again"
+    if running and noted_cause(kit) is not None:
+        after = "The server does not let this site in now, so stop it and start it again"
     text = f"{kit}: {', '.join(changed)}. {after}; then delete {kit / renewal.OLD}, which holds the former key"
     emit({"kit": str(kit), "changed": changed}, text, format)
 

@@ -114,8 +114,13 @@ def note_cause(kit: Path, cause: Cause | None) -> None:
 
 
 def note_answer(kit: Path) -> None:
-    """Write to the kit's files that the server has answered a heartbeat now, so it admits the site."""
-    note_cause(kit, None)
+    """Write to the kit's files that the server has answered a heartbeat now, so it admits the site.
+
+    Log it if the server refused the site before.
+    """
+    if noted_cause(kit) is not None:
+        logging.getLogger(__name__).info("the server lets this site in again")
+        note_cause(kit, None)
     with suppress(OSError):
         (make_private_folder(kit / STATE) / LAST_ANSWER).touch(0o600)
 

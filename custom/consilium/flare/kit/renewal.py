@@ -116,7 +116,8 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     os.replace(copied, startup)
     ready.rmdir()
     old.chmod(0o700)
-    note_cause(kit, None)  # a cause is of the former certificate
+    if not running:  # the process of a running site notes what it finds
+        note_cause(kit, None)
     own, root = load_certificate(certificate_path(kit)), load_certificate(startup / "rootCA.pem")
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
 
