@@ -35,6 +35,8 @@ class Case(NamedTuple):
     value: str = ""
 
 
+LATER = [2 * DAY, 10 * DAY, 25 * DAY]
+SEEN, STATE, IDS = "consilium_run_site_last_seen_timestamp_seconds", "consilium_run_state", 'run="r",instance="hub"'
 RUN, SITE = {"run": "r", "instance": "hub"}, {"site": "a", "instance": "hub"}
 CASES = [
     Case("CertificateEnds", {'consilium_certificate_days_left{of="root"}': "60x9 59x10"}, {"of": "root"}, [9], [10], "59"),
@@ -75,16 +77,66 @@ CASES = [
         [0, DAY - 1],
     ),
     Case(
-        "SiteRefused",
-        {'consilium_refused{site="a",instance="hub",cause="revoked"}': "1x20"},
+        "RunStopped",  # a person's abort is no fault
+        {
+            'consilium_run_end_timestamp_seconds{run="r",instance="hub"}': "0x200",
+            'consilium_run_stopped{run="r",instance="hub",cause="aborted by lead@hub.example in round 2"}': "1x200",
+        },
+        RUN | {"cause": "aborted"},
+        [0, 10],
+        [],
+    ),
+    Case(
+        "SiteRefused",  # the hub's own act, as for a site that has left
+        {'consilium_refused{site="a",instance="hub",cause="revoked"}': "_x100 1x2000"},
         SITE | {"cause": "revoked"},
-        [4],
-        [5],
+        [104, DAY + 101],
+        [105, DAY + 98],
+    ),
+    Case(
+        "SiteRefused",
+        {'consilium_refused{site="a",instance="hub",cause="revoked"}': "1x36100"},
+        SITE | {"cause": "revoked"},
+        LATER,
+        [],
+    ),
+    Case(
+        "SiteRefused",
+        {'consilium_refused{site="a",instance="hub",cause="ended"}': "1x36100"},
+        SITE | {"cause": "ended"},
+        [],
+        LATER,
     ),
     Case("SiteUnwell", {'consilium_site_data_readable{site="a",instance="hub"}': "1x9 0x40"}, SITE, [9, 39], [40]),
     Case("SiteUnwell", {'consilium_site_disk_free_bytes{site="a",instance="hub"}': "5e9x9 1e9x40"}, SITE, [9, 39], [40]),
     Case(
-        "SiteSilent", {'consilium_site_last_seen_timestamp_seconds{site="a",instance="hub"}': "0x2000"}, SITE, [DAY], [DAY + 1]
+        "SiteSilent",
+        {f'{SEEN}{{site="a",run="r",instance="hub"}}': "0x2000", f'{STATE}{{{IDS},state="running"}}': "1x2000"},
+        SITE | RUN,
+        [DAY],
+        [DAY + 1],
+    ),
+    Case(
+        "SiteSilent",  # the run has ended
+        {
+            f'{SEEN}{{site="a",run="r",instance="hub"}}': "0x36100",
+            f'{STATE}{{{IDS},state="running"}}': "1x99",
+            f'{STATE}{{{IDS},state="completed"}}': "_x99 1x36000",
+        },
+        SITE | RUN,
+        LATER,
+        [],
+    ),
+    Case(
+        "SiteSilent",  # it was revoked, and the run goes on without it
+        {
+            f'{SEEN}{{site="a",run="r",instance="hub"}}': "0x36100",
+            f'{STATE}{{{IDS},state="running"}}': "1x36100",
+            'consilium_refused{site="a",instance="hub",cause="revoked"}': "1x36100",
+        },
+        SITE | RUN,
+        LATER,
+        [],
     ),
     Case(
         "Refusals",
@@ -136,9 +188,13 @@ def test_promtool_reads_the_rules_and_they_fire_when_they_should(tmp_path: Path)
         }
         for case in CASES
     ]
-    path = tmp_path / "tests.yml"
-    path.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}))
-    for words in (["check", "rules", ALERTS], ["test", "rules", path]):
+    files = {"1m": tmp_path / "tests.yml", "1h": tmp_path / "later.yml"}  # 25 days take a minute each by the minute
+    for every, path in files.items():
+        some = [
+            one for case, one in zip(CASES, tests, strict=True) if (every == "1h") == (LATER[-1] in case.quiet + case.fires)
+        ]
+        path.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": every, "tests": some}))
+    for words in (["check", "rules", ALERTS], *(["test", "rules", path] for path in files.values())):
         done = subprocess.run([str(PROMTOOL), *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "SUCCESS" in done.stdout

@@ -108,7 +108,9 @@ def test_health_is_shown_and_its_problems_are_noted(monkeypatch: pytest.MonkeyPa
     bad = facts(health=HEALTH | {"disk_free": 10**9, "data_readable": False}, certificate_ends=NOW - 86400)
     unwell = heartbeat_server.checked_facts(bad, NOW) | {"here": True, "jobs": []}
     silent = heartbeat_server.checked_facts(facts(), NOW) | {"here": True, "jobs": []}
-    first, second, third = site_rows({"server": own_facts(), "sites": {"a": kept, "b": unwell, "c": silent}}, NOW)
+    gone = unwell | {"here": False}
+    sites = {"a": kept, "b": unwell, "c": silent, "d": gone}
+    first, second, third, fourth = site_rows({"server": own_facts(), "sites": sites}, NOW)
     assert describe_health(first["health"], NOW) == (
         "931.3 GiB of disk free, 8.0 GiB of memory free, GPU 0: 8.0 of 16.0 GiB free, data list can be read (1 min ago), "
         "last refused a job 2 h ago: budget"
@@ -120,6 +122,8 @@ def test_health_is_shown_and_its_problems_are_noted(monkeypatch: pytest.MonkeyPa
         "under 5 GiB of its disk are free; a job may break off",
     ]
     assert third["health"] is None
+    assert fourth["health"] is None  # its disk and memory may be others by now
+    assert fourth["notes"] == ["its certificate has ended: it is out once its connection breaks; `consilium renew`"]
 
 
 def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_path: Path) -> None:
@@ -127,7 +131,7 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     kit, local = tmp_path, tmp_path / "local"
     local.mkdir()
     report = HealthReport.__new__(HealthReport)
-    report.kit, report._data = kit, {}
+    report.kit, report._data, report._paths = kit, {}, []
     assert report.collect_facts() is None  # no site.yaml
     (local / "site.yaml").write_text("{}\n")
     assert report.collect_facts() is None  # the default
@@ -155,6 +159,10 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     assert found["refusal"] == "data"
     assert checked_health(found) == found
     assert not any(word in json.dumps(found) for word in ("ward", "patient", "clinic"))
+    (local / "site.yaml").write_text("health: share\ndatalist: ../ward-8.json\n")
+    assert (report.collect_facts() or {})["data_readable"] is False  # another list is read at once
+    (local / "site.yaml").write_text("health: share\ndatalist: ../ward-7.json\n")
+    assert (report.collect_facts() or {})["data_readable"] is True
     (local / "site.yaml").write_text("health: share\ndevice: [\n")
     assert report.collect_facts() is None
 

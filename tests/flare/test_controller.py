@@ -13,6 +13,8 @@ import torch
 import yaml
 from nvflare.apis.controller_spec import Task, TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
@@ -176,6 +178,40 @@ def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, monkeypatch: pytes
     (line,) = said
     assert line == "the server cannot use the run's files (No space left on device); make room, then `consilium resume`"
     assert (tmp_path / "server/state.safetensors").read_bytes() == saved
+
+
+@pytest.mark.parametrize(
+    ("log", "fatal", "reason"),
+    [
+        ("[U:lead@hub.example][A:abort_job 4a34]", "", "aborted by lead@hub.example in round 1"),
+        ("[U:lead@hub.example][A:abort_job 4a34-5]", "", "FLARE ended the job in round 1; see the logs of a, b"),
+        ("[U:x][A:list_jobs [U:y][A:abort_job 4a34]]", "", "FLARE ended the job in round 1; see the logs of a, b"),
+        ("[U:x][A:list_jobs]", "fatal return code from a", "FLARE ended the job in round 1: fatal return code from a"),
+    ],
+)
+def test_abort_by_a_person_blames_no_site(log: str, fatal: str, reason: str, tmp_path: Path) -> None:
+    """FLARE's audit.log names the person. FLARE ends the job in the same way if a site reports a failure."""
+    (tmp_path / "audit.log").write_text(f"[E:1][T:2026-11-28 14:57:45.982156]{log}\n")
+    signal, fl_ctx = Signal(), context(["a", "b"])
+    fl_ctx.get_job_id = lambda: "4a34"
+    (folder := tmp_path / "run").mkdir()
+    workspace = SimpleNamespace(get_root_dir=lambda: str(tmp_path), get_run_dir=lambda job: str(folder))
+    fl_ctx.get_engine().get_workspace = lambda: workspace
+    federation = Federation(folder, {n: trained(0.0) for n in ("a", "b")})
+
+    def abort(message: Shareable) -> Shareable | None:
+        if wire.HELLO in message:
+            return trained(0.0)(message)
+        if fatal:
+            fl_ctx.set_prop(FLContextKey.EVENT_DATA, fatal, private=True)
+            federation.handle_event(EventType.FATAL_SYSTEM_ERROR, fl_ctx)
+        signal.trigger("abort")
+        return None
+
+    federation.answers = dict.fromkeys(("a", "b"), abort)
+    federation.control_flow(signal, fl_ctx)
+    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["reason"] == reason
+    assert (folder / "consilium" / "stopped.txt").read_text().strip() == reason
 
 
 def test_late_site_is_registered_after_the_round(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_server_metrics(server: Path) -> None:
     assert found[f"consilium_run_last_event_timestamp_seconds{run}"] == 1_000_020
     assert found['consilium_run_refusals_total{run="fundus-1",site="b"}'] == 1
     assert found['consilium_site_last_seen_timestamp_seconds{site="a"}'] == 1_000_013
+    assert found['consilium_run_site_last_seen_timestamp_seconds{run="fundus-1",site="a"}'] == 1_000_013
     assert found['consilium_site_last_seen_timestamp_seconds{site="b"}'] == 1_000_000
     assert found['consilium_certificate_days_left{of="root"}'] == 359
     assert found["consilium_revoked_names"] == 0
@@ -170,9 +171,12 @@ HEALTH |= {"data_checked": 1_000_001.0, "refusal": "budget", "refused_at": 1_000
 def test_what_sites_say_of_themselves_becomes_metrics_of_the_server(server: Path) -> None:
     said = {"health": HEALTH, "skew": -3.5, "certificate_ends": 2_000_000.0, "version": "0.3.1"}
     attend(server, a=said, b={"cause": "ended", "here": False})
-    found = {name: value for name, value in numbers(server).items() if "consilium_site_" in name and 'site="a"' in name}
+    found = {name: value for name, value in numbers(server).items() if "_site_" in name and 'site="a"' in name}
     seen = {name: found.pop(name) for name in list(found) if "last_seen" in name}
-    assert len(seen) == 1
+    assert seen.keys() == {
+        'consilium_site_last_seen_timestamp_seconds{site="a"}',
+        'consilium_run_site_last_seen_timestamp_seconds{run="fundus-1",site="a"}',
+    }
     assert found == {
         'consilium_site_last_heartbeat_timestamp_seconds{site="a"}': 1_000_000,
         'consilium_site_info{site="a",version="0.3.1"}': 1,
@@ -236,14 +240,24 @@ ON = re.compile(r"\((.+?)\) and on \((.+?)\) \((.+)\)$")
 INCREASE = re.compile(r"increase\((\w+)\[1h\]\)")
 
 
-def firing(rule: str, kits: list[Path], now: float, before: dict[str, float] | None = None) -> set[str]:
+def firing(
+    rule: str, kits: list[Path], now: float, before: dict[str, float] | None = None, yesterday: frozenset[str] = frozenset()
+) -> set[str]:
     """Return the series, as text, for which an alert's expression holds now; those without labels as "".
 
-    The part of Prometheus' language that the rules use: `and on (labels) (...)`, `or`, a comparison of numbers, time() and
-    increase over an hour, whose `before` are the numbers an hour ago.
+    The part of Prometheus' language that the rules use: `and on (labels) (...)`, `or`, `unless`, a comparison of numbers,
+    time() and increase over an hour. `before`: the numbers an hour ago. `yesterday`: the labels of a series with `offset 1d`.
     """
     if " or " in rule:
-        return set().union(*(firing(one, kits, now, before) for one in rule.split(" or ")))
+        return set().union(*(firing(one, kits, now, before, yesterday) for one in rule.split(" or ")))
+    if " unless " in rule:
+        rule, _, right = rule.partition(" unless ")
+        if right.endswith(" offset 1d"):
+            return firing(rule, kits, now, before) - yesterday
+        (names, right), *_ = re.findall(r"on \((.+?)\) \((.+)\)$", right)
+        wanted = [label.strip() for label in names.split(",")]
+        left_out = {key(one, wanted) for one in firing(right, kits, now, before)}
+        return {one for one in firing(rule, kits, now, before) if key(one, wanted) not in left_out}
     if joined := ON.fullmatch(rule):
         left, labels, right = joined.groups()
         wanted = [label.strip() for label in labels.split(",")]
@@ -254,8 +268,17 @@ def firing(rule: str, kits: list[Path], now: float, before: dict[str, float] | N
     (main, only), *_ = said.items()
     named = re.compile(re.escape(main) + r"(\{.*\})?")
     rule = rule.replace(only, "") if only else rule
-    labels = {one.removeprefix(main) for one in found if named.fullmatch(one) and only.strip("{}") in one}
+    labels = {one.removeprefix(main) for one in found if named.fullmatch(one) and selected(one, only)}
     return {one for one in labels if holds(rule, {name: found.get(name + one, 0.0) for name in said}, one, now, before or {})}
+
+
+def selected(series: str, selector: str) -> bool:
+    """Return whether a series fits a selector with at most one matcher, such as {cause!~"a|b.*"}."""
+    if not selector:
+        return True
+    ((name, sign, wanted),) = re.findall(r'(\w+)(=~|!~|=)"([^"]*)"', selector)
+    (value,) = key(series, [name])
+    return (value == wanted) if sign == "=" else bool(re.fullmatch(wanted, value)) == (sign == "=~")
 
 
 def holds(rule: str, values: dict[str, float], labels: str, now: float, before: dict[str, float]) -> bool:
@@ -290,6 +313,9 @@ def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, 
     assert firing(alerts["RunStopped"], [server], t) == set()
     assert firing(alerts["RunStands"], [server], t + 29 * DAY) == {run}  # a process that hangs does so until it is ended
     assert firing(alerts["RunLost"], [server], t) == set()
+    assert firing(alerts["SiteSilent"], [server], t + DAY - 10) == {'{run="fundus-1",site="b"}'}
+    attend(server, b={"cause": "revoked", "here": False})
+    assert firing(alerts["SiteSilent"], [server], t + DAY - 10) == set()
     crash(server)
     assert firing(alerts["RunStands"], [server], t + 7201) == set()
     assert firing(alerts["RunLost"], [server], t + DAY - 1) == {run}
@@ -299,7 +325,10 @@ def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, 
     assert firing(alerts["RunStands"], [server], t + 30 * DAY) == set()  # no false alarm for a run that has ended
     assert firing(alerts["RunStopped"], [server], t + DAY - 1) == {'{run="fundus-1",cause="no room"}'}
     assert firing(alerts["RunStopped"], [server], t + DAY + 1) == set()
-    assert firing(alerts["SiteSilent"], [server], t + DAY - 10) == {'{site="b"}'}
+    for days in (0, 2, 10, 25):
+        assert firing(alerts["SiteSilent"], [server], t + days * DAY) == set()  # no run goes on
+    stop(server, "aborted by lead@hub.example in round 3", t)
+    assert firing(alerts["RunStopped"], [server], t) == set()
     assert firing(alerts["Refusals"], [server], t) == set()
     assert firing(alerts["CertificateEnds"], [server], t) == set()
     assert firing(alerts["LedgerBroken"], [site], t) == set()
@@ -338,6 +367,9 @@ def test_each_alert_fires_at_its_bound_and_not_before(
     check("SiteRefused", server)
     attend(server, b={"cause": "revoked", "here": False})
     check("SiteRefused", server, '{site="b",cause="revoked"}')
+    check("SiteRefused", server, yesterday=frozenset({'{site="b",cause="revoked"}'}))  # it has left
+    attend(server, b={"cause": "ended", "here": False})
+    check("SiteRefused", server, '{site="b",cause="ended"}', yesterday=frozenset({'{site="b",cause="revoked"}'}))
     for spent, low in ((4.5, False), (4.6, True)):
         monkeypatch.setattr("consilium.flare.admin.kit_metrics.epsilon_for", lambda *_, spent=spent: spent)
         check("BudgetLow", site, *(['{dataset="ward",unit="site"}'] if low else []))

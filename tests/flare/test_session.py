@@ -1,6 +1,7 @@
 """What an admin is told of jobs: found by name whoever submitted them, and never ended without a reason."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,10 +11,12 @@ import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
-from consilium.cli.jobs import exit_code, progress_line
-from consilium.core.errors import UNEXPLAINED, ConfigError, ConsiliumError, UnreachableError
+from consilium.cli.jobs import exit_code, progress_line, status_lines
+from consilium.core.errors import UNEXPLAINED, ConfigError, ConsiliumError, ExitCode, UnreachableError
+from consilium.flare.admin import session
 from consilium.flare.admin.session import Admin, connect, stored_reason
 from consilium.flare.kit.heartbeat_client import KEY
+from tests.conftest import run
 
 REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
   File "json_scanner.py", line 99, in _do_scan
@@ -179,12 +182,40 @@ def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
 
 def test_aborted_job_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
     """FLARE gives the server no reason. The server's own text names logs of sites, which a lead cannot read."""
-    told = "somebody aborted it; `consilium resume ward --kit KIT` goes on from the last finished round"
+    hint = "`consilium resume ward --kit KIT` goes on from the last finished round"
+    told = f"aborted, or ended by FLARE; {hint}"
     reasons = {"": told, f"{UNEXPLAINED} in round 2; see the logs of a": told, "no room": "no room"}
+    reasons["aborted by lead@hub.example in round 2"] = f"aborted by lead@hub.example in round 2; {hint}"
     for number, (stopped, reason) in enumerate(reasons.items()):
         left(tmp_path / f"{number}-id" / "workspace", stopped)
         found = Admin(Session([job(number, status="FINISHED:ABORTED", experiment="ward")], tmp_path)).status("ward")
         assert found["reason"] == reason
+
+
+def test_lost_job_is_neither_aborted_nor_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FLARE says of such a job that it is not running, and that it still runs."""
+    now = [0.0]
+    times = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(session, "time", times)
+    admin = Admin(Session([job(0, status="RUNNING", experiment="ward")], tmp_path))
+    kit = tmp_path / "kit"
+    monkeypatch.setattr("consilium.cli.jobs.connect", lambda kit: nullcontext(admin))
+    for words in (["abort", "ward"], ["download", "ward", tmp_path / "out"]):
+        assert run(monkeypatch, *words, "--kit", kit) == ExitCode.LOST
+        said = " ".join(capsys.readouterr().err.split())
+        assert "ward: is LOST: its server process is gone; `consilium resume ward --kit KIT`" in said
+    admin.session.listed[0]["status"] = "FINISHED:COMPLETED"
+    assert admin.find_present_job("ward")["job_id"] == "0-id"
+
+
+def test_ended_job_has_no_eta() -> None:
+    running = {"round": 15, "rounds": 300, "phase": 0, "answered": [], "asked": ["a", "b"], "epsilon": None, "finished": False}
+    running |= {"waiting": None, "eta_seconds": 399.0, "late": True, "sites": {}, "refused": []}
+    found = {"experiment": "ab1", "status": "FINISHED:ABORTED", "job_id": "1", "problems": [], "progress": running}
+    assert [str(line) for line in status_lines(found)][-1] == "round 16/300: 0 of 2 sites answered"
+    assert "ETA 399 s" in [str(line) for line in status_lines(found | {"status": "RUNNING"})][-1]
 
 
 def test_newest_failed_jobs_have_reasons(tmp_path: Path) -> None:

@@ -49,18 +49,20 @@ def test_rotation_keeps_what_people_did(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(AuditService, "the_auditor", None)
     path = tmp_path / "audit.log"
     AuditService.initialize(str(path))
-    audit_rotation.rotate_if_large(tmp_path)
+    audit_rotation.copy_actions_and_rotate(tmp_path)
     assert not (tmp_path / "audit.log.1").exists()
     for number in range(30):
         AuditService.add_event("lead@hub.example", "list_jobs -d")
         AuditService.add_event("lead@hub.example", f"job_mgmt.submit_job {number}")
-        audit_rotation.rotate_if_large(tmp_path)
+        audit_rotation.copy_actions_and_rotate(tmp_path)
     AuditService.add_event("lead@hub.example", "job_mgmt.abort_job last")
     assert path.stat().st_size + (tmp_path / "audit.log.1").stat().st_size < 6000
-    text = (tmp_path / audit_rotation.ACTIONS).read_text() + path.read_text()
+    text = (tmp_path / audit_rotation.ACTIONS).read_text()
     assert [text.count(f"submit_job {number}]") for number in range(30)] == [1] * 30
     assert "list_jobs" not in (tmp_path / audit_rotation.ACTIONS).read_text()
     assert "abort_job last" in path.read_text()
+    audit_rotation.copy_actions_and_rotate(tmp_path)
+    assert "abort_job last" in (tmp_path / audit_rotation.ACTIONS).read_text()
     assert (tmp_path / audit_rotation.ACTIONS).stat().st_mode & 0o077 == 0
     AuditService.close()
 
@@ -79,9 +81,32 @@ def test_an_action_is_kept_whatever_its_arguments_are(audit: Path) -> None:
     AuditService.add_event("lead@hub.example", "abort_job 1 [A:list_jobs ]", ref="1")
     AuditService.add_event("lead@hub.example", "list_jobs -d", ref="2")
     AuditService.add_event("lead@hub.example", "check_status server")
-    audit_rotation.rotate_if_large(audit.parent)
+    audit_rotation.copy_actions_and_rotate(audit.parent)
     (line,) = (audit.parent / audit_rotation.ACTIONS).read_text().splitlines()
     assert "abort_job 1" in line
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_actions_are_there_at_once_and_once_and_without_looks(
+    torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a restart of the server, and if its process was killed within a line. Looks need a login each."""
+    monkeypatch.setattr(AuditService, "the_auditor", None)
+    AuditService.initialize(str(tmp_path / "audit.log"))
+    actions = tmp_path / audit_rotation.ACTIONS
+    for number in range(3):
+        for action in ("_cert_login x", "list_jobs -d", f"abort_job {number}", "_logout", "check_status server"):
+            AuditService.add_event("lead@hub.example", action)
+        audit_rotation.copy_actions_and_rotate(tmp_path)
+        monkeypatch.setattr(audit_rotation, "_copied", {})  # as in a new process
+        if torn:
+            with open(actions, "a") as file:
+                file.write("[E:5][T:2026")
+    AuditService.add_event("lead@hub.example", "job_mgmt.download_job 1")
+    audit_rotation.copy_actions_and_rotate(tmp_path)
+    found = [line.partition("[A:")[2] for line in actions.read_text().splitlines()]
+    assert found == ["abort_job 0]", "abort_job 1]", "abort_job 2]", "job_mgmt.download_job 1]"]
+    AuditService.close()
 
 
 def test_a_full_disk_repeats_no_action(audit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +124,8 @@ def test_a_full_disk_repeats_no_action(audit: Path, monkeypatch: pytest.MonkeyPa
         patched.setattr(audit_rotation, "open_private", full)
         for _ in range(2):
             with pytest.raises(OSError, match="No space"):
-                audit_rotation.rotate_if_large(audit.parent)
-    audit_rotation.rotate_if_large(audit.parent)
+                audit_rotation.copy_actions_and_rotate(audit.parent)
+    audit_rotation.copy_actions_and_rotate(audit.parent)
     first, line = (audit.parent / audit_rotation.ACTIONS).read_text().splitlines()
     assert first == "before"
     assert "abort_job 1" in line

@@ -74,7 +74,7 @@ def abort(
 ) -> None:
     """Stop a job, and wait for its end. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
-        found = admin.find_job(job)
+        found = admin.find_present_job(job)
         ended = admin.abort_and_await_end(found["job_id"])
     text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
     said = rich_line(f"{experiment_of(found)}: {text} (job {found['job_id']})")
@@ -89,7 +89,7 @@ def download(
 ) -> None:
     """Download a job's results from the server: scores, tb_events, the shared adapter. Sites' own files stay at the sites."""
     with connect(kit) as admin:
-        found = admin.download(admin.find_job(job)["job_id"], folder)
+        found = admin.download(admin.find_present_job(job)["job_id"], folder)
     emit({"folder": str(found)}, [str(found)], format)
 
 
@@ -108,7 +108,7 @@ def status_lines(found: dict[str, Any]) -> Iterator[Table | Text]:
         yield rich_line(f"stopped: {found['reason']}", "red", 1000)
     if progress is None:
         return
-    yield rich_line(progress_line(progress))
+    yield rich_line(progress_line(progress, has_ended=found["status"] == LOST or found["status"].startswith("FINISHED")))
     if sites := progress["sites"]:
         told = progress["scores"]
         leading = (*map(str, told["leading"]), "loss")  # because a server may send other values than texts
@@ -193,17 +193,25 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
     return found
 
 
-def progress_line(progress: dict[str, Any]) -> str:
-    """Return a line with a run's round, the sites that have answered, epsilon and ETA."""
+def progress_line(progress: dict[str, Any], has_ended: bool = False) -> str:
+    """Return a line with a run's round, the sites that have answered, epsilon and ETA.
+
+    `has_ended`: the job ended before its last round, so nothing is awaited.
+    """
     if early := progress.get("ended"):
         return f"{early_stop_text(early)}; the final evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:
         return f"{count_with_noun(progress['rounds'], 'round')} and the final evaluation are done"
     phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
     told = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
-    told += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered" if progress["asked"] else "starts"
+    if progress["asked"]:
+        told += f"{len(progress['answered'])} of {len(progress['asked'])} sites {'' if has_ended else 'have '}answered"
+    else:
+        told += "no site was asked" if has_ended else "starts"
     if progress["epsilon"] is not None:
         told += f"; epsilon {progress['epsilon']:.3g}"
+    if has_ended:
+        return told
     if waiting := progress.get("waiting"):
         silent = waiting.get("silent_seconds", {})
         ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in silent.items()}

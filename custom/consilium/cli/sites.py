@@ -84,7 +84,8 @@ def site_rows(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
     """Return a row per site as JSON values. None: not reported, or never seen.
 
     `state` is here, silent, gone, or a Cause. `jobs` are the jobs that the server has sent the site, and `job_states` says of
-    each if its process at the site is "running" or "starting". If there is no process, the state is "sent".
+    each if its process at the site is "running" or "starting". If there is no process, the state is "sent". `health` is of
+    connected sites only.
     """
     return [_row(name, one, found["server"], now) for name, one in found["sites"].items()]
 
@@ -103,7 +104,7 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
         "certificate_days_left": days,
         "jobs": one["jobs"],
         "job_states": {job: one["processes"].get(job, "sent") if "processes" in one else None for job in one["jobs"]},
-        "health": one.get("health"),
+        "health": one.get("health") if one["here"] else None,
         "notes": _notes(one, server, days),
     }
 
@@ -121,7 +122,7 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
         f"{package} {has[package]}, the server has {wanted[package]}: {what[verdict]}": True
         for package, verdict in differences(has, wanted).items()
     }
-    skew, health, left = one.get("skew", 0.0), one.get("health", {}), math.inf if days is None else days
+    skew, health, left = one.get("skew", 0.0), one.get("health", {}) if one["here"] else {}, math.inf if days is None else days
     notes = {
         f"speaks protocol {protocol}: jobs refuse it": protocol != server["protocol"],
         **others,

@@ -8,7 +8,9 @@ from enum import IntEnum, StrEnum
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """Exceptions that end a process or generator. All others are failures, even those that are no Exception (a panic in Rust)."""
 UNEXPLAINED = "FLARE ended the job"
-"""The beginning of a job's reason if FLARE gave none, as for an abort."""
+"""The beginning of a job's reason if FLARE ended it and no person aborted it."""
+ABORTED_RUN = "aborted"
+"""The beginning of a job's reason if a person aborted it. An alert leaves out runs with this cause."""
 
 
 class Reason(StrEnum):
@@ -31,6 +33,7 @@ class Reason(StrEnum):
     CHECKPOINT = "checkpoint"
     TRAINING = "training"
     RESULT = "result"
+    CERTIFICATE = "certificate"
     STOPPED = "stopped"
     ERROR = "error"
 
@@ -55,6 +58,7 @@ _TEXTS = {
     Reason.CHECKPOINT: "the site's base weights or saved state cannot be used",
     Reason.TRAINING: "training failed there",
     Reason.RESULT: "the site's guard let nothing out",
+    Reason.CERTIFICATE: "the site's certificate is another one than at the start of this run: its kit was renewed",
     Reason.STOPPED: "the task was stopped",
     Reason.ERROR: "something unexpected failed there",
 }

@@ -15,7 +15,7 @@ from consilium.adapters.adapter_state import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.linalg.norms import non_finite_names, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash_or_empty
-from consilium.core.sanitize import first_names_text, shown
+from consilium.core.sanitize import count_with_noun, first_names_text, shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
 from consilium.privacy.guard.release import NUMBERS, is_adapter_tensor, upload_shapes
@@ -227,7 +227,7 @@ def refusals_text(reasons: Mapping[str, str], what: str = "gave no result") -> s
     for name, reason in sorted(reasons.items()):
         by_reason.setdefault(reason, []).append(name)
     told = [f"{first_names_text(names, MOST_NAMED)}: {reason}" for reason, names in by_reason.items()]
-    return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
+    return f"{count_with_noun(len(reasons), 'site')} {what}: {'. '.join(told)}. So " if reasons else ""
 
 
 def remedy_text(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
@@ -255,4 +255,11 @@ def remedy_text(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
             "every refusal is `job`: where a log names a site's own settings, mend them and resume the run; "
             "else change the job and begin a new one"
         )
-    return "see the refusals above, then resume the run"
+    if renewed := first_names_text([n for n, why in sorted(reasons.items()) if why == Reason.CERTIFICATE.text], MOST_NAMED):
+        return (
+            f"at {renewed} stop the site, move `startup.old` to `startup`, start the site and resume the run; renew after the "
+            "run's end. Or begin a new run"
+        )
+    if reasons:
+        return f"mend the cause at {first_names_text(sorted(reasons), MOST_NAMED)}, then resume the run"
+    return "see `consilium status JOB`, then resume the run"

@@ -8,17 +8,20 @@ from typing import Any, cast
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.config.privacy import SiteLevelDpConfig, SitePartnersConfig
-from consilium.core.errors import RefusedError
+from consilium.core.errors import Reason, RefusedError
 from consilium.privacy.guard.masking import Masking
 from consilium.privacy.plan import site_plan
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sealing import canonical_json, sign
+from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
 from consilium.privacy.secagg.site_record import FILE, SiteRecord
 from consilium.privacy.secagg.terms import Message
-from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent
+from consilium.server.checks import refusals_text, remedy_text
+from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent, same
 
 
 def test_a_site_counts_what_a_sum_may_be_of_not_who_is_asked(tmp_path: Path, identities: dict[str, Identity]) -> None:
@@ -144,3 +147,49 @@ def test_a_sum_of_many_clipped_gradients_is_cut_off_before_the_noise_and_never_r
         patch.setattr(Masking, "_open_party", lambda self, run: SimpleNamespace(largest_number=lambda: 45.0))
         found = site.clamp_sums("r", {"w": torch.tensor([7, -9, 3, 0]) * 2**36}, plan)
     assert (found["w"] / 2**36).tolist() == [5.0, -5.0, 3.0, 0.0]
+
+
+def renewed(identity: Identity, keys: dict[str, rsa.RSAPrivateKey]) -> Identity:
+    """Return the identity of a site whose kit was renewed: another key and certificate of the same root."""
+    certificate = certificate_for(identity.name, keys["other root"].public_key(), "hub", keys["root"])
+    return replace(identity, key=keys["other root"], certificate=pem_of(certificate))
+
+
+@pytest.mark.parametrize("step", ["prepare", "confirm"])
+def test_a_renewed_kit_is_named_as_the_cause_and_the_former_one_goes_on(
+    step: str, net: Net, keys: dict[str, rsa.RSAPrivateKey], identities: dict[str, Identity]
+) -> None:
+    """It signs nothing, so nothing that is stored stands in the way of the former kit in the same attempt."""
+    attempt, others, parties = net.begin(), NAMES[1:], NAMES
+    if step == "confirm":
+        net.train(attempt, net.prepare(attempt), NAMES)
+    net.identities = identities | {"a": renewed(identities["a"], keys)}
+    net.parties["a"] = net.party("a")
+    question = attempt.prepare_question() if step == "prepare" else attempt.confirm_question(NAMES)
+    with pytest.raises(RefusedError, match=r"renewed after the start of this run.*put startup\.old back") as refused:
+        net.parties["a"].answer(question)
+    assert refused.value.reason is Reason.CERTIFICATE
+    remedy = remedy_text({"a": Reason.CERTIFICATE.text}, NAMES, 4)
+    assert remedy.startswith("at a stop the site, move `startup.old` to `startup`, start the site and resume the run")
+    net.identities = identities
+    net.parties["a"] = net.party("a")
+    if step == "prepare":
+        net.train(attempt, net.prepare(attempt), NAMES)
+    net.confirm(attempt, parties, NAMES, ["a", *others])
+    net.reveal(attempt, parties, NAMES)
+    assert same(net.opened(attempt, parties, NAMES), net.plain(NAMES))
+
+
+def test_what_a_site_signed_before_its_renewal_is_sent_again(
+    net: Net, keys: dict[str, rsa.RSAPrivateKey], identities: dict[str, Identity]
+) -> None:
+    attempt = net.begin()
+    before = net.parties["a"].answer(attempt.prepare_question())
+    net.identities = identities | {"a": renewed(identities["a"], keys)}
+    assert net.party("a").answer(attempt.prepare_question()) == before
+
+
+def test_one_site_is_counted_in_the_singular_and_named_in_the_remedy() -> None:
+    assert refusals_text({"site-2": "no room"}).startswith("1 site gave no result: site-2: no room. So ")
+    assert remedy_text({"site-2": "no room"}, NAMES, 4) == "mend the cause at site-2, then resume the run"
+    assert remedy_text({}, NAMES, 4) == "see `consilium status JOB`, then resume the run"

@@ -55,6 +55,7 @@ HELP = {
     "run_last_event_timestamp_seconds": "time of a run's last event",
     "run_round_seconds": "duration of the last finished round",
     "run_refusals_total": "results of a site that were refused or did not arrive",
+    "run_site_last_seen_timestamp_seconds": "when a site's last result or hello in a run was accepted",
     "site_last_seen_timestamp_seconds": "when a site's last result or hello was accepted",
     "site_last_heartbeat_timestamp_seconds": "when a site's last heartbeat was accepted",
     "site_info": "version of the package at a site, as label, at its last heartbeat",
@@ -146,12 +147,15 @@ def _run_samples(folder: Path, events: list[dict[str, Any]], seen: dict[str, flo
         yield Sample("run_last_event_timestamp_seconds", events[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
         yield Sample("run_round_seconds", done[-1]["time"] - start, of)
-    refused: dict[str, int] = {}
+    refused, here = dict[str, int](), dict[str, float]()
     for line in events:
         if line["event"] == "refused":
             refused[line["site"]] = refused.get(line["site"], 0) + 1
         elif line["event"] in ("joined", "result", "final"):
-            seen[line["site"]] = max(seen.get(line["site"], 0.0), line["time"])
+            here[line["site"]] = max(here.get(line["site"], 0.0), line["time"])
+    for site, when in sorted(here.items()):
+        seen[site] = max(seen.get(site, 0.0), when)
+        yield Sample("run_site_last_seen_timestamp_seconds", when, of | {"site": site})
     for site, count in sorted(refused.items()):
         yield Sample("run_refusals_total", count, of | {"site": site})
 

@@ -20,7 +20,7 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.core.errors import UNEXPLAINED, ConfigError, ConsiliumError, UnreachableError
+from consilium.core.errors import ABORTED_RUN, UNEXPLAINED, ConfigError, ConsiliumError, ExitCode, JobError, UnreachableError
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
@@ -45,6 +45,8 @@ MAX_REASONS = 5
 """A list of jobs shows the reason of at most this many failed jobs, the newest. Each needs a download of the job's result."""
 ABORT_SECONDS = 60.0
 """How long an aborted job is waited for. Its server process has to end first, within a few seconds as a rule."""
+LOST_SECONDS = 10.0
+"""Seconds with status LOST after which `abort` and `download` report a job as lost."""
 OVERDUE = 30.0
 """Seconds after which a site's heartbeat is missing. Each site sends one every ten seconds."""
 MAX_APPS = 64
@@ -96,6 +98,18 @@ class Admin:
         )
         if found is None:
             raise ConfigError(f"{shown(name)}: no such job or experiment; `consilium status --kit KIT` lists them")
+        return found
+
+    def find_present_job(self, name: str) -> Job:
+        """Return FLARE's metadata of one job. Raises ConfigError if there is none, and JobError if it is lost.
+
+        Between the end of its process and its final status, a job is LOST for a moment, so this waits LOST_SECONDS at most.
+        """
+        ends = time.monotonic() + LOST_SECONDS
+        while (found := self.find_job(name))["status"] == LOST:
+            if time.monotonic() > ends:
+                raise JobError(f"{shown(name)}: is LOST: {self._failure_line(found)}", ExitCode.LOST)
+            time.sleep(2)
         return found
 
     def _last_submission(self, experiment: str, jobs: list[Job]) -> Job | None:
@@ -182,8 +196,11 @@ class Admin:
                 waiting["silent_seconds"] = {name: ages[name] for name in waiting["sites"] if ages.get(name, 0) > OVERDUE}
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._download_progress(meta["job_id"])
-        if meta["status"] == ABORTED and found.get("reason", UNEXPLAINED).startswith(UNEXPLAINED):
-            found["reason"] = f"somebody aborted it; {_resume_hint(meta)}"
+        if meta["status"] == ABORTED:
+            reason = found.get("reason", UNEXPLAINED)
+            if reason.startswith(UNEXPLAINED):  # a server of an earlier version records this for an abort too
+                reason = "aborted, or ended by FLARE"
+            found["reason"] = f"{reason}; {_resume_hint(meta)}" if reason.startswith(ABORTED_RUN) else reason
         if _has_failed(meta["status"]) and not found["problems"] and "reason" not in found:
             found["reason"] = self._scheduler_text(meta["job_id"]) or NO_REASON
         return found

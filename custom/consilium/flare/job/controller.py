@@ -8,6 +8,7 @@ from typing import Annotated
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -15,7 +16,8 @@ from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pydantic import Field, StrictBool, StrictFloat
 
-from consilium.core.errors import UNEXPLAINED, ConsiliumError
+from consilium.core.errors import ABORTED_RUN, UNEXPLAINED, ConsiliumError
+from consilium.core.sanitize import shown
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
@@ -52,6 +54,7 @@ class RoundController(Controller):
         self.masked: MaskedRounds | None = None
         self.registration: Registration | None = None
         self._revoked: Callable[[], set[str]] = set
+        self._fatal = ""
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Read the job and prepare its coordinator. A job that cannot run ends here with one line that says why."""
@@ -94,11 +97,15 @@ class RoundController(Controller):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Answer an administrator's `consilium status` or `nvflare job stats` with the run's progress.
 
+        Keep FLARE's reason for a fatal error, see `_abort_reason`.
+
         Send a hello again to a site that FLARE took for dead and that asks for a task. FLARE cancels tasks for dead sites
         after 30 s. A site that FLARE has dropped counts as dead until its new process asks for a task, and this process may
         take longer than 30 s to start.
         """
         super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.FATAL_SYSTEM_ERROR:
+            self._fatal = self._fatal or shown(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""), 300)
         if event_type == EventType.CLIENT_RECONNECTED and self.registration:
             self.registration.send_from_other_thread()  # FLARE's thread holds locks here, and sending a task needs none of them
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
@@ -125,12 +132,8 @@ class RoundController(Controller):
         try:
             with suppress(Aborted):
                 RunLoop(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
-            if tasks.aborted:  # FLARE gives no reason, so name the round and the sites that had not replied
-                silent = self.registration.sent.keys() - tasks.replied or c.asked.keys() - c.accepted
-                place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
-                place = place if c.sites else "before the first round"
-                logs = f"; see the logs of {', '.join(sorted(silent))}" if silent else ""
-                self._record_reason(f"{UNEXPLAINED} {place}{logs}", fl_ctx)
+            if tasks.aborted:
+                self._record_reason(self._abort_reason(tasks, c, fl_ctx), fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
@@ -141,6 +144,19 @@ class RoundController(Controller):
                 ),
                 fl_ctx,
             )
+
+    def _abort_reason(self, tasks: TaskSender, c: Coordinator, fl_ctx: FLContext) -> str:
+        """Return why FLARE ends this job: a person's abort, or an error. FLARE's abort signal is the same for both."""
+        place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
+        place = place if c.sites else "before the first round"
+        if person := job_context.find_aborting_person(fl_ctx):
+            return f"{ABORTED_RUN} by {person} {place}"
+        if self._fatal:
+            return f"{UNEXPLAINED} {place}: {self._fatal}"
+        silent = (
+            self.registration.sent.keys() if self.registration else set[str]()
+        ) - tasks.replied or c.asked.keys() - c.accepted
+        return f"{UNEXPLAINED} {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext

@@ -29,6 +29,7 @@ from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
+from consilium.flare.kit.audit_rotation import aborting_person
 from consilium.flare.kit.kit_contents import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
@@ -213,6 +214,11 @@ def publish(fl_ctx: FLContext, folder: Path) -> None:
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:
     """Write the reason why a job ends early to stopped.txt among the files for download."""
     write_atomic(_download_folder(fl_ctx) / "stopped.txt", reason.encode())
+
+
+def find_aborting_person(fl_ctx: FLContext) -> str:
+    """Return the name of the person who aborted this job; "" if the server's audit.log names none, as in a simulation."""
+    return aborting_person(Path(_workspace(fl_ctx).get_root_dir()), fl_ctx.get_job_id())
 
 
 def _download_folder(fl_ctx: FLContext) -> Path:

@@ -15,18 +15,30 @@ from types import SimpleNamespace
 
 from nvflare.tool.deploy.deploy_commands import prepare_deployment
 
-from consilium.config.site import load_site
+from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
-from consilium.flare.kit.kit_contents import LOCKED, kit_name, kit_role
+from consilium.flare.kit import revocation
+from consilium.flare.kit.kit_contents import LOCKED, RUN_FILES, kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, shadows_job_settings
 from consilium.flare.kit.processes import check_stopped
 
 DEFAULT = f"{RESOURCES}.default"
 FOLDERS, FILES = ("startup", "local"), (COMM, RESOURCES, "readme.txt")
 """Everything that `consilium provision` writes into a kit, except the empty folder `transfer`, which start.sh creates."""
+LOCAL = (
+    *(f"{name}.json{end}" for name in ("authorization", "privacy", "log_config") for end in ("", ".default", ".sample")),
+    "*resources.json",
+    DEFAULT,
+    COMM,
+    "study_registry.json",
+    "site.yaml",
+    revocation.FILE,
+    "custom",
+)
+"""Patterns of the settings in local/, in FLARE's names and ours: policies, relays, revocations, and the site's own code."""
 
 
 def prepare(kit: Path, settings: Path, output: Path) -> Path:
@@ -66,14 +78,42 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
 
 
 def copy_without_run_files(kit: Path, target: Path) -> Path:
-    """Copy a kit without the files of its use, such as logs, jobs, state and pid files. Return the copy."""
+    """Copy a kit without the files of its use, such as logs, jobs, state, pid files and caches. Return the copy.
+
+    From local/ only settings are copied (LOCAL), and data lists that site.yaml names by a path in local/. Approvals are not: an
+    approval that is withdrawn in the kit would stay valid in the copy. So jobs are approved anew there.
+    """
     target.mkdir(mode=0o700)
-    for path in kit.iterdir():
-        if path.is_dir() and path.name in FOLDERS:
-            shutil.copytree(path, target / path.name, symlinks=True)
-        elif path.name in FILES:
-            shutil.copy2(path, target / path.name, follow_symlinks=False)
+    shutil.copytree(kit / "startup", target / "startup", symlinks=True, ignore=RUN_FILES)
+    for name in FILES:
+        if (kit / name).is_symlink() or (kit / name).is_file():
+            shutil.copy2(kit / name, target / name, follow_symlinks=False)
+    local, copy = kit / "local", target / "local"
+    copy.mkdir(mode=0o700)
+    shutil.copystat(local, copy)
+    for path in {path for pattern in LOCAL for path in local.glob(pattern)}:
+        if path.is_dir():
+            shutil.copytree(path, copy / path.name, symlinks=True, ignore=RUN_FILES)
+        else:
+            shutil.copy2(path, copy / path.name, follow_symlinks=False)
+    for path in _lists_inside(local):
+        place = copy / path.relative_to(local)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, place, symlinks=True, ignore=RUN_FILES, dirs_exist_ok=True)
+        else:
+            shutil.copy2(path, place)
     return target
+
+
+def _lists_inside(local: Path) -> list[Path]:
+    """Return the data lists that the site.yaml of a kit names by a path in its folder local/."""
+    settings = local / "site.yaml"
+    site = load_site(settings) if settings.is_file() else SiteConfig()
+    named = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
+    inside = [Path(os.path.abspath(path)) for path in named]
+    root = Path(os.path.abspath(local))
+    return [local / path.relative_to(root) for path in inside if path != root and path.is_relative_to(root) and path.exists()]
 
 
 def _check_ledger_is_shared(kit: Path) -> None:

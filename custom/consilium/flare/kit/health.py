@@ -82,6 +82,7 @@ class HealthReport:
         self.kit = kit
         self._last: tuple[float, dict[str, Any] | None] = (0.0, None)
         self._data: dict[str, Any] = {}
+        self._paths: list[Path] = []
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     @property
@@ -110,14 +111,14 @@ class HealthReport:
         found: dict[str, Any] = {"disk_free": _round_down(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
         found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpu_memory()}
         paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
-        if paths and not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
+        if paths != self._paths or not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
             readable = True
             for path in paths:
                 try:
                     read_site_list(path)
                 except ConsiliumError:
                     readable = False
-            self._data = {"data_readable": readable, "data_checked": time.time()}
+            self._data, self._paths = {"data_readable": readable, "data_checked": time.time()}, paths
         return found | (self._data if paths else {}) | last_refusal(state)
 
 

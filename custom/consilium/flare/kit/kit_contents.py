@@ -1,6 +1,7 @@
 """Values read from a startup kit's files: role, name, certificate and key; a server's folders; a site's relay."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ LOCKED = "keys.locked"
 """The file in a kit with its private keys, encrypted with a passphrase; see key_lock.py."""
 ANSWERED = "consilium_answered"
 """File in a job's folder at a site: the job's process there has done a task. The first task is the hello."""
+RUN_FILES = shutil.ignore_patterns("*.fl", "__pycache__", ".ipynb_checkpoints", "*~", ".*.sw?", "#*#", ".#*")
+"""For `shutil.copytree`: files in a kit's folders that FLARE's processes, Python and editors leave there."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
 """A kit's role by the file of its certificate. A person's kit has client.crt too, and so counts as a site here."""
 

@@ -29,7 +29,15 @@ from consilium.config.deployment import ServerEntry, load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
 from consilium.flare.kit.connection_refusals import note_cause
-from consilium.flare.kit.kit_contents import LOCKED, certificate_path, is_key_of, kit_role, load_certificate, private_key_path
+from consilium.flare.kit.kit_contents import (
+    LOCKED,
+    RUN_FILES,
+    certificate_path,
+    is_key_of,
+    kit_role,
+    load_certificate,
+    private_key_path,
+)
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
@@ -106,7 +114,7 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
         raise ConfigError(f"{new}: {problem}")
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir(mode=0o700)  # others cannot read the key during the copy, whatever file modes the renewed kit has
-    copied = Path(shutil.copytree(new / "startup", ready / "startup", symlinks=True))
+    copied = Path(shutil.copytree(new / "startup", ready / "startup", symlinks=True, ignore=RUN_FILES))
     if (new / LOCKED).is_file():
         write_atomic(kit / LOCKED, (new / LOCKED).read_bytes())
     for path in (copied, *copied.rglob("*")):

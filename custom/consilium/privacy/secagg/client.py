@@ -73,7 +73,21 @@ class Party:
                 return dict(values["entry"])
             if not isinstance(step, str) or step not in steps:
                 raise refusal_error(f"there is no step {str(step)[:40]!r}")
+            if step != "prepare" and step not in values.get("attempt", {}):  # a stored answer is signed already
+                self._check_certificate(values)
             return steps[step](values, question)
+
+    def _check_certificate(self, values: Mapping[str, Any]) -> None:
+        """Raise RefusedError if the kit's certificate is another one than in this site's roster entry.
+
+        No site accepts another key for a name in the roster, so an answer signed with the new key would be worthless.
+        """
+        if "entry" in values and values["entry"]["certificate"] != self.identity.certificate:
+            raise refusal_error(
+                "this kit was renewed after the start of this run, in which other sites know its former certificate only; put "
+                "startup.old back until the run has ended, or begin a new run",
+                Reason.CERTIFICATE,
+            )
 
     def _prepare(self, values: dict[str, Any], question: Message) -> Message:
         place, past = read_attempt(question), question.get("past")
@@ -83,6 +97,7 @@ class Party:
             return self.record.answer_once(values["attempt"], "prepare", question, dict)
         if last is not None and place < last:
             raise refusal_error(f"attempt {place} is stale, this site is at {last}")
+        self._check_certificate(values)
         self._check_model_was_shared(values, place, past)
         if "entry" not in values:
             raise refusal_error(

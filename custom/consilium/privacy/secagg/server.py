@@ -106,7 +106,9 @@ class Attempt:
         told = self.context, name.encode(), fields["key"].encode(), fields["seed"].encode()
         shares = answer.get("shares")
         if not is_signed_by(self.keys[name], fields["signature"], "prepare", *told):
-            raise RefusedError("its prepared keys are not signed by it for this attempt")
+            raise RefusedError(
+                "its prepared keys are not signed for this attempt with the certificate that it had at the start of this run"
+            )
         if (
             not isinstance(shares, dict)
             or shares.keys() != set(self.cohort) - {name}
