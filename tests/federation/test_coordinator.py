@@ -159,7 +159,7 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
     with pytest.raises(ConsiliumError, match=r"1 of 3 .*federation\.min_sites is 2"):
         server.conclude()
     server.refuse("site-1", "no room", site_reason=Reason.LEDGER)
-    with pytest.raises(ConsiliumError, match=f"1 sites gave no result: site-1: {Reason.LEDGER.text}.*1 of 3 .*federation"):
+    with pytest.raises(ConsiliumError, match=f"1 site gave no result: site-1: {Reason.LEDGER.text}.*1 of 3 .*federation"):
         server.conclude()
     assert server.state.round == 0
     with pytest.raises(ConsiliumError, match="1 site is here"):
