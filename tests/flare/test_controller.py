@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 from nvflare.apis.controller_spec import Task, TaskCompletionStatus
-from nvflare.apis.fl_context import FLContext
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector

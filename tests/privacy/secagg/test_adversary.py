@@ -105,7 +105,7 @@ def test_a_threshold_that_the_server_shrinks_is_nobodys(net: Net) -> None:
     small = Net(net.folder / "small", net.identities, net.config.model_copy(update={"name": "another"}))
     small.meet()
     assert small.collector.roster["a"]["signature"] != net.collector.roster["a"]["signature"]
-    with pytest.raises(RefusedError, match="not signed by it"):
+    with pytest.raises(RefusedError, match="not signed for this attempt"):
         small.collector.begin(0, 0, NAMES).take_prepared("a", answer)
     assert parties == NAMES
 
