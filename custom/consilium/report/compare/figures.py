@@ -239,7 +239,8 @@ def _why_no_curves(scores: GroupScores) -> str:
     if not full and any(run.validation_curves(scores.stage) for run in runs):
         metric = scores.group.heading(scores.metric)
         if not any(run.validation_curves(scores.stage, scores.metric) for run in runs):
-            return f"{metric} is computed in the final evaluation only; training.validate.full: true computes it in each validation"
+            setting = "training.validate.full: true computes it in each validation"
+            return f"{metric} is computed in the final evaluation only; {setting}"
     return "no run validated this model at all sites in two rounds"
 
 
