@@ -340,7 +340,7 @@ def test_settings_and_samples_are_in_tables_for_the_appendix(tmp_path: Path) -> 
         lines = [one | {"weight": {"s0": 9, "s1": 1042}[one["site"]]} for one in lines]
         path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     common, differing, samples = settings_tables([group_of(*folders)], "cells at two sites")
-    values = dict(common.rows)
+    values = {row[0]: row[1] for row in common.rows}
     training = read(folders[0])[0].config.training
     assert float(values["training.lr"]) == pytest.approx(training.lr)
     assert (values["training.optimizer"], values["training.batch_size"]) == (training.optimizer, str(training.batch_size))
@@ -349,7 +349,7 @@ def test_settings_and_samples_are_in_tables_for_the_appendix(tmp_path: Path) -> 
     assert [row[0] for row in differing.rows] == ["fedit", "fediat"]
     assert "strategy.name fediat" in differing.rows[1][1]
     assert "strategy.sharing M4" in differing.rows[1][1]
-    assert samples.rows == [["s0", "9", "10"], ["s1", "1,042", "10"]]
+    assert samples.rows == [["s0", "9", "-", "10"], ["s1", "1,042", "-", "10"]]
     assert r"\begin{table" not in latex_text([common, differing, samples]).split("% Appendix")[0]
 
 
@@ -357,4 +357,13 @@ def test_equal_weights_are_not_numbers_of_samples(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", {"s": 0.5}, privacy=PRIVATE)
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text().replace('"phase": 0', '"phase": 0, "weight": 1'))
-    assert settings_tables([group_of(folder)])[-1].rows == [["s", "-", "10"]]
+    assert settings_tables([group_of(folder)])[-1].rows == [["s", "-", "-", "10"]]
+
+
+def test_validation_samples_are_shown_for_generated_data_only(tmp_path: Path) -> None:
+    """A study's base job has generated data; its run on real data has a digest of them for each site."""
+    made_up = small_cells("fedit").model_dump()["data"]
+    for name, content, shown in (("a", "", str(made_up["phantoms"]["validation"])), ("b", "0123", "-")):
+        folder = make(tmp_path / name, {"s": 0.5}, data=made_up)
+        (folder / "simulation.json").write_text(json.dumps({"sites": {"s": None}, "content": {"s": content}}))
+        assert settings_tables([group_of(folder)])[-1].rows[0][2] == shown

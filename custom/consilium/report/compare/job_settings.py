@@ -8,7 +8,7 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text
 from consilium.report.compare.comparability import UNNAMED, Group
 from consilium.report.run_record import RunRecord, finite_score
-from consilium.report.tables import Column, Table, columns
+from consilium.report.tables import Column, Table, columns, only_true
 from consilium.tasks.registry import COUNT
 
 SECTIONS = ("strategy.", "model.", "adapter.", "task.", "training.", "federation.", "privacy.", "data.")
@@ -43,7 +43,7 @@ def _settings(group: Group, about: str) -> list[Table]:
     own = [[method, _own_text(one, differing)] for method, one in firsts.items()]
     heads = [Column("method", right=False), Column("settings", right=False)]
     title = group.with_group_name("Settings that differ by method")
-    return found + ([Table(title, heads, own, ["fields as in job.yaml"], appendix=True)] if differing else [])
+    return found + ([Table(title, heads, own, ["fields as in job.yaml"], whole=True, appendix=True)] if differing else [])
 
 
 def _own_text(settings: Mapping[str, Any], fields: Sequence[str]) -> str:
@@ -70,11 +70,24 @@ def _samples(group: Group) -> Table:
     rows = []
     for site in sorted(frozenset[str]().union(*(run.sites for run in runs))):
         scored = {int(n) for run in runs for stage in Stage if (n := finite_score(run.score(site, stage, COUNT))) is not None}
-        rows.append([site, _range_text({n for run in runs if (n := training_samples(run, site))}), _range_text(scored)])
-    notes = [f"training: as the site reported it, or - if its updates have equal weights; {split}: samples that were scored"]
-    generated = {run.settings.get("data.phantoms.validation") for run in runs if not run.content}
-    notes += [f"validation: {_range_text(generated)} at each site"] if generated and None not in generated else []
-    return Table(group.with_group_name("Samples by site"), columns("site", "training", split), rows, notes, appendix=True)
+        trained = {n for run in runs if (n := training_samples(run, site))}
+        validated = {n for run in runs if (n := _generated_validation_samples(run, site))}
+        rows.append([site, *map(_range_text, [trained, *([validated] if split != "validation" else []), scored])])
+    heads = columns("site", "training", *(["validation"] if split != "validation" else []), split)
+    equal = any(row[1] == "-" for row in rows)
+    notes = {
+        f"training: as the sites reported; {split}: samples that were scored": True,
+        "training -: not known, because updates have equal weights or a site did not train": equal,
+        "validation -: not on record; known for generated data only": split != "validation" and any(r[2] == "-" for r in rows),
+    }
+    return Table(group.with_group_name("Samples by site"), heads, rows, only_true(notes), appendix=True)
+
+
+def _generated_validation_samples(run: RunRecord, site: str) -> int:
+    """Return a site's number of validation samples if its data are generated; 0 if they are not, or if it is not known."""
+    generated = run.content.get(site) == ""  # a digest for real data; no entry in a run of startup kits
+    count = run.settings.get("data.phantoms.validation") if generated else None
+    return count if isinstance(count, int) else 0
 
 
 def training_samples(run: RunRecord, site: str) -> int:
