@@ -1,6 +1,7 @@
 """Pictures of a comparison: what is drawn, and what is named as not drawn."""
 
 import csv
+import itertools
 import json
 import math
 import re
@@ -13,8 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import MissingRun, group_comparable
+from consilium.report.compare import COLUMN, PAGE
+from consilium.report.compare.comparability import Group, MissingRun, group_comparable
 from consilium.report.compare.figures import (
+    PLOTS,
     STYLE,
     Drawn,
     Plot,
@@ -30,7 +33,7 @@ from consilium.report.compare.figures import (
 from consilium.report.compare.score_statistics import scores_of
 from consilium.report.run_record import read_finished_run
 from tests.conftest import run, small_cells
-from tests.report.runs import accuracy, change, group_of, made, make, result
+from tests.report.runs import PRIVATE, accuracy, change, group_of, made, make, result
 
 
 def drawing(found: Drawn) -> Plot:
@@ -200,3 +203,44 @@ def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -
     groups, _ = group_comparable(runs)
     told = "the values of sites are other data, which do not share a picture"
     assert [axis_figure(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [told] * 2
+
+
+@pytest.mark.parametrize("width", [COLUMN, PAGE])
+def test_all_texts_lie_inside_their_figure(width: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "heading", lambda *_: "Dice, original grid")  # a label in two lines leaves less room
+    runs = []
+    for name, epsilon in itertools.product(("fedit", "ffa_lora"), (1.0, 8.0)):
+        folder = make(
+            tmp_path / f"{name}-{epsilon:g}",
+            {"s0": 0.455, "s1": 0.465 + epsilon / 1000},
+            name,
+            privacy=PRIVATE | {"epsilon": epsilon},
+        )
+        (folder / "privacy.json").write_text(json.dumps({"epsilon": {"1e-05": epsilon}}))
+        runs.append(read_finished_run(folder, folder.name, {"method": name, "budget": f"{epsilon:g}"}))
+    scores = scores_of(group_comparable(runs)[0][0], Stage.GLOBAL, "accuracy")
+    for make_one in PLOTS.values():
+        with rc_context(STYLE):
+            figure = drawing(make_one(scores, width)).figure
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
+            sides = [side for axes in figure.axes for side in (axes.xaxis, axes.yaxis)]
+            views = [(side, sorted(side.get_view_interval())) for side in sides]
+            ticks = [
+                tick for side, (low, high) in views for tick in side.get_major_ticks() if not low <= tick.get_loc() <= high
+            ]
+            undrawn = {label for tick in ticks for label in (tick.label1, tick.label2)}
+            for text in figure.findobj(Text):
+                if text in undrawn or not isinstance(text, Text) or not text.get_visible() or not text.get_text():
+                    continue
+                box = text.get_window_extent(canvas.get_renderer())
+                inside = min(box.x0, box.y0) >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+                assert inside, (make_one.__name__, text.get_text(), box)
+
+
+def test_a_score_of_the_final_evaluation_only_has_no_curves_and_the_setting_is_named(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s": 0.5})
+    change(folder, "s", test__global__f1=0.4)
+    why = curves(scores_of(group_of(folder), Stage.GLOBAL, "f1"))
+    assert isinstance(why, str)
+    assert why.endswith("is computed in the final evaluation only; training.validate.full: true computes it in each validation")

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import group_comparable
+from consilium.report.compare.comparability import MissingRun, group_comparable
 from consilium.report.compare.costs import cost_table, trained_set
 from consilium.report.compare.diagnostics import correlate_diagnostics_with_score, diagnostics_table
+from consilium.report.compare.job_settings import settings_tables
 from consilium.report.compare.published import published_for, published_table, read_published
 from consilium.report.compare.score_statistics import scores_of
 from consilium.report.compare.tables import as_csv, comparison_tables, records, scores_table
 from consilium.report.run_record import read_finished_run
+from consilium.report.tables import latex_text
 from tests.conftest import small_cells
 from tests.report.runs import PRIVATE, accuracy, change, group_of, made, make, note_in, noted, read, study_runs
 
@@ -216,7 +218,7 @@ def test_drift_stands_beside_the_scores(tmp_path: Path) -> None:
     table = accuracy(*(noted(run, values) for run, values in zip(runs, ([0.9, 0.4, 7.0], [0.6, 0.2, 9.0]), strict=True)))
     (sheet,) = diagnostics_table(table)
     assert [c.heading for c in sheet.columns] == ["method", "diagnostic", "first", "last", "mean"]
-    assert sheet.rows[0][1:] == ["drift/cross", "0.750", "8.000", "3.017"]
+    assert sheet.rows[0][1:] == ["drift/cross", "0.75", "8", "3.02"]
 
 
 def test_published_drift_stands_beside_that_of_the_last_round(tmp_path: Path) -> None:
@@ -283,13 +285,15 @@ def test_pooled_data_that_see_less_than_all_sites_are_told_of(tmp_path: Path) ->
         assert not any("no upper bound" in note for note in notes), name
 
 
-def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_four(tmp_path: Path) -> None:
-    scores = (0.8, 0.6, 0.7, 0.5)
+def test_diagnostics_and_scores_are_correlated_over_ten_runs_of_one_method(tmp_path: Path) -> None:
+    """By hand: of ten ranks, the first two are exchanged, so rho is -(1 - 6 * 2 / 990)."""
+    scores = (0.8, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
     runs = [noted(make(tmp_path / str(n), {"s": v}, "fedit", n), [n, n]) for n, v in enumerate(scores)]
+    other = noted(make(tmp_path / "other", {"s": 0.5}, "ffa_lora"), [3, 3])
     assert correlate_diagnostics_with_score(accuracy(*runs)) == [
-        "over runs, drift/cross and the final score: Spearman's rho -0.80, n 4"
+        "over the 10 runs of fedit, drift/cross and the final score: Spearman's rho -0.99"
     ]
-    assert correlate_diagnostics_with_score(accuracy(*runs[:3])) == []
+    assert correlate_diagnostics_with_score(accuracy(*runs[:9], other)) == []
 
 
 def test_without_diagnostics_there_is_no_such_table(tmp_path: Path) -> None:
@@ -301,3 +305,65 @@ def test_counts_are_whole_numbers(tmp_path: Path) -> None:
     groups, _ = group_comparable(read(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7})))
     rows = list(csv.DictReader(io.StringIO(as_csv(groups))))
     assert {(row["n"], row["bytes"], row["seconds"]) for row in rows} == {("10", "900", "12.0")}
+
+
+def test_small_diagnostics_are_not_zero_and_are_in_the_appendix(tmp_path: Path) -> None:
+    (table,) = diagnostics_table(accuracy(noted(make(tmp_path / "a", {"s": 0.5}), [0.0004, 1234.5])))
+    assert table.rows == [["fedit", "drift/cross", "0.0004", "1,234", "617"]]
+    main, appendix = latex_text([table]).split("% Appendix")
+    assert r"\begin{table" in appendix
+    assert r"\begin{table" not in main
+
+
+def test_captions_define_the_models_and_count_finished_seeds(tmp_path: Path) -> None:
+    folder = note_in(
+        make(tmp_path / "a", {"s": 0.5, "t": 0.6}, "local_only"),
+        {"event": "parameters", "round": 0, "phase": 0, "shared": 0, "local": 9, "frozen": 0},
+    )
+    runs = [read_finished_run(folder, "a", {"method": "alone"})]
+    groups, _ = group_comparable(runs, [MissingRun({"method": "alone"}, 1, "not done (waiting)")])
+    table = comparison_tables(groups, Stage.GLOBAL)[0]
+    for part in (
+        "Global: the aggregate that the server sends at the end",
+        "pretrained: the frozen model, not adapted.",
+        "Alone: nothing is shared, so the global model is each site's own.",
+        "Means are over 2 sites, of 1 of 2 seeds.",
+    ):
+        assert part in table.caption
+
+
+def test_settings_and_samples_are_in_tables_for_the_appendix(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.6]], "fediat": [[0.6, 0.7]]})
+    for folder in folders:
+        path = folder / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [one | {"weight": {"s0": 9, "s1": 1042}[one["site"]]} for one in lines]
+        path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    common, differing, samples = settings_tables([group_of(*folders)], "cells at two sites")
+    values = {row[0]: row[1] for row in common.rows}
+    training = read(folders[0])[0].config.training
+    assert float(values["training.lr"]) == pytest.approx(training.lr)
+    assert (values["training.optimizer"], values["training.batch_size"]) == (training.optimizer, str(training.batch_size))
+    assert "the study: cells at two sites" in common.notes
+    assert "strategy.name" not in values
+    assert [row[0] for row in differing.rows] == ["fedit", "fediat"]
+    assert "strategy.name fediat" in differing.rows[1][1]
+    assert "strategy.sharing M4" in differing.rows[1][1]
+    assert samples.rows == [["s0", "9", "-", "10"], ["s1", "1,042", "-", "10"]]
+    assert r"\begin{table" not in latex_text([common, differing, samples]).split("% Appendix")[0]
+
+
+def test_equal_weights_are_not_numbers_of_samples(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s": 0.5}, privacy=PRIVATE)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"phase": 0', '"phase": 0, "weight": 1'))
+    assert settings_tables([group_of(folder)])[-1].rows == [["s", "-", "-", "10"]]
+
+
+def test_validation_samples_are_shown_for_generated_data_only(tmp_path: Path) -> None:
+    """A study's base job has generated data; its run on real data has a digest of them for each site."""
+    made_up = small_cells("fedit").model_dump()["data"]
+    for name, content, shown in (("a", "", str(made_up["phantoms"]["validation"])), ("b", "0123", "-")):
+        folder = make(tmp_path / name, {"s": 0.5}, data=made_up)
+        (folder / "simulation.json").write_text(json.dumps({"sites": {"s": None}, "content": {"s": content}}))
+        assert settings_tables([group_of(folder)])[-1].rows[0][2] == shown

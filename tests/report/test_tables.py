@@ -53,7 +53,7 @@ def test_latex_reads_no_name_as_an_option_and_letters_it_lacks_become_signs() ->
     rows = [["[a] 50%", "0.5"], ["*star", "0.6"], ["ε≥3 – Ünïcode µ", "Ω→σ ς ο Α"], ['"q" −5', "x [b]"]]
     page = latex_text([Table("β", [Column("[method]"), Column("*")], rows, best=frozenset({(1, 0)}))], ["Привет"])
     assert page.splitlines() == [
-        "% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches",
+        "% needs: booktabs, array, textcomp, fontenc with T1; no table is wider than a column of 3.2 or a page of 6.5 inches",
         "% Привет",
         r"\begin{table}[t]",
         r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",

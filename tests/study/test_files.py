@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from consilium.cli.options import TFLOPS, gpu_hours
+from consilium.cli.study_list import hours_text
 from consilium.config.site import Given
 from consilium.study.definition import Cell, Size, load
 from consilium.study.preflight import Planner
@@ -87,3 +88,8 @@ def test_the_page_lists_the_studies_of_papers_with_their_gpu_hours() -> None:
         one = read_flops_cache(JOBS / "studies")[name]
         hours = float(f"{gpu_hours(one['flops'], TFLOPS):.2g}")
         assert ("< 0.01" if hours < 0.01 else f"{hours:,g}") in rows[name].split("|")[4].strip().split(", "), name
+
+
+def test_gpu_hours_have_no_exponent() -> None:
+    hours = (0.0, 1.1e-5, 0.01234, 1.5, 161.3, 12345.0)
+    assert list(map(hours_text, hours)) == ["0", "< 0.01", "0.0123", "1.5", "161", "12,300"]

@@ -17,6 +17,7 @@ from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_err
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE, Test
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
+from consilium.report.compare.job_settings import settings_tables
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
@@ -82,6 +83,9 @@ def compare(
     kind = format or ("txt" if output is None else output.suffix[1:])
     if kind not in get_args(TableFormat):
         raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
+    if output is not None or kind != "txt":  # on a screen the scores come first, and `report` shows a run's settings
+        about = load(runs[0], study_size(smoke, small), workspace).config.about if _is_study(runs) else ""
+        tables += settings_tables(groups, about)
     text = _format_tables(
         cast(TableFormat, kind),
         groups,

@@ -26,7 +26,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun, first_names_text, rich_line
 from consilium.report.run_record import orphaned_cells, save_cells
 from consilium.report.tables import Table, duration_text
-from consilium.study.cost import bytes_of
+from consilium.study.cost import assumed_sites, bytes_of
 from consilium.study.definition import GridErrors, Study, labels_text, load, pick
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, current_record, log_of, stored_record
@@ -72,7 +72,8 @@ def study_show(
 def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> Iterator[Table | Text]:
     """Yield a study's cells as a table, and notes as lines."""
     cells = study.cells()
-    yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes)
+    sites = [assumed_sites(cell, cell.load()) for cell in cells]
+    yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes, sites)
     for cell in (one for one in cells if records[one.id].state == "failed"):
         yield _line(f"{cell.display_name}: failed: {records[cell.id].reason}")
     yield from (_line(f"{labels_text(labels)}: left out: {reason}") for labels, reason in study.excluded())

@@ -24,10 +24,15 @@ def study_list(
     ]
     rows = []
     for one in found:
-        hours = "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"
+        hours = "-" if one["gpu_hours"] is None else hours_text(one["gpu_hours"])
         rows.append([one["study"], one["table"] or "-", str(one["cells"]), str(one["done"]), hours, one["needs"] or "-"])
     note = f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count"
     emit(found, [wrapping_grid(Table("", heads, rows)), note], format)
+
+
+def hours_text(hours: float) -> str:
+    """Return hours with three significant digits and without an exponent; "< 0.01" for less."""
+    return "< 0.01" if 0 < hours < 0.01 else f"{float(f'{hours:.3g}'):,.15g}"
 
 
 def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:

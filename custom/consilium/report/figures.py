@@ -12,8 +12,8 @@ import numpy as np
 from consilium.core.lazy import figure, matplotlib, ticker
 from consilium.core.storage import write_figure
 
-ROUNDS = "rounds of training behind the model"
-"""Label of the x axis of learning curves, for the global and the personalized models."""
+ROUNDS = "communication round"
+"""Label of the x axis of learning curves. At x, a global model is the aggregate of round x, a personalized one is of it."""
 SHOWN = 12
 """Rounds in a plot, at most. They are evenly spread and include the first and the last."""
 NUMBERED = 14

@@ -54,6 +54,7 @@ class Table:
 
     `best`: cells (row, column) in bold. `sums`: rows of means or sums. `caption`, `detail_caption`: whole sentences that LaTeX
     prints in place of title and notes, for the table and for its table of details. `whole`: names are never shortened.
+    `appendix`: LaTeX puts the table into the appendix.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Table:
     caption: str = ""
     detail_caption: str = ""
     whole: bool = False
+    appendix: bool = False
 
 
 def columns(*headings: str) -> list[Column]:
@@ -75,6 +77,13 @@ def columns(*headings: str) -> list[Column]:
 def number_text(value: float | None) -> str:
     """Return a score as tables show it: three digits after the point, or "-" for None and NaN."""
     return "-" if value is None or value != value else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def significant_text(value: float | None) -> str:
+    """Return a number with three significant digits, or all digits before the point; "-" for None and NaN."""
+    if value is None or value != value:
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def difference_text(value: float) -> str:
@@ -263,16 +272,26 @@ def latex_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
         details = [i for i, column in enumerate(table.columns) if column.detail]
         empty = [i for i in range(1, len(table.columns)) if table.rows and all(row[i] in ("-", "") for row in table.rows)]
         rest = [i for i in range(1, len(table.columns)) if i not in (*details, *empty)]
-        for page, places, about in ((main, rest, table.caption), (more, details, table.detail_caption)):
+        for page, places, about in (
+            (more if table.appendix else main, rest, table.caption),
+            (more, details, table.detail_caption),
+        ):
             about = about or " ".join(map(sentence, [table.title, *table.notes]))
-            for piece in _pieces(table, places) if places or page is main else ():
+            for piece in _pieces(table, places) if places or places is rest else ():
                 for start in range(0, max(len(table.rows), 1), MOST_ROWS):
-                    label = tex_label("tab", table.title + " by site" * (page is more), labels)
+                    label = tex_label("tab", table.title + " by site" * (places is details), labels)
                     page += _environment(table, piece, range(start, min(start + MOST_ROWS, len(table.rows))), about, label)
-    parts = [*main, *([r"% Appendix: the columns of details, such as a column for each site.", *more] if more else [])]
+    parts = [
+        *main,
+        *(
+            [r"% Appendix: settings, data, diagnostics, and the columns of details, such as a column for each site.", *more]
+            if more
+            else []
+        ),
+    ]
     left = "".join(sorted({c for c in "".join(parts) if ord(c) > 0x17F and c not in _QUIET}))
     needs = [
-        "% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches",
+        "% needs: booktabs, array, textcomp, fontenc with T1; no table is wider than a column of 3.2 or a page of 6.5 inches",
         *([f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []),
     ]
     return "\n".join([*needs, *(f"% {shown(note, 2000)}" for note in notes), *parts])

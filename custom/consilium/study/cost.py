@@ -25,7 +25,7 @@ def count_and_cache_flops(study: Study) -> float | None:
     for cell in study.cells():
         config = cell.load()
         given = Samples(**cell.counts.model_dump()) if cell.counts and not study.size else None
-        if (samples := generated_samples(config, _site_count(cell, config)) or given) is None:
+        if (samples := generated_samples(config, assumed_sites(cell, config)) or given) is None:
             save_flops(study, None)
             return None
         job, said = assemble_job(config, cell.base), config.model_dump(mode="json", include=set(COUNTING))
@@ -43,7 +43,7 @@ def bytes_of(cell: Cell) -> int | None:
     None if neither the study nor generated data say how many sites there are.
     """
     job = assemble_job(cell.load(), cell.base)
-    count = _site_count(cell, job.config)
+    count = assumed_sites(cell, job.config)
     if not count:
         return None
     if job.strategy.traits.pools_data:
@@ -53,7 +53,7 @@ def bytes_of(cell: Cell) -> int | None:
     return bytes_moved(job, own_cost(job), asked * job.config.training.rounds, count)
 
 
-def _site_count(cell: Cell, config: JobConfig) -> int:
+def assumed_sites(cell: Cell, config: JobConfig) -> int:
     """Return a cell's number of sites, as the study or generated data say; 0 if they do not."""
     if cell.sites or config.data.phantoms is not None:
         return len(site_names(cell.sites, None))

@@ -98,16 +98,20 @@ class StudyView(LiveScreen):
         return Group(bar, *lines)
 
 
-def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None]) -> Table:
+def cells_table(
+    title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], sites: Sequence[int] = ()
+) -> Table:
     """Return a row per cell: its values on the axes, its state, its run time, the MiB that it communicates, its folder.
 
-    `sizes`: bytes by cell id, None if unknown.
+    `sizes`: estimated bytes by cell id, None if unknown. `sites`: the numbers of sites that the estimates assume.
     """
+    known = sorted({count for count in sites if count})
+    assumed = f", {'–'.join(map(str, dict.fromkeys((known[0], known[-1]))))} site{'s' * (known[-1] > 1)}" if known else ""
     heads = [
         *(Column(axis, right=False) for axis in cells[0].labels),
         Column("state", right=False),
         Column("took"),
-        Column("MiB"),
+        Column(f"MiB{assumed}"),
         Column("folder", right=False),
     ]
     rows = []

@@ -57,8 +57,9 @@ def cost_table(group: Group) -> Table:
         ]
         rows.append([method, *cells])
     notes = ["parameters: how many train at a site; shared: how many of them are sent; steps: a site's optimizer steps, "
-             "mean over sites; MiB: tensors up and down in training, "
-             "all sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
+             "mean over sites; MiB: tensors up and down in training, all sites, "
+             "with the parameters that each site receives when it joins, even if none are shared; "
+             "seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
     marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
     early = [
         f"{method}, seed {seed}: {early_stop_text(run.early_end)}"

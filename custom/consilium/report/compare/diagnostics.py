@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from consilium.report.compare.score_statistics import GroupScores, diagnostic_series, mean
 from consilium.report.run_record import RunRecord
-from consilium.report.tables import Column, Table, number_text
+from consilium.report.tables import Column, Table, significant_text
 
-FEWEST_PAIRS = 4
-"""Fewest pairs for a rank correlation. With three pairs, one in three orders correlates perfectly by chance."""
+FEWEST_PAIRS = 10
+"""Fewest runs of a method for a rank correlation. Fewer runs say little."""
 MOST = 8
 """Diagnostics of one group in the table, at most. Larger groups, such as one per layer, are only in a run's own picture."""
 
@@ -25,7 +25,7 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
                 *(mean([one[place] for one in values]) for place in (0, -1)),
                 mean([math.fsum(one) / len(one) for one in values]),
             ]
-            rows.append([method, what, *map(number_text, cells)])
+            rows.append([method, what, *map(significant_text, cells)])
     columns = [
         Column("method", right=False),
         Column("diagnostic", right=False),
@@ -35,28 +35,29 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
     ]
     title = scores.group.with_group_name("Measured by the runs themselves")
     notes = ["means over seeds", *correlate_diagnostics_with_score(scores)]
-    return [Table(title, columns, rows, notes)] if rows else []
+    return [Table(title, columns, rows, notes, appendix=True)] if rows else []
 
 
 def correlate_diagnostics_with_score(scores: GroupScores) -> list[str]:
-    """Return a line per diagnostic with Spearman's rho between its mean and the final score, over methods and seeds.
+    """Return a line per diagnostic with Spearman's rho between its mean and the final score, over the runs of a method.
 
-    There is no line for fewer than FEWEST_PAIRS runs, or if the diagnostic or the score does not vary.
+    The mean is over the rounds. Methods are never joined, because a difference between them is not one of the diagnostic.
+    There is no line for fewer than FEWEST_PAIRS runs of a method, or if the diagnostic or the score does not vary.
     """
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for (method, seed), run in scores.group.runs.items():
         found = [scores.cells[method, seed, site] for site in scores.averaged_sites if (method, seed, site) in scores.cells]
         for what in _diagnostic_names([run]) if len(found) == len(scores.averaged_sites) > 0 else []:
             (values,) = diagnostic_series([run], what)
-            pairs.setdefault(what, []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
+            pairs.setdefault((method, what), []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
     lines = []
-    for what, one in sorted(pairs.items()):
+    for (method, what), one in sorted(pairs.items()):
         sides = list(zip(*one, strict=True))
         if len(one) >= FEWEST_PAIRS and all(len(set(side)) > 1 for side in sides):
             from scipy.stats import spearmanr
 
             rho = float(spearmanr(*sides).statistic)
-            lines.append(f"over runs, {what} and the final score: Spearman's rho {rho:+.2f}, n {len(one)}")
+            lines.append(f"over the {len(one)} runs of {method}, {what} and the final score: Spearman's rho {rho:+.2f}")
     return lines
 
 

@@ -195,11 +195,11 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     found = {method: _curves_by_seed(scores, method) for method in scores.group.methods}
     drawn = [method for method, seeds in found.items() if seeds and len(next(iter(seeds.values()))) > 1]
     if not drawn:
-        return "no run validated this model at all sites in two rounds"
+        return _why_no_curves(scores)
     rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
     steps = {method: scores.group.runs_of(method)[0].steps for method in drawn}
     by_steps = all(steps.values()) and len({one[-1] / (len(one) - 1) for one in steps.values()}) > 1
-    label = "optimizer steps of a site behind the model" if by_steps else ROUNDS
+    label = "optimizer steps of a site" if by_steps else ROUNDS
     at = {method: [steps[method][r] if by_steps else r for r in rounds[method]] for method in drawn}
     means = {method: [fmean(seeds[r] for seeds in found[method].values()) for r in rounds[method]] for method in drawn}
     panels = [drawn[i : i + CURVES] for i in range(0, len(drawn), CURVES)]
@@ -230,6 +230,18 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     alike = len({number_text(means[method][0]) if rounds[method][0] == 0 else method for method in drawn}) == 1 < len(drawn)
     begins = "The curves begin with the model before training." if alike else ""
     return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins), rows)
+
+
+def _why_no_curves(scores: GroupScores) -> str:
+    """Return why no method has a learning curve of the metric."""
+    runs = scores.group.runs.values()
+    full = all(run.config.training.validation.full for run in runs)
+    if not full and any(run.validation_curves(scores.stage) for run in runs):
+        metric = scores.group.heading(scores.metric)
+        if not any(run.validation_curves(scores.stage, scores.metric) for run in runs):
+            setting = "training.validate.full: true computes it in each validation"
+            return f"{metric} is computed in the final evaluation only; {setting}"
+    return "no run validated this model at all sites in two rounds"
 
 
 def _curves_by_seed(scores: GroupScores, method: str) -> dict[str, Curve]:
@@ -387,7 +399,7 @@ def bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     def mebibytes(run: RunRecord) -> float | None:
         return None if run.bytes is None and not run.is_pooled else (run.bytes or 0.0) / 2**20
 
-    return _scatter(scores, width, mebibytes, "MiB up and down, all sites and rounds", "no run sent anything")
+    return _scatter(scores, width, mebibytes, "MiB sent and received", "no run sent anything", "by all sites")
 
 
 def epsilon_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
@@ -395,15 +407,19 @@ def epsilon_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     units = {run.settings["privacy.unit"] for run in scores.group.runs.values() if run.epsilon is not None}
     if len(units) > 1:
         return "epsilon of sites and of records are no one scale"
-    label = f"epsilon at the job's delta ({next(iter(units), '')} level)"
-    return _scatter(scores, width, lambda run: run.epsilon if run.is_private else 0.0, label, "no run is private")
+    label = f"epsilon ({next(iter(units), '')} level)"
+    return _scatter(
+        scores, width, lambda run: run.epsilon if run.is_private else 0.0, label, "no run is private", "at the job's delta"
+    )
 
 
-def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], float | None], label: str, why: str) -> Drawn:
+def _scatter(
+    scores: GroupScores, width: float, measure: Callable[[RunRecord], float | None], label: str, why: str, scope: str
+) -> Drawn:
     """Draw means against a measure on a logarithmic scale. A method whose measure is 0 is a horizontal line.
 
     A method without a complete seed, or with an unknown measure, is named in the legend only. `why`: returned if no measure is
-    positive.
+    positive. `scope`: words that follow the label in the caption.
     """
     points: dict[str, tuple[float, list[float]]] = {}
     for method in scores.methods:
@@ -429,13 +445,13 @@ def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], f
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    _label_axes(axis, scores, f"{label} (logarithmic)", width)
+    _label_axes(axis, scores, f"{label}, log scale", width)
     rows = [
         {"method": method, label: x, "seed": seed, "value": value}
         for method, (x, values) in points.items()
         for seed, value in zip(scores.complete_seeds(method), values, strict=True)
     ]
-    caption = _caption(scores, f"The mean over sites against {label}", BARS)
+    caption = _caption(scores, f"The mean over sites against {label}, {scope}", BARS)
     return Plot(figure, caption, rows)
 
 

@@ -27,6 +27,7 @@ from consilium.report.compare.score_statistics import (
 )
 from consilium.report.run_record import finite_score, unit_of
 from consilium.report.tables import Column, Table, csv_text, difference_text, number_text, only_true, sentence
+from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
 MOST_TESTS = 30
@@ -35,10 +36,12 @@ MOST_SIZES = 8
 """Sites whose numbers of test samples are named one by one, at most."""
 MEANT = {
     Stage.PRETRAINED: "the frozen model, not adapted",
-    Stage.GLOBAL: "what the server sends in the end, with what a site keeps of its own",
-    Stage.PERSONALIZED: "each site's model as its last training left it",
+    Stage.GLOBAL: "the aggregate that the server sends at the end, with each site's own local parameters",
+    Stage.PERSONALIZED: "each site's own model after its last training",
 }
 """An explanation of each model."""
+SEEDS_JOINED = "its width is the mean over seeds"
+"""How the interval of the test set joins the seeds."""
 ROW = ("group", "method", "seed", "site", "model", "split", "metric", "value", "low", "high", "n",
        "bytes", "steps", "seconds", "epsilon", "run")  # fmt: skip
 METHOD = Column("method", right=False)
@@ -202,22 +205,26 @@ def _caption(scores: GroupScores, blocks: int, headings_with_values: Set[str], o
 
     `headings_with_values`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
     """
-    group, count, sites = scores.group, len(scores.group.seeds), count_with_noun(len(scores.averaged_sites), "site")
+    group, sites = scores.group, count_with_noun(len(scores.averaged_sites), "site")
+    count, planned = len({seed for _, seed in group.runs}), len(group.seeds)
+    seeds = f"{count} of {planned} seeds" if count < planned else f"{count} seeds" if count > 1 else "one seed"
     title = group.with_group_name(
         f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
     )
     each = "site" if scores.columns == scores.sites else f"at the worst, the median and the best of {sites}"
-    spread = f"the mean over {count} seeds ± their standard deviation" if count > 1 else "of one seed"
-    over = f"{sites} and {count} seeds, ± the standard deviation over seeds" if count > 1 else f"{sites}, of one seed"
+    spread = f"the mean over {seeds} ± their standard deviation" if count > 1 else f"of {seeds}"
+    over = f"{sites} and {seeds}, ± the standard deviation over seeds" if count > 1 else f"{sites}, of {seeds}"
     of_means = {
         f"{title}.": True,
+        **dict.fromkeys(map(sentence, _model_notes(scores)), True),
         f"Means are over {over}.": True,
         "The 95 % intervals over seeds are percentile bootstraps of the mean; few seeds make them too narrow.": "95 % seeds"
         in headings_with_values,
-        f"The 95 % intervals of the test set join {_describe_bootstrap_unit(scores)} by MOVER.": "95 % test set"
+        f"The 95 % intervals of the test set join {_describe_bootstrap_unit(scores)} by MOVER; {SEEDS_JOINED}.": "95 % test set"
         in headings_with_values,
         "The mean by n weighs sites by the samples that they scored.": "mean by n" in headings_with_values,
-        f"The rank, 1 for the best, is averaged over {count_with_noun(blocks, 'site')}.": "rank" in headings_with_values,
+        f"The rank, 1 for the best, is averaged over {count_with_noun(blocks, 'site')}; "
+        "the pretrained model is not ranked.": "rank" in headings_with_values,
         "The published numbers are the paper's own; the difference is ours minus them.": "published" in headings_with_values,
     }
     by_site = {f"{title}, {'by ' * (each == 'site')}{each}.": True, f"Each number is {spread}.": True}
@@ -227,6 +234,19 @@ def _caption(scores: GroupScores, blocks: int, headings_with_values: Set[str], o
         f"Of numbers marked {MARK} seeds are missing.": scores.missing,
     }
     return " ".join(only_true((by_site if of_sites else of_means) | always))
+
+
+def _model_notes(scores: GroupScores) -> list[str]:
+    """Return a line that defines the table's models, and one with the methods whose global model is each site's own."""
+    alone = [
+        method
+        for method in scores.methods
+        for run in scores.group.runs_of(method)[:1]
+        if run.parameter_counts is not None and not run.parameter_counts[Role.SHARED] and not run.is_pooled
+    ]
+    own = f"{first_names_text(alone)}: nothing is shared, so the global model is each site's own"
+    models = f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}"
+    return [models, *([own] if alone and scores.stage is Stage.GLOBAL else [])]
 
 
 def _describe_bootstrap_unit(scores: GroupScores) -> str:
@@ -259,15 +279,15 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
     averaged = count_with_noun(len(scores.averaged_sites), "site")
     found = {
         meaning: meaning,
-        f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
+        **dict.fromkeys(_model_notes(scores), True),
         f"mean over {averaged}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
         f"seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
         f"no score of this metric at: {first_names_text(scores.unscored_sites)}": scores.unscored_sites,
         too_few if seeds < FEWEST_SEEDS else f"95 % seeds: {bootstrap}": True,
-        f"95 % test set: from {_describe_bootstrap_unit(scores)} {apart}, by MOVER": True,
+        f"95 % test set: from {_describe_bootstrap_unit(scores)} {apart}, by MOVER; {SEEDS_JOINED}": True,
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
-        f"rank: 1 is best; averaged over {count_with_noun(blocks, 'site')}": blocks,
+        f"rank: 1 is best; averaged over {count_with_noun(blocks, 'site')}; the pretrained model is not ranked": blocks,
         f"{MARK} seeds are missing, see below": marked,
         f"no such model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
