@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def _send(federation: Federation, task: Any, fl_ctx: Any, targets: list[str]) ->
     if targets != ["c"]:
         Federation.send(federation, task, fl_ctx, targets)
         return
-    client_task = type("Answered", (), {"client": type("C", (), {"name": "c"}), "result": federation.answers["c"](task.data)})
+    client_task = SimpleNamespace(client=SimpleNamespace(name="c"), task=task, result=federation.answers["c"](task.data))
     task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx)
     task.completion_status = "ok"
 
