@@ -4,8 +4,8 @@ Rank 0 is the site's own process. It alone has the guard, the optimizer, the str
 alone communicates with a server. The other ranks are its child processes. They receive parts of batches and the adapter's
 values from rank 0. All gradients are summed by an all-reduce (gloo, over 127.0.0.1). A loss is a mean over samples. So the
 parts' losses, weighted by their numbers of samples, give the gradient of the whole batch, up to the order of float32 sums. This
-is PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020) with the optimizer on one rank. For an
-adapter, sending its values costs as much as sending gradients back.
+is the algorithm of PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020), not its class: the
+optimizer is on one rank. For an adapter, sending its values costs as much as sending gradients back.
 """
 
 import shutil

@@ -230,7 +230,7 @@ def clip_to_grid(update: Mapping[str, Tensor], clip: float) -> Tensors:
     values that are not finite, and for a clip that is too small for the grid.
     """
     numbers = sum(tensor.numel() for tensor in update.values())
-    room = (clip - math.sqrt(numbers) * UNIT / 2) * (1 - clip_safety_margin(numbers))
+    room = (clip - math.sqrt(numbers) * UNIT / 2) * (1 - clip_safety_fraction(numbers))
     if room <= 0:
         raise RefusedError(
             f"privacy.clip: {clip:g} is under the grid's step for {numbers:,} numbers; nothing was sent; raise it"
@@ -245,7 +245,7 @@ def clip_to_grid(update: Mapping[str, Tensor], clip: float) -> Tensors:
     return found
 
 
-def clip_safety_margin(numbers: int) -> float:
+def clip_safety_fraction(numbers: int) -> float:
     """Return the fraction by which to reduce a clip, because the norm of `numbers` float64 numbers has a rounding error.
 
     A sum of n positive numbers has a relative error of at most n * 2^-53, in any order of additions (N. Higham, "Accuracy and
@@ -273,7 +273,7 @@ def clipped_sum(gradients: Mapping[str, Tensor], clip: float, start: Tensor | No
     for one in zip(*parts, strict=True):
         whole = torch.cat(one).double()
         norm = torch.linalg.vector_norm(whole)
-        factor = (clip / norm).clamp(max=1.0) * (1 - clip_safety_margin(numbers))  # never 0 / 0, because clip > 0
+        factor = (clip / norm).clamp(max=1.0) * (1 - clip_safety_fraction(numbers))  # never 0 / 0, because clip > 0
         scaled = whole.mul_(torch.where(norm.isfinite(), factor, 0.0)).nan_to_num_(0.0, 0.0, 0.0)
         total.add_(quantize({"": scaled})[""]).clamp_(-ROOM, ROOM)
     return total.cpu()

@@ -324,7 +324,7 @@ class Coordinator:
         return self.plan if self.plan and self.plan.config.trust == "central" else None
 
     def _whitening_maps(self, tensors: Tensors) -> dict[str, Geometry]:
-        """Return the whitening maps of the tensors that this phase sums."""
+        """Return the maps that whiten `tensors`, for those with a public tensor to measure them by; see release.geometries."""
         public = self.state.shared | self.state.initial
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
 

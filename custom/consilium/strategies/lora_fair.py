@@ -1,6 +1,7 @@
 """LoRA-FAIR: the server refines the averaged B, so that its product with A approaches the mean of products.
 
-A and B are averaged separately. Their product should be D = sum p_i B_i A_i. For each layer dB minimizes
+A and B are averaged separately. The product of the averages is not the average product D = sum p_i B_i A_i. So for each layer
+dB minimizes
 
     1 - cos(D, (B + dB) A) + penalty ||dB||_F^2       (`loss: cosine`, the paper's)
     ||D - (B + dB) A||_F^2 + penalty ||dB||_F^2       (`loss: frobenius`, with its closed form)

@@ -308,12 +308,13 @@ def _private_step(
 
 def read_units(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
     """Yield (size, batch) for each unit's samples. A unit that cannot be read is left out; its error is only logged here."""
-    calls = (partial(_unit, task, _device(model), part, seed) for part in parts)
+    calls = (partial(_read_unit_or_empty, task, _device(model), part, seed) for part in parts)
     with closing(prefetch(calls, _count_ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
 
 
-def _unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Batch:
+def _read_unit_or_empty(task: Task, device: torch.device, samples: list[int], seed: int) -> Batch:
+    """Return a unit's batch; {} if it cannot be read, and then the error is logged."""
     try:
         return _batch(task, device, samples, seed)
     except STOPS:

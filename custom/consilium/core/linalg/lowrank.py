@@ -1,4 +1,4 @@
-"""Exact low-rank and dense matrices for FedHera's server: the global update of each layer, built from sites' low-rank changes.
+"""Exact sums of low-rank changes of the sites, layer by layer, for strategies that aggregate products of LoRA factors.
 
 The update W (out, in) of a layer is stored as stacked factors left (out, k) @ right (k, in) while that is cheaper, then as one
 dense matrix (`COSTS`). It is never truncated. For stacked factors, singular triplets come from QR and a small SVD (float64).

@@ -47,7 +47,7 @@ class SiteProcess:
     _starting = threading.Lock()
 
     def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
-        self._process = self.context.Process(target=_run_site_in_fork, args=(command[2:], env))  # without "python -m"
+        self._process = self.context.Process(target=_become_site_process, args=(command[2:], env))  # without "python -m"
         with self._starting:  # FLARE starts each site from a thread
             self._process.start()
 
@@ -76,7 +76,7 @@ class SiteProcess:
         self._process.kill()
 
 
-def _run_site_in_fork(command: list[str], env: dict[str, str]) -> None:
+def _become_site_process(command: list[str], env: dict[str, str]) -> None:
     """In a forked process, run `python -m COMMAND` with the environment `env` and in a new session, as FLARE's Popen does."""
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.private.fed.app.simulator import simulator_worker

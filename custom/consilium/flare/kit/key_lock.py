@@ -72,7 +72,7 @@ def lock(kit: Path, passphrase: str | None = None) -> list[Path]:
     left = [key.resolve() for key in keys if key.is_symlink() and key not in opened and _is_clear_key(key)]
     if not path.is_file():
         private_key_path(kit)
-        _check_owner(kit, "lock")
+        _refuse_root_on_users_kit(kit, "lock")
         if passphrase is None or len(passphrase) < MIN_PASSPHRASE:
             raise ConfigError(
                 f"passphrase: {len(passphrase or '')} characters; use at least {MIN_PASSPHRASE}, such as five words"
@@ -151,7 +151,7 @@ def _find_opened_folders(kit: Path) -> list[Path]:
     return [one for one in found if one.parent == kit or _read_opened(one).get("kit") == str(kit)]
 
 
-def _check_owner(kit: Path, command: str) -> None:
+def _refuse_root_on_users_kit(kit: Path, command: str) -> None:
     """Raise ConfigError if root works on another user's kit: that user could not read the files that root writes."""
     owner = kit.stat()
     if os.geteuid() == 0 and owner.st_uid:
@@ -207,7 +207,7 @@ def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
     user, and with `for_good` for a kit that runs.
     """
     path, startup = kit / LOCKED, kit / "startup"
-    _check_owner(kit, "unlock")
+    _refuse_root_on_users_kit(kit, "unlock")
     if for_good:
         check_stopped(kit)
     sha256, keys = _sha256(path), _decrypt_keys(path, passphrase)

@@ -141,7 +141,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     beaten = [one for c, one in enumerate(columns) if (top := [r for r, at in best if at == c]) and max(top) < above]
     valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
     marked = any(MARK in cell for row in rows for cell in row[1:])
-    in_all, by_site = _scored_samples(scores)
+    in_all, by_site = _scored_sample_lines(scores)
     of_sites, of_means = (
         [f"the pretrained model is the best in: {first_names_text(names)}"]
         if (names := [one.heading for one in beaten if one.detail is detail])
@@ -186,7 +186,7 @@ def _best_cells(
     return found
 
 
-def _scored_samples(scores: GroupScores) -> tuple[list[str], list[str]]:
+def _scored_sample_lines(scores: GroupScores) -> tuple[list[str], list[str]]:
     """Return a line with the images, volumes, patients or records scored in all, and one by site; [] if not on record."""
     found = {
         site: max(int(finite_score(run.score(site, scores.stage, COUNT)) or 0) for run in scores.group.runs.values())
