@@ -209,6 +209,7 @@ def test_the_script_that_would_start_a_participant_again_ends_first(kit: Path, m
         one = Mock(info={"cmdline": words})
         one.send_signal = lambda number, name=words[0]: told.append(name)
         found.append(one)
+    found.append(Mock(info={"cmdline": None}))  # it ended while the processes of another kit were looked for
     looks = iter([found, []])
     monkeypatch.setattr(processes, "processes", lambda kit, jobs_only=False: next(looks))
     monkeypatch.setattr(processes.psutil, "wait_procs", lambda found, seconds: None)
