@@ -143,7 +143,7 @@ def test_port_is_reserved_for_the_server_until_it_listens() -> None:
 
 
 def test_taken_port_is_named(tmp_path: Path) -> None:
-    """FLARE's server writes gRPC's line into its log and runs on. A site's line about another port is none of it."""
+    """FLARE's server writes gRPC's line into its log and runs on. A line about another port does not count."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         federation = LocalFederation(tmp_path, {"site-1": {}}, make=lambda file, folder: folder, port=port)

@@ -130,7 +130,7 @@ def test_running_site_notes_another_project(
     assert connection_refusals.noted_cause(other) is Cause.PROJECT
     assert caplog.text.count("the server does not let this site in: wrong project: its kit is of another project") == 1
     (kit / "startup/fed_client.json").unlink()
-    note_other_project(kit)  # nothing can be said of this one
+    note_other_project(kit)  # without an address there is no server to look at
     assert connection_refusals.noted_cause(kit) is None
 
 

@@ -26,7 +26,7 @@ from consilium.flare.kit.renewal import renew, update_kit
 from tests.conftest import run
 
 PASSPHRASE = "five words of a telephone call"
-NOBODY = 65534
+OTHER_USER = 65534
 COST = dict(key_lock.COST)
 
 
@@ -67,7 +67,7 @@ def public() -> Iterator[Path]:
 
 @contextmanager
 def other_user() -> Iterator[None]:
-    os.seteuid(NOBODY)
+    os.seteuid(OTHER_USER)
     try:
         yield
     finally:
@@ -323,7 +323,7 @@ def test_lock_refuses_if_the_locked_file_has_changed_since_unlock(
     assert key.read_bytes() == before
     move, lock = command_in(told.err)
     subprocess.run(move, check=True)
-    assert run(monkeypatch, *lock[1:]) == 2  # nobody to ask
+    assert run(monkeypatch, *lock[1:]) == 2  # there is no terminal
     assert f"{kit / LOCKED} is gone; new passphrase: nobody to ask" in capsys.readouterr().err
     assert key.read_bytes() == before
     assert run(monkeypatch, *lock[1:], "--passphrase-file", file) == 0
@@ -389,7 +389,7 @@ def test_lock_removes_keys_in_memory_without_links_of_this_kit_only(kit: Path, t
     if os.geteuid() == 0:
         foreign = Path(shutil.copytree(next(memory.glob("*/client.key")).parent, memory / "consilium-keys-foreign"))
         (foreign / key_lock.OPENED).write_text(json.dumps({"kit": str(kit), "sha256": ""}))
-        os.chown(foreign, NOBODY, NOBODY)
+        os.chown(foreign, OTHER_USER, OTHER_USER)
         kept.add(foreign)
     assert len(list(memory.iterdir())) == len(kept) + 2
     assert key_lock.lock(kit) == []
@@ -458,7 +458,7 @@ def test_a_passphrase_file_that_others_can_read_is_a_warning(
 def test_root_neither_locks_nor_unlocks_the_kit_of_another_user(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key_lock.lock(kit, PASSPHRASE)
     if os.geteuid() == 0:
-        os.chown(kit, NOBODY, NOBODY)
+        os.chown(kit, OTHER_USER, OTHER_USER)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     for for_good in (False, True):
         with pytest.raises(ConfigError, match=f"belongs to user {kit.stat().st_uid}.* consilium unlock {kit}`"):
@@ -473,7 +473,7 @@ def test_root_neither_locks_nor_unlocks_the_kit_of_another_user(kit: Path, monke
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
 def test_the_command_for_root_unlocks_the_kit_for_its_owner(made: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["setpriv", "--reuid", str(NOBODY), "--clear-groups", sys.executable, "-c", "import consilium.cli.main"]
+    words = ["setpriv", "--reuid", str(OTHER_USER), "--clear-groups", sys.executable, "-c", "import consilium.cli.main"]
     if subprocess.run(words, cwd=public, capture_output=True).returncode != 0:
         pytest.skip("the other user cannot read the package")
     monkeypatch.setitem(key_lock.COST, "n", COST["n"])
@@ -482,7 +482,7 @@ def test_the_command_for_root_unlocks_the_kit_for_its_owner(made: Path, public: 
     key_lock.lock(kit, PASSPHRASE)
     (public / "passphrase").write_text(PASSPHRASE)
     for path in (public / "passphrase", kit, *kit.rglob("*")):
-        os.chown(path, NOBODY, NOBODY)
+        os.chown(path, OTHER_USER, OTHER_USER)
     with pytest.raises(ConfigError) as refused:
         key_lock.unlock(kit, PASSPHRASE)
     (words,) = command_in(str(refused.value))
@@ -490,7 +490,7 @@ def test_the_command_for_root_unlocks_the_kit_for_its_owner(made: Path, public: 
     done = subprocess.run([*words, "--passphrase-file", public / "passphrase"], cwd=public, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     key = kit / "startup/client.key"
-    assert (key.read_bytes(), key.resolve().stat().st_uid) == (before, NOBODY)
+    assert (key.read_bytes(), key.resolve().stat().st_uid) == (before, OTHER_USER)
     opened = key.resolve().parent
     key.unlink()  # root finds the folder of the kit's owner all the same
     assert key_lock.lock(kit) == []
@@ -507,7 +507,9 @@ def test_keys_that_another_user_opened_are_one_line(
     key_lock.lock(kit, PASSPHRASE)
     key_lock.unlock(kit, PASSPHRASE)
     with other_user():
-        with pytest.raises(ConfigError, match=f"was unlocked by user 0, and user {NOBODY} cannot read it; run this as user 0"):
+        with pytest.raises(
+            ConfigError, match=f"was unlocked by user 0, and user {OTHER_USER} cannot read it; run this as user 0"
+        ):
             has_private_key(kit)
         assert run(monkeypatch, "unlock", kit) == 2
     assert "client.key: was unlocked by user 0" in capsys.readouterr().err

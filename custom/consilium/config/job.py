@@ -265,7 +265,9 @@ def load_job(
     try:
         return make_job(read_yaml(path), path, overrides, plugins, author)
     except ConfigError as error:
-        raise ConfigError(override_error_text(str(error), overrides or {}, path), error.reason, error.told) from None
+        if not overrides:
+            raise
+        raise ConfigError(override_error_text(str(error), overrides, path), error.reason, error.told) from None
 
 
 def load_run_job(folder: Path, plugins: Plugins = NO_PLUGINS) -> JobConfig:

@@ -153,9 +153,8 @@ class RoundController(Controller):
             return f"{ABORTED_RUN} by {person} {place}"
         if self._fatal:
             return f"{UNEXPLAINED} {place}: {self._fatal}"
-        silent = (
-            self.registration.sent.keys() if self.registration else set[str]()
-        ) - tasks.replied or c.asked.keys() - c.accepted
+        greeted = self.registration.sent.keys() if self.registration else set[str]()
+        silent = greeted - tasks.replied or c.asked.keys() - c.accepted
         return f"{UNEXPLAINED} {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
 
     def process_result_of_unknown_task(
