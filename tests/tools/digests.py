@@ -61,9 +61,9 @@ def combinations() -> dict[str, tuple[str, ...]]:
     runs["fedit/dora"] = (*SEGMENT, "strategy={name: fedit}", "adapter.dora=true")
     for name in ("fedit", "fedsca"):
         runs[f"{name}/bottleneck"] = (*SEGMENT, "adapter={kind: bottleneck}", f"strategy={{name: {name}}}")
-    runs["fedit/full"] = (*CELLS, "adapter={kind: full, targets: '.*blocks.0.*'}")
+    runs["fedit/full"] = (*CELLS, "adapter={kind: full}")
     runs["fedit/server adam"] = (*SEGMENT, "strategy={name: fedit}", "server={optimizer: adam, lr: 0.01}")
-    runs["fedit/median"] = (*SEGMENT, "strategy={name: fedit}", "server={aggregate: median}")
+    runs["fedit/median"] = (*SEGMENT, "strategy={name: fedit}", "server={mean: median}")
     runs["fedit/sampled"] = (*SEGMENT, "strategy={name: fedit}", "federation.fraction_train=0.7")
     runs["fedit/masked"] = (*CELLS, MASKED, "federation.min_sites=3")
     runs["fediat/masked"] = (*SEGMENT, MASKED, "federation.min_sites=3")
