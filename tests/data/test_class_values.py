@@ -10,10 +10,10 @@ import yaml
 from PIL import Image
 
 from consilium.core.errors import DataError
+from consilium.data.class_checks import classes_for, undeclared_remedy
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.importers.registry import import_set
-from consilium.data.undeclared_values import classes_for, undeclared_remedy
 from tests.conftest import JOBS
 from tests.data.hospitals import drawn, hospital, photo, said
 

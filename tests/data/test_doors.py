@@ -7,7 +7,7 @@ import pytest
 
 from consilium.config.site import Given, find_site
 from consilium.core.errors import ConsiliumError, DataError
-from consilium.data.class_name_checks import doubtful_name_findings
+from consilium.data.class_checks import doubtful_name_findings
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.pairs import parse

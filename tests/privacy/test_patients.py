@@ -51,7 +51,7 @@ def config(privacy: dict | None = PATIENT, **training: object) -> JobConfig:
 
 
 def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
-    assert training_indices_by_patient(listed("b", "a", "b", "c", "a")) == ((0, 2), (1, 4), (3,))
+    assert training_indices_by_patient(listed("b", "a", "b", "c", "a").splits["training"]) == ((0, 2), (1, 4), (3,))
     assert patients_and_most_samples(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
     assert count_units(config(), listed("b", "a", "b")) == 2
     assert count_units(config({"unit": "record", "epsilon": 8}), listed("b", "a", "b")) == 3
@@ -60,13 +60,15 @@ def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
 def test_texts_have_patients_as_pictures_have(tmp_path: Path) -> None:
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate("abaa")]
     data = read_texts(write(tmp_path, "training.jsonl", *notes))
-    assert training_indices_by_patient(data) == ((0, 2, 3), (1,))
+    assert training_indices_by_patient(data.splits["training"]) == ((0, 2, 3), (1,))
     job = JobConfig.model_validate(training_only(small_text("fedit")).model_dump() | {"privacy": PATIENT})
     assert count_units(job, data) == 2
     assert tally(data, job.task, 4).patients["training"]
     assert len(set(tally(data, job.task, 4).people["training"])) == 2  # small counts are of patients, not of notes
     assert (
-        training_indices_by_patient(read_texts(write(tmp_path / "nameless", "training.jsonl", {"input": "a", "output": "b"})))
+        training_indices_by_patient(
+            read_texts(write(tmp_path / "nameless", "training.jsonl", {"input": "a", "output": "b"})).splits["training"]
+        )
         == ()
     )
 
@@ -92,7 +94,7 @@ def test_a_language_model_trains_by_patients(trust: str, tmp_path: Path) -> None
 def test_a_sample_of_nobody_is_not_trained_on_and_warned_of() -> None:
     """As an error it told, for nothing, whether every entry names a patient."""
     nameless = listed("a", "", "b", "", "a")
-    assert training_indices_by_patient(nameless) == ((0, 4), (2,))
+    assert training_indices_by_patient(nameless.splits["training"]) == ((0, 4), (2,))
     assert count_units(config(), nameless) == 2
     told = 'privacy.unit patient: 2 of 5 training samples name no patient, and are left out; write "patient" into every entry'
     assert patient_warning(config(), nameless) == f"{told} of the list"

@@ -31,10 +31,16 @@ from consilium.data import disk_cache as cache_folder
 from consilium.data.check import setting_suggestions, shared_sample_lines
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import DataList, read_datalist, with_affine, with_challenge_splits
-from consilium.data.folders import has_classes, import_command, importable_content, subfolders
+from consilium.data.folders import (
+    describe_renames,
+    has_classes,
+    import_command,
+    importable_content,
+    subfolders,
+    valid_site_names,
+)
 from consilium.data.label_map import with_job_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
-from consilium.data.site_names import describe_renames, valid_site_names
 from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats
 from consilium.data.text import has_texts

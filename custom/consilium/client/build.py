@@ -58,7 +58,7 @@ def build_site(
     task = build_task(job.config, decoded, site)
     if warning := patient_warning(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})
-    warn_of_similar_patients(data)
+    warn_of_similar_patients(data.splits)
     if model is None:
         observer(loading_event(job.config.model.title, name))
         model = build_model(job.config, site)

@@ -140,7 +140,8 @@ def _mark_independent_parts(config: JobConfig, data: DataList) -> DataList:
 
 def count_units(config: JobConfig, data: DataList) -> int:
     """Return the number of units on which a site trains: patients if they are the unit, otherwise records."""
-    return len(training_indices_by_patient(data)) if max_samples_per_patient(config.privacy) else len(data.splits["training"])
+    training = data.splits["training"]
+    return len(training_indices_by_patient(training) if max_samples_per_patient(config.privacy) else training)
 
 
 def patient_warning(config: JobConfig, data: DataList) -> str | None:

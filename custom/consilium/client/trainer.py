@@ -203,7 +203,9 @@ class Trainer:
 def dpsgd_of(context: ClientContext, payload: Payload, number: int = 0) -> DpSgd | None:
     """Return the DP-SGD settings for fit `number` of a phase, None if training does not use DP-SGD."""
     patients = (
-        training_indices_by_patient(context.data) if context.data and max_samples_per_patient(context.config.privacy) else ()
+        training_indices_by_patient(context.data.splits["training"])
+        if context.data and max_samples_per_patient(context.config.privacy)
+        else ()
     )
     seed = context.noise_seed
     if seed is not None:

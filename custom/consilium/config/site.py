@@ -14,9 +14,8 @@ from consilium.config.run_sections import MIN_CELL_COUNT
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins, normalize_name
 from consilium.core.schema import Positive, Seconds, Section, read_yaml, validate
-from consilium.data.folders import has_classes, split_of
+from consilium.data.folders import folder_of, has_classes, split_of
 from consilium.data.settings import NiftiAffine
-from consilium.data.site_names import folder_of
 from consilium.data.text import has_texts
 
 # capacity --------------------------------------------------------------------------------------------------------------

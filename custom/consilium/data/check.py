@@ -10,20 +10,20 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.check_samples import Classes, SampleReport, check_samples, map_by_file
-from consilium.data.class_name_checks import doubtful_name_findings
-from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
-from consilium.data.identifiers import ALIKE, similar_patient_lines
-from consilium.data.pairs import MOST_VALUES
-from consilium.data.settings import DEFAULTS, PictureSettings
-from consilium.data.text import Text, read_texts
-from consilium.data.undeclared_values import (
+from consilium.data.class_checks import (
     OF_NO_CLASS,
     UNDECLARED,
     classes_for,
+    doubtful_name_findings,
     one_line_yaml,
     undeclared_label_values,
     undeclared_remedy,
 )
+from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
+from consilium.data.pairs import MOST_VALUES
+from consilium.data.patients import ALIKE, similar_patient_lines
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.text import Text, read_texts
 
 NEAR = 12
 """Two pictures look alike if their 256-bit hashes differ in at most this many bits."""

@@ -18,12 +18,11 @@ from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
-from consilium.data import images, pictures, slides, undeclared_values, volumes
+from consilium.data import class_checks, images, pictures, slides, volumes
 from consilium.data.check_report import PATIENT
-from consilium.data.class_name_checks import class_name
+from consilium.data.class_checks import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.disk_cache import DiskCache
-from consilium.data.identifiers import pseudonym
 from consilium.data.images import (
     check_annotated_classes,
     check_mask_shape,
@@ -35,6 +34,7 @@ from consilium.data.images import (
 )
 from consilium.data.label_masks import Labels, matching_labels
 from consilium.data.loading import NOTHING_LEFT
+from consilium.data.patients import pseudonym
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.safe_open import Stamp, check_opens, stamp
 from consilium.data.settings import DEFAULTS, PictureSettings, TilesConfig, Value
@@ -335,7 +335,7 @@ def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int
 
 
 def check_and_find_vanished(
-    item: Item, classes: undeclared_values.Classes, settings: PictureSettings = DEFAULTS, size: int = 0
+    item: Item, classes: class_checks.Classes, settings: PictureSettings = DEFAULTS, size: int = 0
 ) -> tuple[str, ...]:
     """Return the classes of which resizing to `size` would leave no pixel, see images.resize_masks; none for a size of 0.
 
@@ -349,7 +349,7 @@ def check_and_find_vanished(
 
 
 def find_vanished_classes(
-    item: Item, labels: Labels, classes: undeclared_values.Classes, size: int, settings: PictureSettings = DEFAULTS
+    item: Item, labels: Labels, classes: class_checks.Classes, size: int, settings: PictureSettings = DEFAULTS
 ) -> tuple[str, ...]:
     """Return the classes that an item's labels (H, W) show, and of which resizing to `size` would leave no pixel."""
     cut = labels.map(lambda values: images.crop(item, values))

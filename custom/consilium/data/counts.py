@@ -15,7 +15,7 @@ import numpy as np
 
 from consilium.core.errors import UnfitError
 from consilium.data import volumes
-from consilium.data.class_name_checks import class_name
+from consilium.data.class_checks import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import check_mask_shape, check_values, label_values_by_class, read_image, read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings

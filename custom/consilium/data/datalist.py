@@ -13,8 +13,8 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_in_any_unicode_form
 from consilium.data.folders import list_class_pictures
-from consilium.data.identifiers import pseudonym, read_identifier
 from consilium.data.loading import IN_MEMORY, Loading
+from consilium.data.patients import pseudonym, read_identifier
 from consilium.data.safe_open import (
     MOST_BYTES as MOST_FILE,
     MOST_SLIDE,

@@ -13,11 +13,11 @@ from PIL import Image
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.lazy import Tensor, torch
 from consilium.data import pictures, slides, volumes
+from consilium.data.class_checks import OF_NO_CLASS, UNDECLARED, Classes, undeclared_label_values, undeclared_remedy
 from consilium.data.datalist import Item
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings
-from consilium.data.undeclared_values import OF_NO_CLASS, UNDECLARED, Classes, undeclared_label_values, undeclared_remedy
 
 Sample = dict[str, Tensor]
 Colour = tuple[int, int, int]

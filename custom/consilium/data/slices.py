@@ -9,8 +9,8 @@ from consilium.core.seeding import seed_for
 from consilium.data import slides, volumes
 from consilium.data.check_samples import with_lost_recorded
 from consilium.data.datalist import DataList, Item, Lost
-from consilium.data.identifiers import path_pseudonym, pseudonym
 from consilium.data.images import read_labels
+from consilium.data.patients import path_pseudonym, pseudonym
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 
 _UNIT = 2**32

@@ -21,9 +21,8 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
-from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
-from consilium.data.patients import first_linked
+from consilium.data.patients import first_linked, pseudonym
 from consilium.data.safe_open import raise_first_fault
 
 

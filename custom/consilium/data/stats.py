@@ -15,11 +15,11 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data import slides, volumes
 from consilium.data.check_samples import Classes, map_by_file
-from consilium.data.class_name_checks import class_name
+from consilium.data.class_checks import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.identifiers import pseudonym
 from consilium.data.images import label_values_by_class, level_of, read_labels
 from consilium.data.label_masks import Labels
+from consilium.data.patients import pseudonym
 from consilium.data.pixel_values import windowed
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 

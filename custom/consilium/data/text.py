@@ -15,7 +15,7 @@ from typing import Any
 from consilium.core.errors import DataError
 from consilium.core.schema import MOST_CLASSES
 from consilium.data.datalist import SPLITS, DataList, read_datalist
-from consilium.data.identifiers import pseudonym, read_identifier
+from consilium.data.patients import pseudonym, read_identifier
 from consilium.data.record_forms import EXAMPLE, FORMS, Chat, chat_of
 from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
 

@@ -42,7 +42,7 @@ class VolumeHeader:
 
     `second`: the grid by a NIfTI file's qform, if its sform disagrees; `affine`: which of the two was chosen. `patient`,
     `study` and `space` (the frame of reference) are the identifiers in the file. They never leave this process, see
-    identifiers.py.
+    patients.py.
     """
 
     grid: Grid

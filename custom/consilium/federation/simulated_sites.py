@@ -12,8 +12,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import read_json
 from consilium.data.fingerprint import fingerprint
-from consilium.data.folders import import_command
-from consilium.data.site_names import VALID, valid_site_names
+from consilium.data.folders import VALID, import_command, valid_site_names
 
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")

@@ -77,7 +77,7 @@ def private() -> JobConfig:
 def assert_two(data: DataList) -> None:
     """Check that a list has one patient in many samples, and another in the last."""
     count = len(data.splits["training"]) - 1
-    assert training_indices_by_patient(data) == (tuple(range(count)), (count,))
+    assert training_indices_by_patient(data.splits["training"]) == (tuple(range(count)), (count,))
     assert patients_and_most_samples(data.splits["training"]) == (2, count)
 
 
@@ -90,7 +90,7 @@ def test_a_list_and_records_count_one_patient_once(tmp_path: Path) -> None:
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate(ONE_AND_ANOTHER)]
     assert_two(read_texts(write(tmp_path / "notes", "training.jsonl", *notes)))
     numbers = entries(tmp_path, 7, "7", "\uff17", " 7")
-    assert training_indices_by_patient(read_datalist(write_list(tmp_path, *numbers))) == ((0, 1, 2, 3),)
+    assert training_indices_by_patient(read_datalist(write_list(tmp_path, *numbers)).splits["training"]) == ((0, 1, 2, 3),)
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_ledger_and_training_count_the_same(tmp_path: Path) -> None:
     guard = build_guard(job, "site-1", site, tmp_path / "run", tmp_path, lambda event: None)
     assert guard.plan is not None
     trained = build_site(job, "site-1", site, tmp_path / "run", lambda event: None, data=None)
-    assert len(training_indices_by_patient(trained.context.data)) == 8
+    assert len(training_indices_by_patient(trained.context.data.splits["training"])) == 8
     assert guard.plan.event.sample_rate == pytest.approx(min(1.0, private().training.batch_size / 8))
 
 
@@ -193,7 +193,7 @@ def test_nearly_equal_patients_are_named_by_their_samples(tmp_path: Path, caplog
     assert not [n for n in range(len(NEARLY), len(NEARLY) + len(APART)) if f"{n}.png" in line]
     assert not [who for who in NEARLY if who in line + kind]
     data = read_datalist(path)
-    assert len(training_indices_by_patient(data)) == len(NEARLY) + len(APART)
+    assert len(training_indices_by_patient(data.splits["training"])) == len(NEARLY) + len(APART)
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate((*NEARLY, *APART))]
     told = check_texts(write(tmp_path / "notes", "training.jsonl", *notes)).warnings
     assert [len(lines) for kind, lines in told.items() if "differ by case" in kind] == [1]

@@ -15,11 +15,11 @@ from consilium.data.folders import (
     are_patients,
     list_class_pictures,
     may_have_classes,
+    select_sites,
     split_of,
     subfolders,
     unreadable_role_reason,
 )
-from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import (
     Importer,
     ImportResult,
@@ -31,8 +31,8 @@ from consilium.data.importers.base import (
 from consilium.data.importers.labels import dataset_json_labels, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
 from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, has_pairs, role_of_name, unpaired_message, words
+from consilium.data.patients import check_identifier
 from consilium.data.safe_open import FOREIGN
-from consilium.data.site_names import select_sites
 
 LAYOUT = (
     "a folder per site: images/ and masks/, or other names such as a.png and a_mask.png, a mask of one channel with 0 outside; "

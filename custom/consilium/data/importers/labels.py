@@ -11,15 +11,14 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
 from consilium.data import pictures, slides, volumes
 from consilium.data.check_samples import image_shape
-from consilium.data.class_name_checks import doubtful_name_findings
+from consilium.data.class_checks import ONE_CLASS, all_masks_binary, classes_for, doubtful_name_findings
 from consilium.data.datalist import Item, read_json
+from consilium.data.folders import describe_renames, valid_site_names
 from consilium.data.images import check_mask_shape, read_labels
 from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png
 from consilium.data.label_masks import Labels
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.pixel_values import UNSMOOTHED
-from consilium.data.site_names import describe_renames, valid_site_names
-from consilium.data.undeclared_values import ONE_CLASS, all_masks_binary, classes_for
 
 EXACT = "or import with --exact-values if they are labels"
 _ONE_OBJECT = 0.5

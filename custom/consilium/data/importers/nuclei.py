@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 
 from consilium.core.errors import DataError
 from consilium.data import pictures
+from consilium.data.folders import slug
 from consilium.data.importers.base import (
     GIVE,
     NO_PATIENTS,
@@ -32,7 +33,6 @@ from consilium.data.importers.base import (
 )
 from consilium.data.importers.xml_files import read_xml
 from consilium.data.safe_open import MOST_SLIDE, wrap_decoding_errors
-from consilium.data.site_names import slug
 
 NUCLEUS = {"nucleus": [1]}
 PANNUKE_TYPES = ["neoplastic", "inflammatory", "connective", "dead", "epithelial"]

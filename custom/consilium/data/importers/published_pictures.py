@@ -13,7 +13,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import pictures
-from consilium.data.folders import list_class_pictures
+from consilium.data.folders import list_class_pictures, select_sites
 from consilium.data.importers.base import (
     NO_PATIENTS,
     PICTURE_ENDINGS,
@@ -34,7 +34,6 @@ from consilium.data.importers.base import (
     walk_folders,
     wrong_layout,
 )
-from consilium.data.site_names import select_sites
 
 RUNS = 10
 """If a set names no videos, its frames are cut into this number of runs, so only frames at the ends of a run share a video

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 from consilium.core.errors import DataError
 from consilium.core.grouping import group_by_key
+from consilium.data.folders import slug
 from consilium.data.importers.base import (
     GIVE,
     Importer,
@@ -31,7 +32,6 @@ from consilium.data.importers.base import (
 from consilium.data.importers.xml_files import read_xml
 from consilium.data.patients import first_linked
 from consilium.data.safe_open import MOST_CHARACTERS, check_line, parse_json, read_text, text_lines
-from consilium.data.site_names import slug
 
 RESULT = "The answer is:"
 SIZES = ("xl", "l", "m", "s", "xs", "debiased")

@@ -11,6 +11,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import nifti
+from consilium.data.folders import select_sites, slug
 from consilium.data.importers.base import (
     DerivedFile,
     Importer,
@@ -24,7 +25,6 @@ from consilium.data.importers.base import (
     wrong_layout,
 )
 from consilium.data.safe_open import wrap_decoding_errors
-from consilium.data.site_names import select_sites, slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
 """Hospitals by SAML's names, with their other names in FedDG and FedFMS."""

@@ -15,12 +15,12 @@ from consilium.core.errors import DataError
 from consilium.core.grouping import group_by_key
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, clean_up_on_failure, write_atomic
+from consilium.data.class_checks import ONE_CLASS
 from consilium.data.datalist import SPLITS
-from consilium.data.identifiers import canonical_spelling
+from consilium.data.folders import select_sites
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
+from consilium.data.patients import canonical_spelling
 from consilium.data.safe_open import is_encodable
-from consilium.data.site_names import select_sites
-from consilium.data.undeclared_values import ONE_CLASS
 
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""
