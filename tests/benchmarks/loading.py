@@ -41,9 +41,8 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, ge
 
 from consilium.config.job import TrainingConfig
 from consilium.data import check_samples, images
-from consilium.data.datalist import DataList, read_datalist
+from consilium.data.datalist import DataList, Loading, read_datalist
 from consilium.data.disk_cache import open_disk_cache
-from consilium.data.loading import Loading
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.tasks.base import Batch
 from consilium.tasks.segmentation.task import SegmentationTask

@@ -10,6 +10,7 @@ from PIL import Image
 
 from consilium.data.check import check_datalist
 from consilium.data.datalist import SPLITS, Item, read_datalist
+from consilium.data.images import read_labels
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 
@@ -95,3 +96,10 @@ def check_repeats(name: str, source: Path, folder: Path) -> None:
     first, second, other = (tree(folder / dest) for dest in "abc")
     assert first == second
     assert first != other
+
+
+def read_mask(path: Path, plane: int | None = None) -> np.ndarray:
+    """Return the label values (H, W) of a mask's file, read without its image."""
+    values = read_labels(Item(path, path, plane)).values
+    assert values is not None
+    return values.astype(np.int64)

@@ -15,10 +15,9 @@ from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.check_report import Findings
-from consilium.data.datalist import Item
+from consilium.data.datalist import Item, with_job_labels
 from consilium.data.dicom.masks import points_inside
 from consilium.data.images import read_labels, read_sample
-from consilium.data.label_map import with_job_labels
 from consilium.data.label_masks import Labels
 from consilium.data.settings import PictureSettings
 

@@ -13,7 +13,8 @@ from consilium.core.seeding import seed_for
 from consilium.data import pictures
 from consilium.data.augment import augment
 from consilium.data.datalist import Item
-from consilium.data.images import read_image, read_mask, read_sample
+from consilium.data.images import read_image, read_sample
+from tests.data.importing import read_mask
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 

@@ -8,7 +8,6 @@ import pytest
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import SPLITS
-from consilium.data.images import read_mask
 from consilium.data.importers import published_pictures, registry
 from consilium.data.importers.base import ImportResult, Options, SourceSample, mask_png
 from consilium.data.importers.published_pictures import KVASIR_V2, OCT_C8
@@ -24,6 +23,7 @@ from tests.data.importing import (
     items_of,
     mask,
     picture,
+    read_mask,
     run_import,
     splits_of,
     tree,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from consilium.core.errors import DataError
-from consilium.data.images import read_image, read_mask
+from consilium.data.images import read_image
 from consilium.data.importers.registry import import_set
 from tests.data.importing import (
     INNER,
@@ -18,6 +18,7 @@ from tests.data.importing import (
     items_of,
     mask,
     picture,
+    read_mask,
     run_import,
     splits_of,
 )

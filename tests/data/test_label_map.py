@@ -11,9 +11,8 @@ from PIL import Image
 
 from consilium.config.site import load_site
 from consilium.core.errors import DataError
-from consilium.data.datalist import read_datalist
+from consilium.data.datalist import read_datalist, with_job_labels
 from consilium.data.images import read_sample
-from consilium.data.label_map import with_job_labels
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
 from tests.conftest import run

@@ -15,10 +15,10 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import disk_cache as cache_folder, disk_cache as fingerprint, images, nifti, volumes
+from consilium.data.cache import prefetch
 from consilium.data.check_samples import check_and_find_vanished, without_bad_samples
-from consilium.data.datalist import DataList, read_datalist
+from consilium.data.datalist import DataList, Loading, read_datalist
 from consilium.data.disk_cache import DiskCache
-from consilium.data.loading import Loading, prefetch
 from consilium.data.slices import expand
 from consilium.tasks.classification.task import ClassificationTask
 from consilium.tasks.segmentation.task import SegmentationTask

@@ -14,8 +14,8 @@ from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.check_report import Findings
-from consilium.data.images import read_mask
 from consilium.data.pixel_values import is_anti_aliased
+from tests.data.importing import read_mask
 
 LESION = {"lesion": [1]}
 SFORM = np.diag([-1.0, 2.0, 3.0, 1.0])

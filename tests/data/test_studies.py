@@ -9,10 +9,11 @@ import pytest
 
 from consilium.data import volumes
 from consilium.data.datalist import Item, read_datalist
-from consilium.data.images import read_image, read_mask
+from consilium.data.images import read_image
 from consilium.data.slices import expand
 from consilium.data.synthetic.hospitals import draw
 from consilium.data.synthetic.phantoms import habits, make_phantoms
+from tests.data.importing import read_mask
 
 SPEC = {"site": "site-2", "seed": 0, "size": 24}
 

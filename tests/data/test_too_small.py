@@ -16,7 +16,7 @@ from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.check_samples import check_and_find_vanished
-from consilium.data.datalist import SCORED, Item, draw_crop
+from consilium.data.datalist import SCORED, Item, cropped_item
 from consilium.data.images import read_sample, resize_labels
 from consilium.data.settings import PictureSettings
 from consilium.federation.job import assemble_job
@@ -155,7 +155,8 @@ def test_data_check_looks_at_the_part_that_a_crop_leaves(side: int, seen: int, t
     """A pixel at row and column 2 of the crop. 128 pixels of 128 are all kept; of 450, rows 1, 5, 8 ... are sampled."""
     folder, rows = tmp_path / "site", np.broadcast_to(np.arange(SIDE)[:, None], (SIDE, SIDE))
     folder.mkdir()
-    crop = draw_crop(side, SCORED, "p.png")
+    crop = cropped_item(Item(Path("p.png"), None), side, SCORED).crop
+    assert crop is not None
     entry = pair(folder, "p", {(int(crop.cut(rows)[2, 0]), int(crop.cut(rows.T)[0, 2]), 1, 1): 1})
     (folder / "datalist.json").write_text(json.dumps({"training": [entry]}))
     assert sum(said(folder, job(tmp_path, task={"crop": side})).values()) == seen

@@ -18,8 +18,7 @@ from consilium.core.errors import ConsiliumError, DataError
 from consilium.core.messages import SKIPPED
 from consilium.core.storage import load_state
 from consilium.data import disk_cache as cache_folder
-from consilium.data.datalist import DataList
-from consilium.data.loading import Loading
+from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
 from consilium.federation.job import assemble_job
 from consilium.privacy.dpsgd import DpSgd

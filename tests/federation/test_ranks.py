@@ -36,8 +36,7 @@ from consilium.config.site import SiteConfig, load_site
 from consilium.core.child_process import ChildProcess, receive, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Payload, SiteInfo
-from consilium.data.datalist import DataList, Item
-from consilium.data.loading import Loading
+from consilium.data.datalist import DataList, Item, Loading
 from consilium.federation.job import Job, assemble_job
 from consilium.training.sharding import unsharded_parameters
 from tests.conftest import small_cells, small_config, small_text

@@ -8,8 +8,7 @@ import torch
 from consilium.client.site_data import limit_training, load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import DataList, Item
-from consilium.data.loading import MOST_WORKERS
+from consilium.data.datalist import MOST_WORKERS, DataList, Item
 from tests.conftest import small_cells
 
 

@@ -14,8 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from consilium.core.errors import UnfitError
-from consilium.data.datalist import DataList
-from consilium.data.loading import Loading
+from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names, scores, task as language

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from consilium.adapters import adapter_state, lora
 from consilium.core.errors import ConfigError, UnfitError
 from consilium.core.schema import validate
-from consilium.data.datalist import DataList
-from consilium.data.loading import Loading
+from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.registry import TargetSet

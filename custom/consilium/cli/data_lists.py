@@ -30,7 +30,7 @@ from consilium.core.storage import clean_up_on_failure
 from consilium.data import disk_cache as cache_folder
 from consilium.data.check import setting_suggestions, shared_sample_lines
 from consilium.data.check_report import NAMED, Findings
-from consilium.data.datalist import DataList, read_datalist, with_affine, with_challenge_splits
+from consilium.data.datalist import DataList, read_datalist, with_affine, with_challenge_splits, with_job_labels
 from consilium.data.folders import (
     describe_renames,
     has_classes,
@@ -39,7 +39,6 @@ from consilium.data.folders import (
     subfolders,
     valid_site_names,
 )
-from consilium.data.label_map import with_job_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats

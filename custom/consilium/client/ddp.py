@@ -43,8 +43,7 @@ from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import make_private_folder
-from consilium.data.datalist import DataList
-from consilium.data.loading import Loading
+from consilium.data.datalist import DataList, Loading
 from consilium.federation.job import build_model
 from consilium.models.dtypes import QUANTIZED
 from consilium.tasks.base import Batch, Task

@@ -15,11 +15,22 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.check_samples import FileWatch, with_lost_recorded, without_bad_samples
-from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
+from consilium.data.check_samples import FileWatch, without_bad_samples
+from consilium.data.datalist import (
+    MOST_WORKERS,
+    SCORED,
+    SPLITS,
+    DataList,
+    Item,
+    Loading,
+    Lost,
+    cropped_item,
+    with_affine,
+    with_challenge_splits,
+    with_job_labels,
+    with_lost_recorded,
+)
 from consilium.data.disk_cache import open_disk_cache
-from consilium.data.label_map import with_job_labels
-from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import item_pseudonym, patients_and_most_samples, training_indices_by_patient
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.data.text import Text

@@ -1,12 +1,17 @@
-"""The cache of a site's samples as a task reads them: decoded once, stored as bytes on disk or in memory, and prefetched."""
+"""The cache of a site's samples as a task reads them: decoded once, stored as bytes on disk or in memory, and prefetched.
+
+Threads are used instead of processes: decoding, numpy and torch release Python's lock, nothing is copied between processes, and
+FLARE's processes stay the only ones. A sample depends on its file, its index and a seed, never on the thread that reads it.
+"""
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -15,12 +20,13 @@ import torch
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
 from consilium.data import volumes
-from consilium.data.check_samples import NAMED, Check, Place, find_errors
-from consilium.data.datalist import DataList, Item
+from consilium.data.check_samples import Check, Place, find_errors
+from consilium.data.datalist import NAMED, NOTHING_LEFT, DataList, Item
 from consilium.data.disk_cache import CachedSample, DiskCache, open_disk_cache
 from consilium.data.images import Sample
-from consilium.data.loading import NOTHING_LEFT, prefetch
 
+AHEAD = 2
+"""Batches that are prefetched while one is in use."""
 CACHE_BYTES = 2 * 1024**3
 """Bytes in memory for samples that find no room on disk. Further samples are read again."""
 T = TypeVar("T")
@@ -113,7 +119,7 @@ class SampleCache:
         wanted = range(len(self._data.splits[split])) if order is None else order
         starts = range(0, len(wanted), size)
         calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in starts)
-        yield from prefetch(calls, self._data.loading.prefetch_batch_count)
+        yield from prefetch(calls, AHEAD if self._data.loading.workers else 0)
 
     def _try_transform(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
         """Return (index, transformed sample), or None if the sample is left out. The log names the first such samples."""
@@ -178,3 +184,24 @@ class SampleCache:
                 self._room -= size
                 self._kept[split, index] = raw
         return raw, fits
+
+
+def prefetch(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, None]:
+    """Yield the results of calls, in order. A thread makes up to `count` calls ahead of the consumer.
+
+    With a `count` of 0, each call is made when its result is asked for. An exception of a call is raised in place of its
+    result. Closing the iterator ends the thread.
+    """
+    if not count:
+        yield from (call() for call in calls)
+        return
+    with ThreadPoolExecutor(1, "consilium-ahead") as pool:
+        waiting: deque[Future[T]] = deque(pool.submit(call) for call in islice(calls, count))
+        try:
+            while waiting:
+                first = waiting.popleft()
+                waiting.extend(pool.submit(call) for call in islice(calls, 1))
+                yield first.result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -19,7 +19,7 @@ from consilium.data.class_checks import (
     undeclared_label_values,
     undeclared_remedy,
 )
-from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
+from consilium.data.datalist import SPLITS, DataList, Item, Lost, read_datalist, with_challenge_splits
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.patients import ALIKE, similar_patient_lines
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -44,12 +44,12 @@ def check_datalist(
     uses; the default is `with_challenge_splits`. `size`: pixels of the model's side; structures that are too small for it are
     warnings. Raises DataError if the list itself cannot be read.
     """
-    bad: list[tuple[str, int, DataError]] = []
+    bad: list[Lost] = []
     named = None if classes is None else not isinstance(classes, dict)
-    data = read_datalist(path, named, lambda *found: bad.append(found))
+    data = read_datalist(path, named, bad)
     data = prepare_list(data) if prepare_list else with_challenge_splits(data)
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
-    for split, _, error in bad:
+    for split, error in bad:
         report.samples[split] += 1
         report.bad[split] += 1
         report.add_problem(error.kind, str(error).removeprefix(f"{path}: "))

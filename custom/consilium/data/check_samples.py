@@ -1,14 +1,13 @@
 """Checks of every sample: a report per entry for `data check`, headers and labels before training, files before each round."""
 
 import hashlib
-import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -18,10 +17,10 @@ from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
-from consilium.data import class_checks, images, pictures, slides, volumes
+from consilium.data import class_checks, images, pictures, slices, slides, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_checks import class_name
-from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
+from consilium.data.datalist import SCORED, DataList, Item, cropped_item, files_of, with_lost_recorded
 from consilium.data.disk_cache import DiskCache
 from consilium.data.images import (
     check_annotated_classes,
@@ -33,11 +32,10 @@ from consilium.data.images import (
     read_labels,
 )
 from consilium.data.label_masks import Labels, matching_labels
-from consilium.data.loading import NOTHING_LEFT
 from consilium.data.patients import pseudonym
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.safe_open import Stamp, check_opens, stamp
-from consilium.data.settings import DEFAULTS, PictureSettings, TilesConfig, Value
+from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 """A segmentation job's classes with their label values, a classification job's class names, or None without a job."""
@@ -45,8 +43,6 @@ Check = Callable[[Item], Iterable[str] | None]
 """Raises DataError for a sample that training cannot use; returns the classes of which resizing would leave no pixel."""
 Place = tuple[str, int]
 """A split and an index in it."""
-NAMED = 10
-"""The most left-out samples that the log names."""
 _HASH_SIDE, _HASH_STEP = 16, 2
 """Rows of an appearance hash, and the least step in grey levels that counts. Smaller steps are JPEG noise."""
 _FLAT = 2
@@ -58,7 +54,6 @@ FILES_AT_ONCE = 4
 _one_volume = Lock()
 """Held while a volume is read for a check or statistics, as each may take gigabytes."""
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,16 +101,15 @@ def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Cla
 
     `size`: pixels of the model's side, 0 without a model.
     """
-    if not volumes.is_volume(items[0].image):
-        return [_check_entry(item, None, settings, classes, size) for item in items]
-    try:
-        header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
-    except DataError as error:
-        return [SampleReport(error, marks=_identity_marks(item)) for item in items]
-    digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
-    for plane in np.moveaxis(values, 2, 0):
-        digest.update(np.ascontiguousarray(plane, np.float32).tobytes())
-    return [_check_entry(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
+    volume = None
+    if volumes.is_volume(items[0].image):
+        try:
+            header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
+        except DataError as error:
+            return [SampleReport(error, marks=_identity_marks(item)) for item in items]
+        # equal voxels have equal digests in any type
+        volume = header, _digest(values.shape, (np.ascontiguousarray(v, np.float32) for v in np.moveaxis(values, 2, 0)))
+    return [_check_entry(item, volume, settings, classes, size) for item in items]
 
 
 def _check_entry(
@@ -123,35 +117,18 @@ def _check_entry(
 ) -> SampleReport:
     found = SampleReport(marks=_identity_marks(item))
     try:
-        if volume:
-            _check_volume(found, item, *volume, settings, classes)
-        elif item.tile is None and slides.is_cut_into_tiles(item.image, settings):
-            _check_slide(found, item, settings, classes)
-        else:
-            image = read_image(item, settings)
-            _add_image(found, item, image)
-            check_class(item, classes)
-            _add_label(found, item, image, read_labels(item, settings) if isinstance(item.label, Path) else None, classes)
-            way = (
-                pictures.exif_orientation(item.image)
-                if isinstance(item.label, Path) and not volumes.is_volume(item.label)
-                else 1
-            )
-            # the sizes do not tell whether the mask was drawn on the stored or on the turned picture
-            if (
-                way > 1
-                and (way < 5 or image.shape[0] == image.shape[1])
-                and pictures.exif_orientation(Path(str(item.label))) == 1
-            ):
-                found.warnings.append(
-                    (
-                        "turned by its EXIF tag",
-                        "its mask is not: it must be drawn on the turned picture; save the picture upright and without the "
-                        "tag, as Python's PIL.ImageOps.exif_transpose does",
-                    )
-                )
+        image = _add_image(found, item, volume, settings)
+        check_class(item, classes)
+        labels = None
+        if isinstance(item.label, Path):
+            item = replace(item, axis=item.plane_axis(settings.slices.axis))
+            if volume and image is None and not volumes.is_volume(item.label):
+                raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
+            labels = read_labels(item, settings) if image is not None else _present_labels(item, settings)
+        _add_label(found, item, image, labels, classes)
+        _add_orientation(found, item, image)
         if size and found.classes and isinstance(classes, Mapping):
-            for part in _planes_or_tiles(item, found.planes, settings):
+            for part in slices.parts(item, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
                 found.vanished_classes.update(find_vanished_classes(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
@@ -159,66 +136,51 @@ def _check_entry(
     return found
 
 
-def _planes_or_tiles(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
-    """Yield all planes of a volume, all tiles of a large picture, or any other picture itself. `count`: planes or tiles."""
-    axis = item.plane_axis(settings.slices.axis)
-    if count == 1:
-        yield replace(item, axis=axis)
-    elif volumes.is_volume(item.image):
-        yield from (replace(item, axis=axis, slice=number) for number in range(count))
+def _add_image(
+    found: SampleReport, item: Item, volume: tuple[volumes.VolumeHeader, str] | None, settings: PictureSettings
+) -> np.ndarray | None:
+    """Add the size, digest and appearance hash of an image to its report. Raises DataError.
+
+    Return the pixels of the picture, tile or plane; None for an entry of several planes or tiles.
+    """
+    if item.tile is None and volume is None and slides.is_cut_into_tiles(item.image, settings):
+        shape = slides.shape(item.image, level_of(settings))
+        found.size, found.planes = pictures.size_text(shape), len(list(slices.parts(item, settings)))
+        some = slides.sample_tiles(item.image, level_of(settings))
+        if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
+            found.warnings.append(("constant image", "in the parts that were read"))
+        else:
+            found.marks = _identity_marks(item, _digest(shape, some))
+        return None
+    whole = False
+    if volume is not None:
+        header, digest = volume
+        axis = item.plane_axis(settings.slices.axis)
+        count = header.grid.plane_count(axis)
+        whole = item.slice is None and count > 1
+        found.planes = count if whole else 1
+        patient, study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
+        item = replace(item, patient=patient, study=study, axis=axis, slice=count // 2 if whole else item.slice)
+    image = read_image(item, settings)
+    found.size = pictures.size_text(image.shape)
+    if int(image.max()) - int(image.min()) < _FLAT:
+        found.warnings.append(("constant image", ""))
     else:
-        wanted = settings.tiles or TilesConfig()
-        yield from (replace(item, tile=tile) for tile in slides.tiles(slides.shape(item.image, wanted.level), wanted))
+        found.marks, found.hash = _identity_marks(item, _digest(image.shape, [image])), appearance_hash(image)
+    if volume is not None:
+        found.marks = _identity_marks(item, digest) if whole else (*found.marks, ("volume in two {}", digest))
+        if (tilt := header.grid.tilt) > _TILT:
+            what = f"{tilt:.0f} degrees off the patient's axes; its planes are the closest ones"
+            found.warnings.append(("oblique volume", what))
+    return None if whole else image
 
 
-def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, classes: Classes) -> None:
-    """Add the findings about a large picture to its report, from some of its tiles and its whole mask. Raises DataError."""
-    wanted = settings.tiles or TilesConfig()
-    shape = slides.shape(item.image, wanted.level)
-    found.size, found.planes = pictures.size_text(shape), len(slides.tiles(shape, wanted))
-    some = slides.sample_tiles(item.image, wanted.level)
-    digest = hashlib.blake2b(found.size.encode(), digest_size=16)
-    for one in some:
-        digest.update(one.tobytes())
-    if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
-        found.warnings.append(("constant image", "in the parts that were read"))
-    else:
-        found.marks = _identity_marks(item, digest.hexdigest())
-    check_class(item, classes)
-    if not isinstance(item.label, Path):
-        _add_label(found, item, None, None, classes)
-        return
-    for block in slides.mask_blocks(item.label, shape):
-        found.values |= block.present()
-    if isinstance(classes, Mapping):
-        every = np.array([[value for value in found.values if isinstance(value, int)]])
-        check_values(item, Labels(values=every), label_values_by_class(item, classes))
-    _add_mask_classes(found, item, classes)
-
-
-def _check_volume(
-    found: SampleReport, item: Item, header: volumes.VolumeHeader, digest: str, settings: PictureSettings, classes: Classes
-) -> None:
-    axis = item.plane_axis(settings.slices.axis)
-    whole = item.slice is None and header.grid.plane_count(axis) > 1
-    found.planes = header.grid.plane_count(axis) if whole else 1
-    item = replace(item, patient=item.patient or pseudonym(header.patient), study=item.study or pseudonym(header.study))
-    plane = replace(item, slice=found.planes // 2 if whole else item.slice, axis=axis)
-    image = read_image(plane, settings)
-    _add_image(found, item, image)
-    if whole:
-        found.marks = _identity_marks(item, digest)
-    else:
-        found.marks += (("volume in two {}", digest),)
-    if (tilt := header.grid.tilt) > _TILT:
-        found.warnings.append(("oblique volume", f"{tilt:.0f} degrees off the patient's axes; its planes are the closest ones"))
-    check_class(item, classes)
-    if not (whole and isinstance(item.label, Path)):
-        _add_label(found, plane, image, read_labels(plane, settings) if isinstance(item.label, Path) else None, classes)
-    elif volumes.is_volume(item.label):
-        _add_label(found, plane, None, volumes.labels(item.label, header, settings.resample_masks), classes)
-    else:
-        raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
+def _present_labels(item: Item, settings: PictureSettings) -> Labels:
+    """Return the labels of all planes or tiles of an entry; of a large picture only the values that are present."""
+    if volumes.is_volume(item.image):
+        return next(iter(images.whole_labels(item, settings)))
+    found = set().union(*(block.present() for block in images.whole_labels(item, settings)))
+    return Labels(values=np.array([sorted(value for value in found if isinstance(value, int))]))
 
 
 def check_class(item: Item, classes: Classes) -> None:
@@ -234,20 +196,10 @@ def check_class(item: Item, classes: Classes) -> None:
         raise DataError(f"label {str(label)[:80]!r} is not a class of the job; it has {known}", "undeclared class")
 
 
-def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:
-    """Add the size, digest and appearance hash of an image to its report."""
-    found.size = pictures.size_text(image.shape)
-    if int(image.max()) - int(image.min()) < _FLAT:
-        found.warnings.append(("constant image", ""))
-        return
-    digest = hashlib.blake2b(repr(image.shape).encode() + image.tobytes(), digest_size=16).hexdigest()
-    found.marks, found.hash = _identity_marks(item, digest), appearance_hash(image)
-
-
 def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels: Labels | None, classes: Classes) -> None:
     """Add the findings about a label to its report. Raises DataError for a label that does not fit.
 
-    `image`: the picture, None if the labels are of all planes of a volume.
+    `image`: the picture, None if the labels are of several planes or tiles. `labels`: None for a class.
     """
     if labels is None:
         found.classes = () if item.label is None else (str(item.label),)
@@ -255,32 +207,45 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
     if image is not None:
         check_mask_shape(item, image.shape[:2], labels)
     found.values = labels.present()
-    is_image = image is not None and labels.values is not None and np.array_equal(labels.values, image[..., 0])
-    if is_image and not found.values <= {0}:
+    if found.values <= {0}:
+        found.warnings.append(("empty mask", ""))
+    elif image is not None and labels.values is not None and np.array_equal(labels.values, image[..., 0]):
         found.problems.append(("mask is the image itself", str(item.label)))
+    found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
     if isinstance(classes, Mapping):
-        check_values(item, labels, label_values_by_class(item, classes))
+        own = label_values_by_class(item, classes)
+        check_values(item, labels, own)
+        found.classes = tuple(name for name, wanted in own.items() if matching_labels(wanted, found.values))
+        wanted = [value for values in own.values() for value in values]
+        if labels.regions is not None and not matching_labels(wanted, labels.regions):
+            there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
+            what = f"there are {there}; map them under `labels` of site.yaml"
+            found.warnings.append(("no structure of the job's classes", what))
     elif isinstance(item.label, Path) and labels.values is not None:
         declared = {0, int(labels.values.max()), *(value for value, _ in item.label_map or ())}
         if what := pictures.why_altered(item.label, labels.values, declared):
             found.warnings.append(("mask with smoothed edges", f"{what}; {UNSMOOTHED}"))
-    found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
-    if labels.regions is not None and isinstance(classes, Mapping):
-        wanted = [value for values in label_values_by_class(item, classes).values() for value in values]
-        if not matching_labels(wanted, labels.regions):
-            there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
-            what = f"there are {there}; map them under `labels` of site.yaml"
-            found.warnings.append(("no structure of the job's classes", what))
-    _add_mask_classes(found, item, classes)
 
 
-def _add_mask_classes(found: SampleReport, item: Item, classes: Classes) -> None:
-    """Add a warning for a mask without any label, and the classes that the mask shows, to its report."""
-    if found.values <= {0}:
-        found.warnings.append(("empty mask", ""))
-    if isinstance(classes, Mapping):
-        own = label_values_by_class(item, classes)
-        found.classes = tuple(name for name, wanted in own.items() if matching_labels(wanted, found.values))
+def _add_orientation(found: SampleReport, item: Item, image: np.ndarray | None) -> None:
+    """Add a warning for a picture that its EXIF tag turns without a change of its size, and a mask without such a tag."""
+    if image is None or volumes.is_volume(item.image) or not isinstance(item.label, Path) or volumes.is_volume(item.label):
+        return
+    way = pictures.exif_orientation(item.image)
+    if way > 1 and (way < 5 or image.shape[0] == image.shape[1]) and pictures.exif_orientation(item.label) == 1:
+        what = (
+            "its mask is not: it must be drawn on the turned picture; save the picture upright and without the tag, as "
+            "Python's PIL.ImageOps.exif_transpose does"
+        )
+        found.warnings.append(("turned by its EXIF tag", what))
+
+
+def _digest(shape: Sequence[int], parts: Iterable[np.ndarray]) -> str:
+    """Return a digest of an image's shape and of its pixels, which may come in parts."""
+    found = hashlib.blake2b(repr(tuple(shape)).encode(), digest_size=16)
+    for part in parts:
+        found.update(part.tobytes())
+    return found.hexdigest()
 
 
 def appearance_hash(image: np.ndarray) -> bytes | None:
@@ -394,22 +359,6 @@ def find_errors(
     with ThreadPoolExecutor(data.loading.workers, "consilium-check") as pool:
         # groups not begun when the caller stops are never checked
         yield from chain.from_iterable(pool.map(check_group, groups.values()))
-
-
-def with_lost_recorded(data: DataList, lost: Collection[Lost]) -> DataList:
-    """Return the list with the `lost` samples added to its count. The site's log names the first.
-
-    The caller has already removed these samples from the list.
-
-    Raises DataError if no training sample is left, because a network share that holds them may be back at the next attempt.
-    """
-    for _, error in islice(lost, NAMED):
-        _log.warning(f"left out: {error}")
-    if len(lost) > NAMED:
-        _log.warning(f"{data.path}: {len(lost):,} samples are left out; `consilium data check` names all")
-    if not data.splits["training"] and any(split == "training" for split, _ in lost):
-        raise DataError(NOTHING_LEFT)
-    return replace(data, skipped=data.skipped + len(lost))
 
 
 def without_bad_samples(data: DataList, check: Check, settings: str, store: DiskCache | None) -> DataList:

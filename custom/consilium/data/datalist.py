@@ -1,11 +1,13 @@
 """MONAI / Decathlon data lists: JSON with `training`, `validation` and `test`, each a list of {"image": ..., "label": ...}.
 
 A label is the path of a mask for segmentation, or a class (name, or number from 0) for classification. Folders of pictures per
-class can replace a list, see folders.py.
+class can replace a list, see folders.py. Settings of a site change a list: its label map, NIfTI transform and way of loading.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,7 +15,6 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_in_any_unicode_form
 from consilium.data.folders import list_class_pictures
-from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.patients import pseudonym, read_identifier
 from consilium.data.safe_open import (
     MOST_BYTES as MOST_FILE,
@@ -26,7 +27,10 @@ from consilium.data.safe_open import (
 )
 from consilium.data.settings import Axis, NiftiAffine, Value
 
+NAMED = 10
+"""The most left-out samples that the log names."""
 _UNIT = 2**32
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,6 @@ class Crop:
         return array[top : top + rows, left : left + columns]
 
 
-def draw_crop(side: int, seed: int, name: str) -> Crop:
-    """Return the random crop of `side` pixels that a seed and a picture's name determine."""
-    down, across = (seed_for(seed, "crop", way, name) % _UNIT / _UNIT for way in ("down", "across"))
-    return Crop(side, down, across)
-
-
 SCORED = -1
 """The seed of crops for scores: runs of all training seeds are scored on the same crops."""
 SPLITS = ("training", "validation", "test")
@@ -68,8 +66,6 @@ MOST_BYTES = 256 * 1024**2
 """Bytes of a data list. A list of over a million entries is smaller."""
 Tile = tuple[int, int, int, int]
 """Left, top, width and height in pixels."""
-Bad = Callable[[str, int, DataError], None]
-"""Called with the split and index of an unusable entry, and the error."""
 Lost = tuple[str, DataError]
 """The split of a sample that cannot be read, and the error."""
 
@@ -119,8 +115,34 @@ class Item:
 
 
 def cropped_item(item: Item, side: int, seed: int) -> Item:
-    """Return an item with the crop that a seed and its file's name determine. All planes of a volume get the same crop."""
-    return replace(item, crop=draw_crop(side, seed, item.image.name if item.slice is not None else item.name))
+    """Return an item with the random crop that a seed and its file's name determine. All planes of a volume get the same."""
+    name = item.image.name if item.slice is not None else item.name
+    down, across = (seed_for(seed, "crop", way, name) % _UNIT / _UNIT for way in ("down", "across"))
+    return replace(item, crop=Crop(side, down, across))
+
+
+NOTHING_LEFT = "no training sample can be read; see the site's log, and repair the data"
+MOST_WORKERS = 8
+"""The most threads that a site starts if its site.yaml does not give a number."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A site's settings for loading.
+
+    `folder`: holds the cache of decoded samples on disk, None for memory only. `most`: the cache's limit in bytes. `workers`:
+    threads that read, 0 for none. `skip`: unreadable samples are left out instead of raising an error. `decode_all`: all
+    samples are decoded before training, not only checked by their headers. `prechecked`: another process has checked them.
+    `ignore_unfit`: a sample that does not fit the job (UnfitError) is neither trained on nor scored, without an error.
+    """
+
+    folder: Path | None = None
+    most: int = 0
+    workers: int = 0
+    skip: bool = False
+    decode_all: bool = False
+    prechecked: bool = False
+    ignore_unfit: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,17 +155,22 @@ class DataList:
 
     path: Path
     splits: dict[str, tuple[Any, ...]]
-    loading: Loading = IN_MEMORY
+    loading: Loading = Loading()
     skipped: int = 0
     notes: tuple[tuple[str, str], ...] = ()
 
+    def map_items(self, change: Callable[[Item], Item]) -> "DataList":
+        """Return the list with every Item changed. Texts stay as they are."""
+        own = {s: tuple(change(one) if isinstance(one, Item) else one for one in items) for s, items in self.splits.items()}
+        return replace(self, splits=own)
 
-def read_datalist(path: Path, labels_are_classes: bool | None = False, on_bad_entry: Bad | None = None) -> DataList:
+
+def read_datalist(path: Path, labels_are_classes: bool | None = False, lost: list[Lost] | None = None) -> DataList:
     """Read a data list or a folder per class. Relative paths start at its folder and may lead out of it, see safe_open.py.
 
     `labels_are_classes`: whether text labels are class names instead of paths of masks; None decides per label: a text without
-    a suffix is a name. `on_bad_entry`: called for every unusable entry, which is then left out; without it, the first such
-    entry is an error. Raises DataError with the file, the entry and the remedy.
+    a suffix is a name. `lost`: unusable entries are left out and added to it; without it, the first such entry is an error.
+    Raises DataError with the file, the entry and the remedy.
     """
     if path.is_dir():
         pictures = list(list_class_pictures(path))
@@ -162,9 +189,9 @@ def read_datalist(path: Path, labels_are_classes: bool | None = False, on_bad_en
             try:
                 found.append(_read_entry(path, f"{path}: {split}[{index}]", entry, labels_are_classes, raw.get("annotated")))
             except DataError as error:
-                if on_bad_entry is None:
+                if lost is None:
                     raise
-                on_bad_entry(split, index, error)
+                lost.append((split, error))
         splits[split] = tuple(found)
     return DataList(path, splits)
 
@@ -177,8 +204,8 @@ def with_challenge_splits(data: DataList, as_listed: bool = False) -> DataList:
     `as_listed`: change nothing, as under DP-SGD no sample may decide the split of others.
     """
     splits, notes = dict(data.splits), []
-    training, test = splits["training"], splits["test"]
-    folds = sorted({item.fold for item in training if isinstance(item, Item) and item.fold is not None})
+    training, test = ([item for item in splits[split] if isinstance(item, Item)] for split in ("training", "test"))
+    folds = sorted({item.fold for item in training if item.fold is not None})
     if as_listed:
         why = "`fold` is not used under record or patient level, where all training samples train"
         return replace(data, notes=(*data.notes, *([("folds", why)] if folds else [])))
@@ -195,15 +222,10 @@ def with_challenge_splits(data: DataList, as_listed: bool = False) -> DataList:
     elif folds:
         why = "the list has a validation split" if splits["validation"] else f"all are of fold {folds[0]}"
         notes.append(("folds", f"`fold` is not used: {why}"))
-    if any(_is_unlabelled(item) is False for item in training) and test and all(map(_is_unlabelled, test)):
+    if test and any(item.label is not None for item in training) and all(item.label is None for item in test):
         splits["test"] = ()
         notes.append(("test split without labels", f"its {len(test):,} samples are left out"))
     return replace(data, splits=splits, notes=(*data.notes, *notes))
-
-
-def _is_unlabelled(item: Any) -> bool | None:
-    """Tell whether a picture has no label; None for a text."""
-    return item.label is None if isinstance(item, Item) else None
 
 
 def read_json(path: Path) -> Any:
@@ -225,13 +247,80 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
 
     None refuses files in which the two disagree.
     """
-    if affine is None:
+    return data if affine is None else data.map_items(lambda item: replace(item, affine=affine))
+
+
+def with_job_labels(
+    data: DataList,
+    labels: Mapping[Value, tuple[str, ...]] | None,
+    annotated: tuple[str, ...] | None,
+    classes: Collection[str] | None,
+    ignore_unfit: bool = False,
+) -> DataList:
+    """Return a data list whose labels are mapped by `labels`, and whose samples have `annotated` unless the list says it.
+
+    `classes`: the job's, None for a task without classes. Items with a mask get the map. Pictures with a class get the job's
+    class, or are left out if their class is mapped to an empty list. Raises DataError in three cases: a picture's class is not
+    in the map; a picture's class is mapped to none or several of the job's; or an annotated class of the job has no label in
+    the map. `ignore_unfit`: in the last two cases, the picture has no class and the mask does not show the class, without an
+    error.
+    """
+    if labels is None and annotated is None:
         return data
-    splits = {
-        split: tuple(replace(one, affine=affine) if isinstance(one, Item) else one for one in items)
-        for split, items in data.splits.items()
-    }
-    return replace(data, splits=splits)
+    pairs = tuple((labels or {}).items())
+    by_name = {str(value): names for value, names in pairs}
+
+    def change(items: Collection[Item]) -> Iterator[Item]:
+        for item in items:
+            if not isinstance(item, Item):
+                raise DataError(
+                    f"{data.path}: holds texts, which `labels` and `annotated` of site.yaml are not for; take them out"
+                )
+            own = replace(item, annotated=annotated) if item.annotated is None else item
+            if labels is None or item.label is None:
+                yield own
+            elif isinstance(item.label, Path):
+                shown = [name for name in classes or () if own.annotated is None or name in own.annotated]
+                mapped = {name for _, names in pairs for name in names}
+                if (lost := [name for name in shown if name not in mapped]) and not ignore_unfit:
+                    raise DataError(
+                        f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; "
+                        "map one to it, or leave it out of `annotated`"
+                    )
+                left = tuple(name for name in shown if name in mapped) if lost else own.annotated
+                yield replace(own, annotated=left, label_map=pairs)
+            elif (names := by_name.get(str(item.label))) is None:
+                raise DataError(
+                    f"{item.image}: class {item.label!r} is not under `labels` of site.yaml; "
+                    "map it, or leave its pictures out with an empty list"
+                )
+            elif names:
+                chosen = [name for name in names if classes is None or name in classes]
+                if len(chosen) != 1 and not ignore_unfit:
+                    told = ", ".join(map(repr, chosen)) or "none of the job's"
+                    raise DataError(
+                        f"{item.image}: class {item.label!r} is {told} by site.yaml, and a picture has one class; "
+                        "map it to one, or leave its pictures out with an empty list"
+                    )
+                yield replace(own, label=chosen[0] if len(chosen) == 1 else None)
+
+    return replace(data, splits={split: tuple(change(items)) for split, items in data.splits.items()})
+
+
+def with_lost_recorded(data: DataList, lost: Collection[Lost]) -> DataList:
+    """Return the list with the `lost` samples added to its count. The site's log names the first.
+
+    The caller has already removed these samples from the list.
+
+    Raises DataError if no training sample is left, because a network share that holds them may be back at the next attempt.
+    """
+    for _, error in islice(lost, NAMED):
+        _log.warning(f"left out: {error}")
+    if len(lost) > NAMED:
+        _log.warning(f"{data.path}: {len(lost):,} samples are left out; `consilium data check` names all")
+    if not data.splits["training"] and any(split == "training" for split, _ in lost):
+        raise DataError(NOTHING_LEFT)
+    return replace(data, skipped=data.skipped + len(lost))
 
 
 def patients_by_pseudonym(path: Path) -> dict[str, str]:

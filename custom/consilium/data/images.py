@@ -4,7 +4,7 @@ Own code, because MONAI's dictionary transforms are slow: the anti-aliased resiz
 integers, so a sample is bitwise the same on every CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from consilium.data.class_checks import OF_NO_CLASS, UNDECLARED, Classes, undecl
 from consilium.data.datalist import Item
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
-from consilium.data.settings import DEFAULTS, Axis, PictureSettings
+from consilium.data.settings import DEFAULTS, PictureSettings
 
 Sample = dict[str, Tensor]
 Colour = tuple[int, int, int]
@@ -120,12 +120,16 @@ def level_of(settings: PictureSettings) -> int:
     return settings.tiles.level if settings.tiles else 0
 
 
-def read_mask(path: Path, plane: int | None = None, axis: Axis = "stored") -> np.ndarray:
-    """Return the integer label values (H, W) of a mask's file, read without its image. Raises DataError for regions."""
-    values = read_labels(Item(path, path, plane, axis)).values
-    if values is None:
-        raise DataError(f"{path}: holds regions, not label values; name them in the site's labels")
-    return values.astype(np.int64)
+def whole_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Iterator[Labels]:
+    """Yield the labels of an entry: of all planes of a volume at once, of a large picture block by block. Raises DataError."""
+    label = item.label if item.slice is None and item.tile is None and isinstance(item.label, Path) else None
+    if label is not None and not volumes.is_volume(item.image) and slides.is_cut_into_tiles(item.image, settings):
+        yield from slides.mask_blocks(label, slides.shape(item.image, level_of(settings)))
+    elif label is not None and volumes.is_volume(label):
+        image = volumes.header(item.image if volumes.is_volume(item.image) else label, item.affine)
+        yield volumes.labels(label, image, settings.resample_masks)
+    else:
+        yield read_labels(item, settings)
 
 
 def label_values_by_class(item: Item, classes: Classes) -> Classes:

@@ -7,8 +7,7 @@ from pathlib import Path
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.seeding import seed_for
 from consilium.data import slides, volumes
-from consilium.data.check_samples import with_lost_recorded
-from consilium.data.datalist import DataList, Item, Lost
+from consilium.data.datalist import DataList, Item, Lost, with_lost_recorded
 from consilium.data.images import read_labels
 from consilium.data.patients import path_pseudonym, pseudonym
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
@@ -38,6 +37,11 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
                 else:
                     raise
     return with_lost_recorded(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
+
+
+def parts(item: Item, settings: PictureSettings) -> Iterator[Item]:
+    """Yield all tiles of a picture, or all planes of a volume, that scores are computed from. Raises DataError."""
+    return _expand_item(item, 0, "test", settings)
 
 
 def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:

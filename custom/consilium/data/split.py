@@ -9,7 +9,7 @@ The same list, numbers and seed give the same split.
 import json
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
-from consilium.data.images import read_mask
+from consilium.data.images import whole_labels
 from consilium.data.patients import first_linked, pseudonym
 from consilium.data.safe_open import raise_first_fault
+from consilium.data.settings import PictureSettings
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,6 @@ def _read_samples(source: Path) -> tuple[list[Sample], dict[str, Any]]:
 def _labels_of(item: Item) -> set[str]:
     if not isinstance(item.label, Path):
         return set() if item.label is None else {str(item.label)}
-    if item.slice is None and volumes.is_volume(item.label):
-        image = volumes.header(item.image if volumes.is_volume(item.image) else item.label, "sform")
-        return {str(value) for value in volumes.labels(item.label, image, True).present() - {0}}
-    return {str(value) for value in np.unique(read_mask(item.label, item.slice, item.axis)) if value}
+    settings = PictureSettings(resample_masks=True)
+    found = (labels.present() - {0} for labels in whole_labels(replace(item, affine=item.affine or "sform"), settings))
+    return {str(value) for values in found for value in values}

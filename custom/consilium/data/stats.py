@@ -4,7 +4,7 @@ The numbers are exact and stay at the site. Statistics that may leave it are in 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,10 @@ from consilium.data import slides, volumes
 from consilium.data.check_samples import Classes, map_by_file
 from consilium.data.class_checks import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import label_values_by_class, level_of, read_labels
-from consilium.data.label_masks import Labels
+from consilium.data.images import label_values_by_class, level_of, whole_labels
 from consilium.data.patients import pseudonym
 from consilium.data.pixel_values import windowed
-from consilium.data.settings import DEFAULTS, PictureSettings, Value
+from consilium.data.settings import DEFAULTS, PictureSettings
 
 PERCENTILES = (1, 25, 50, 75, 99)
 BINS = 32
@@ -34,7 +33,7 @@ class Measure:
     """The measurements of one entry of a list.
 
     `size`: rows and columns, or a volume's shape (i, j, k). `voxel`: mm between voxels. `percentiles`: PERCENTILES of the
-    file's values. `histogram`: of the 8-bit values. `labels`: pixels per label value. `classes`: pixels per class. `pixels`:
+    file's values. `histogram`: of the 8-bit values. `classes`: pixels per class. `pixels`:
     all pixels of the mask.
     """
 
@@ -42,7 +41,6 @@ class Measure:
     voxel: tuple[float, float, float] | None = None
     percentiles: tuple[float, ...] = ()
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
-    labels: Counter[Value] = field(default_factory=Counter)
     classes: Counter[str] = field(default_factory=Counter)
     pixels: int = 0
     patient: str = ""
@@ -109,34 +107,18 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
 
 
 def _count_labels(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
-    """Count the pixels of each label and class of an entry. A class of the whole picture counts as one pixel of one."""
+    """Count the pixels of each class of an entry. A class of the whole picture counts as one pixel of one."""
     if item.label is None:
         return
     if not isinstance(item.label, Path):
         name = class_name(item.label, list(classes or ()))
         found.classes[str(item.label) if name is None else name], found.pixels = 1, 1
         return
-    for labels in _read_labels(item, settings):
+    for labels in whole_labels(item, settings):
         found.pixels += int(np.prod(labels.shape))
-        if labels.values is None:
-            found.labels.update({name: int(mask.sum()) for name, mask in (labels.regions or {}).items()})
-        else:
-            values, counts = np.unique(labels.values, return_counts=True)
-            found.labels.update({int(v): int(n) for v, n in zip(values, counts, strict=True) if v})
         by_value = {str(value): [value] for value in labels.present() - {0}}
         for name, wanted in (label_values_by_class(item, classes) if isinstance(classes, Mapping) else by_value).items():
             found.classes[name] += int(labels.where(wanted).sum())
-
-
-def _read_labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
-    """Return the labels of an item; for a large picture, block by block."""
-    whole = item.tile is None and not volumes.is_volume(item.image)
-    if whole and isinstance(item.label, Path) and slides.is_cut_into_tiles(item.image, settings):
-        return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
-    if item.slice is not None or not isinstance(item.label, Path) or not volumes.is_volume(item.label):
-        return [read_labels(item, settings)]
-    image = volumes.header(item.image if volumes.is_volume(item.image) else item.label, item.affine)
-    return [volumes.labels(item.label, image, settings.resample_masks)]
 
 
 def _lowest_median_highest(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ def strict_reader(classes: bool) -> Callable[[Path], DataList]:
 
 def usable_reader(classes: bool) -> Callable[[Path, list[Lost]], DataList]:
     """Return a function that reads the usable entries of a data list and adds (split, error) of the others to `lost`."""
-    return lambda path, lost: read_datalist(path, classes, lambda split, index, error: lost.append((split, error)))
+    return lambda path, lost: read_datalist(path, classes, lost)
 
 
 def prepare(config: Any, data: DataList) -> DataList:

@@ -17,7 +17,8 @@ from consilium.config.job import TrainingConfig
 from consilium.core.errors import STOPS, ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
-from consilium.data.loading import AHEAD, NOTHING_LEFT, prefetch
+from consilium.data.cache import AHEAD, prefetch
+from consilium.data.datalist import NOTHING_LEFT
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
 from consilium.strategies.trainer import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
