@@ -114,11 +114,8 @@ def test_split_takes_a_folder_of_sites(tmp_path: Path, monkeypatch: Patch, capsy
         found = json.loads((tmp_path / "cut" / site / "datalist.json").read_text())
         assert [len(found[split]) for split in ("training", "validation", "test")] == [6, 1, 3]
     assert "no problems" in said(monkeypatch, capsys, "data", "check", tmp_path / "cut")
-    found = json.loads(
-        said(monkeypatch, capsys, "data", "split", tmp_path / "raw", tmp_path / "folds", "--folds", 2, "--format", "json")
-    )
+    found = json.loads(said(monkeypatch, capsys, "data", "split", tmp_path / "raw", tmp_path / "again", "--format", "json"))
     assert set(found) == {"klinik-sud", "b"}
-    assert (tmp_path / "folds/b/fold-2/datalist.json").is_file()
 
 
 def test_a_simulation_takes_folders_whose_names_have_blanks(tmp_path: Path) -> None:

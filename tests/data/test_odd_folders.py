@@ -208,10 +208,6 @@ def as_gif(path: Path, mask: np.ndarray) -> None:
     Image.fromarray(mask).save(path)
 
 
-def as_array(path: Path, mask: np.ndarray) -> None:
-    np.save(path, mask.astype(np.int64)[None])
-
-
 KINDS = {
     "rgb": (as_rgb, "png"),
     "rgba": (as_rgba, "png"),
@@ -219,7 +215,6 @@ KINDS = {
     "grey and alpha": (as_grey_alpha, "png"),
     "white first": (as_palette, "png"),
     "gif": (as_gif, "gif"),
-    "array": (as_array, "npy"),
 }
 
 

@@ -77,9 +77,6 @@ def test_by_a_key_sites_differ_in_its_values(source: Path, tmp_path: Path) -> No
         assert {kind: held[kind] for kind in KINDS} == counts
     shares = [max(counts.values()) / sum(counts.values()) for counts in summary["training"].values()]
     assert np.mean(shares) > 0.7
-    left = partition_texts(source, tmp_path / "left", 10, 0.1, 0, 8, "type", ["causes"])
-    assert left["classes"] == ["symptoms", "treatment"]
-    assert sum(sizes(left)) == 800
 
 
 def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
@@ -91,7 +88,6 @@ def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
     refused("1200 training samples are too few for 151 sites of 8; ask for less", 151, None, 0, 8)
     refused(r"training\.jsonl:1: --by kind: expected a text or a number there; found the keys ins.*", 5, 0.5, 0, 8, "kind")
     refused(r"--by instruction: 1,507 values, at most 1,000 are allowed", 5, 0.5, 0, 8, "instruction")
-    refused(r"--exclude: no class 'x'; there are causes, symptoms, treatment", 5, 0.5, 0, 8, "type", ["x"])
     write(source, "training.jsonl", {"instruction": "a", "output": "b"}, "{")
     refused(r"training\.jsonl:2: not valid JSON", 2, None, 0, 1)
 

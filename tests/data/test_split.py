@@ -1,7 +1,6 @@
 """`data split`: nothing that belongs together is cut, labels are spread, and nothing is written that the list did not say."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.split import Cut, Sample, linked_groups, share_out, split_list
+from consilium.data.split import Sample, linked_groups, share_out, split_list
 
 
 def pictures(folder: Path, count: int, patients: int = 0, **more: Any) -> Path:
@@ -33,8 +32,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_shares_and_classes_are_met_and_nothing_is_lost(tmp_path: Path) -> None:
     source = pictures(tmp_path, 100)
-    found = split_list(source, tmp_path / "out", Cut(0.1, 0.2, seed=3))
-    counts = found["lists"]["datalist.json"]
+    found = split_list(source, tmp_path / "out", 0.1, 0.2, seed=3)
+    counts = found["splits"]
     assert {split: c["samples"] for split, c in counts.items()} == {"training": 70, "validation": 10, "test": 20}
     assert {split: c["labels"]["b"] for split, c in counts.items()} == {"training": 14, "validation": 2, "test": 4}
     written = read(tmp_path / "out/datalist.json")
@@ -44,26 +43,16 @@ def test_shares_and_classes_are_met_and_nothing_is_lost(tmp_path: Path) -> None:
     assert "no entry names its" in found["notes"][0]
 
 
-@pytest.mark.parametrize("folds", [0, 5])
-def test_a_patient_is_never_cut(folds: int, tmp_path: Path) -> None:
-    found = split_list(pictures(tmp_path, 60, patients=12), tmp_path / "out", Cut(folds=folds))
+def test_a_patient_is_never_cut(tmp_path: Path) -> None:
+    found = split_list(pictures(tmp_path, 60, patients=12), tmp_path / "out")
     assert found["groups"] == 12
-    for path in (tmp_path / "out").rglob("datalist.json"):
-        written = read(path)
-        places: dict[str, set[str]] = {}
-        for split in ("training", "validation", "test"):
-            for entry in written[split]:
-                places.setdefault(entry["patient"], set()).add(split)
-        assert len(places) == 12
-        assert {len(where) for where in places.values()} == {1}
-
-
-def test_every_sample_is_in_the_test_of_one_fold(tmp_path: Path) -> None:
-    split_list(pictures(tmp_path, 50), tmp_path / "out", Cut(folds=5))
-    tests = Counter(e["image"] for i in range(1, 6) for e in read(tmp_path / f"out/fold-{i}/datalist.json")["test"])
-    assert len(tests) == 50
-    assert set(tests.values()) == {1}
-    assert [len(read(tmp_path / f"out/fold-{i}/datalist.json")["test"]) for i in range(1, 6)] == [10] * 5
+    written = read(tmp_path / "out/datalist.json")
+    places: dict[str, set[str]] = {}
+    for split in ("training", "validation", "test"):
+        for entry in written[split]:
+            places.setdefault(entry["patient"], set()).add(split)
+    assert len(places) == 12
+    assert {len(where) for where in places.values()} == {1}
 
 
 def test_slices_of_a_volume_and_those_of_one_mask_stay_together(tmp_path: Path) -> None:
@@ -75,8 +64,8 @@ def test_slices_of_a_volume_and_those_of_one_mask_stay_together(tmp_path: Path) 
             nibabel.save(nibabel.Nifti1Image(array, np.eye(4)), tmp_path / f"{name}{number}.nii.gz")
         entries += [{"image": f"v{number}.nii.gz", "label": f"s{number}.nii.gz", "slice": k} for k in range(4)]
     (tmp_path / "datalist.json").write_text(json.dumps({"training": entries}))
-    found = split_list(tmp_path / "datalist.json", tmp_path / "out", Cut(0.2, 0.3))
-    counts = found["lists"]["datalist.json"]
+    found = split_list(tmp_path / "datalist.json", tmp_path / "out", 0.2, 0.3)
+    counts = found["splits"]
     assert {split: c["groups"] for split, c in counts.items()} == {"training": 5, "validation": 2, "test": 3}
     assert {split: c["labels"] for split, c in counts.items()} == {
         "training": {"1": 5},
@@ -106,7 +95,7 @@ def test_the_own_test_split_can_stay(tmp_path: Path) -> None:
     content["test"] = content["training"][:5]
     content["training"] = content["training"][5:]
     source.write_text(json.dumps(content))
-    split_list(source, tmp_path / "out", Cut(validation=0.2, keep_test=True))
+    split_list(source, tmp_path / "out", validation=0.2, keep_test=True)
     written = read(tmp_path / "out/datalist.json")
     assert [e["image"] for e in written["test"]] == [str(tmp_path / f"{i}.png") for i in range(5)]
     assert (len(written["training"]), len(written["validation"])) == (12, 3)
@@ -114,14 +103,12 @@ def test_the_own_test_split_can_stay(tmp_path: Path) -> None:
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     source = pictures(tmp_path, 6, patients=2)
-    with pytest.raises(DataError, match="2 patients or volumes are too few for 3 folds"):
-        split_list(source, tmp_path / "out", Cut(folds=3))
     with pytest.raises(DataError, match="leave nothing to train on"):
-        split_list(source, tmp_path / "out", Cut(0.5, 0.5))
-    found = split_list(source, tmp_path / "out", Cut(0.1, 0.4))
+        split_list(source, tmp_path / "out", 0.5, 0.5)
+    found = split_list(source, tmp_path / "out", 0.1, 0.4)
     assert [note for note in found["notes"] if "validation: no sample" in note]
     with pytest.raises(DataError, match="holds a cut already"):
-        split_list(source, tmp_path / "out", Cut())
+        split_list(source, tmp_path / "out")
 
 
 def test_folds_end_with_a_new_cut_and_a_test_split_without_labels_is_left_out(tmp_path: Path) -> None:
@@ -129,7 +116,7 @@ def test_folds_end_with_a_new_cut_and_a_test_split_without_labels_is_left_out(tm
     made = read(source)
     made["training"] = [entry | {"fold": number % 5} for number, entry in enumerate(made["training"][1:])]
     source.write_text(json.dumps(made))
-    split_list(source, tmp_path / "out", Cut(0.1, 0.2))
+    split_list(source, tmp_path / "out", 0.1, 0.2)
     written = read(tmp_path / "out/datalist.json")
     entries = [entry for split in ("training", "validation", "test") for entry in written[split]]
     assert len(entries) == 19

@@ -297,12 +297,3 @@ def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     assert [one[:2] for one in said] == [["0", "60"]] * 2
     assert said[0][2] == said[1][2]
     assert not list((tmp_path / cache_folder.FOLDER).glob(".*"))
-
-
-def test_clearing_leaves_hidden_files_that_are_not_ours(tmp_path: Path) -> None:
-    kept = store(tmp_path)
-    somebody_elses(tmp_path / "one", 1)
-    (tmp_path / "one" / ".bash_history.1").rename(kept.folder / ".bash_history.1")
-    (kept.folder / f".{NAME}-140.99").write_text("half a sample")
-    cache_folder.clear_cache(kept.folder)
-    assert [path.name for path in kept.folder.iterdir()] == [".bash_history.1"]

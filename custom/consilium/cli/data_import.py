@@ -164,7 +164,6 @@ def data_partition(
         typer.Option(help="texts: folder of a transformers language model for --clusters; default: the tiny model"),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="texts: split each site's own texts 0.8 / 0.1 / 0.1")] = False,
-    exclude: Annotated[list[str] | None, typer.Option(help="leave out this class; may be repeated")] = None,
     no_test: Annotated[
         bool, typer.Option("--no-test", help="pictures: make no test split, for runs that choose settings")
     ] = False,
@@ -172,7 +171,7 @@ def data_partition(
 ) -> None:
     """Distribute a classification data set, or texts, unevenly over sites, with one test split for all (except --local)."""
     check_finite(beta=beta)
-    shares, left_out = None if iid else beta, exclude or []
+    shares = None if iid else beta
     with clean_up_on_failure(folder):
         if has_texts(source) or source.suffix == ".jsonl":
             if no_test:
@@ -180,16 +179,14 @@ def data_partition(
             if clusters == 1 or (clusters and by):
                 raise ConfigError("--clusters: take 2 or more, and without --by")
             kinds = partial(call, CLUSTERS, clusters, model, seed) if clusters else None
-            found = call(
-                f"{PARTITION}:partition_texts", source, folder, sites, shares, seed, minimum, by, left_out, kinds, local
-            )
+            found = call(f"{PARTITION}:partition_texts", source, folder, sites, shares, seed, minimum, by, kinds, local)
         elif by or clusters:
             what = f"--by {by}" if by else f"--clusters {clusters}"
             raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
         elif local:
             raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
         else:
-            found = call(f"{PARTITION}:partition", source, folder, sites, shares, seed, minimum, left_out, not no_test)
+            found = call(f"{PARTITION}:partition", source, folder, sites, shares, seed, minimum, not no_test)
     lines = []
     for site, counts in found["training"].items():
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)

@@ -40,7 +40,7 @@ from consilium.data.folders import (
     valid_site_names,
 )
 from consilium.data.settings import DEFAULTS, PictureSettings
-from consilium.data.split import Cut, split_list
+from consilium.data.split import split_list
 from consilium.data.stats import site_stats
 from consilium.data.text import has_texts
 from consilium.report.data_stats import tables, write_stats
@@ -223,19 +223,14 @@ def data_split(
         Path,
         typer.Argument(
             metavar="DEST",
-            help="folder for datalist.json, or fold-1 and so on, and split.json; a folder per site for several sites",
+            help="folder for datalist.json and split.json; a folder per site for several sites",
         ),
     ],
     validation: Annotated[
         float,
-        typer.Option(
-            min=0, max=0.9, help="share of all samples; with --folds or --keep-test, of the samples outside the test split"
-        ),
+        typer.Option(min=0, max=0.9, help="share of all samples; with --keep-test, of the samples outside the test split"),
     ] = 0.1,
     test: Annotated[float, typer.Option(min=0, max=0.9, help="share of all samples")] = 0.2,
-    folds: Annotated[
-        int, typer.Option(min=0, max=100, help="make this many lists; each part of the data is once the test split")
-    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
     keep_test: Annotated[bool, typer.Option("--keep-test", help="keep the list's own test split")] = False,
     format: FormatOption = "txt",
@@ -245,27 +240,26 @@ def data_split(
     All samples of a patient, a study and a volume are in the same split.
     """
     check_finite(validation=validation, test=test)
-    if folds == 1 or (folds and keep_test):
-        raise ConfigError("--folds: take 2 or more, and without --keep-test")
-    cut, lists = Cut(validation, test, folds, seed, keep_test), find_data_sets(source)
+    lists = find_data_sets(source)
     names = valid_site_names(lists, source) if len(lists) > 1 else {}
     with clean_up_on_failure(dest):
-        found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
+        found = {
+            name: split_list(one.own.datalist, dest / names.get(name, ""), validation, test, seed, keep_test)
+            for name, one in lists.items()
+        }
 
     def lines() -> Iterator[Table | str]:
         for name, summary in found.items():
             rows, place = [], dest / names.get(name, "")
-            for split_name, parts in summary["lists"].items():
-                for split, counts in parts.items():
-                    labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
-                    rows.append([split_name, split, labels, str(counts["samples"]), str(counts["groups"])])
-            headings = ("list", "split", "samples by label", "samples", "groups")
+            for split, counts in summary["splits"].items():
+                labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
+                rows.append([split, labels, str(counts["samples"]), str(counts["groups"])])
+            headings = ("split", "samples by label", "samples", "groups")
             heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
             yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
             yield from (f"note: {note}" for note in summary["notes"])
-            yield f"{place}: {', '.join(summary['lists'])} and split.json"
-            if not folds:
-                yield from site_yaml_lines([place / next(iter(summary["lists"]))])
+            yield f"{place}: datalist.json and split.json"
+            yield from site_yaml_lines([place / "datalist.json"])
         yield from (f"note: {shown(note)}" for note in describe_renames(names))
         for name, one in lists.items():
             if one.site != SiteConfig(datalist=one.own.datalist):

@@ -78,8 +78,7 @@ def check_datalist(
                 report.add_warning("class of the job that a split lacks", f"{split}: {name}")
     for kind, line in doubtful_name_findings(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
         report.add_warning(kind, line)
-    report_duplicates(report)
-    report_similar_patients(report)
+    report_shared(report)
     return report
 
 
@@ -135,17 +134,15 @@ def check_texts(
             length = length_of(text)
             report.lengths[length] += 1
             if length > max_length:
-                note = (
-                    report.add_problem if text.history else report.add_warning
-                )  # a conversation is refused, other records are cut
+                # a conversation is refused, other records are cut
+                note = report.add_problem if text.history else report.add_warning
                 note(f"longer than {max_length} tokens", f"{text.name}: {length}")
         key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
         marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
         report.traces.append(Trace(split, text.name, marks, training=split == "training"))
     for length, count in sorted(report.lengths.items()):
         report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += count
-    report_duplicates(report)
-    report_similar_patients(report)
+    report_shared(report)
     within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
     for split, count in within.items():
         report.add_warning("prompt more than once in a split", f"{split}: {count} of {report.samples[split]}")
@@ -155,18 +152,15 @@ def check_texts(
 # samples in two places: two splits of a list, or two sites --------------------------------------------------------------------
 
 
-def report_duplicates(report: Findings) -> None:
+def report_shared(report: Findings) -> None:
     """Report samples that two splits share as problems.
 
-    Pictures that look alike in two splits, and copies within one split, are warnings.
+    Warn of pictures that look alike in two splits, of copies within one split, and of patients whose identifiers are nearly
+    equal, because they may be one person. Each such patient is shown by one sample.
     """
     for kind, trace, other in _compare_traces(report.traces):
         note = report.add_warning if kind in (_COPY, _LIKE) else report.add_problem
         note("looks alike in two splits" if kind == _LIKE else kind.format("splits"), _format_pair(trace, other))
-
-
-def report_similar_patients(report: Findings) -> None:
-    """Warn of patients whose identifiers are nearly equal, because they may be one person. Each is shown by one sample."""
     marks = ((mark, f"{trace.place}: {trace.name}") for trace in report.traces for mark in trace.marks)
     for line in similar_patient_lines((whose, name) for (kind, whose), name in marks if kind == PATIENT):
         report.add_warning(ALIKE, line)

@@ -11,7 +11,7 @@ SLIDES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
 NIFTI = (".nii", ".nii.gz")
 RAW_VOLUMES = (".mha", ".mhd", ".nrrd", ".nhdr")
 """MetaImage and NRRD."""
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".gif", ".npy", *NIFTI, *RAW_VOLUMES, *SLIDES)
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".gif", *NIFTI, *RAW_VOLUMES, *SLIDES)
 DICOM = (".dcm", ".dicom")
 """Endings of DICOM files, which may lack the usual first bytes."""
 MOST_FILES = 20_000

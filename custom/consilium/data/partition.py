@@ -71,23 +71,20 @@ def partition(
     beta: float | None,
     seed: int,
     minimum: int,
-    exclude: Sequence[str] = (),
     test: bool = True,
 ) -> dict[str, Any]:
     """Write `folder`/site-K/datalist.json, partition.json and partition.png, and return the content of partition.json.
 
     Lists have absolute paths; no picture is copied. The content has the arguments, the classes, and counts by split, site and
-    class. `beta`: None for even shares. `exclude`: classes to leave out. `test`: False gives no site the test split and changes
-    nothing else. Raises DataError for a source without classes, an unknown class in `exclude`, too few samples or patients, or
-    a folder that already holds sites.
+    class. `beta`: None for even shares. `test`: False gives no site the test split and changes nothing else. Raises DataError
+    for a source without classes, too few samples or patients, or a folder that already holds sites.
     """
     data = read_datalist(source, labels_are_classes=True)
     labels = {item.label for items in data.splits.values() for item in items}
     if None in labels:
         raise DataError(f"{source}: has samples without a class; give every one a label")
-    known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
-    splits, classes = _exclude_classes(source, data.splits, known, exclude)
-    splits = splits if test else splits | {COMMON_SPLIT: []}
+    classes = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
+    splits = data.splits if test else data.splits | {COMMON_SPLIT: ()}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
     patients = patients_by_pseudonym(source)  # identifiers in the list; identifiers in files are never written
     for name, mine in found.items():
@@ -108,7 +105,7 @@ def partition(
             f"{nameless} of {len(splits['training'])} training samples name no patient, so one patient's pictures may be at "
             "several sites; name them as `patient` in the list, if you know them"
         )
-    asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude), "notes": notes}
+    asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "notes": notes}
     return write_summary(source, folder, asked, classes, found)
 
 
@@ -221,16 +218,6 @@ def plot(summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def _exclude_classes(
-    source: Path, splits: Mapping[str, Sequence[S]], known: Sequence[str], exclude: Sequence[str]
-) -> tuple[dict[str, list[S]], list[str]]:
-    """Return the samples by split without the classes in `exclude`, and the remaining classes. Raises DataError."""
-    if unknown := [name for name in exclude if name not in known]:
-        raise DataError(f"{source}: --exclude: no class {unknown[0]!r}; there are {', '.join(known)[:300]}")
-    kept = {split: [item for item in items if str(item.label) not in exclude] for split, items in splits.items()}
-    return kept, [name for name in known if name not in exclude]
-
-
 # texts -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -255,17 +242,16 @@ def partition_texts(
     seed: int,
     minimum: int,
     by: str = "",
-    exclude: Sequence[str] = (),
     classify_texts: Kinds | None = None,
     local_splits: bool = False,
 ) -> dict[str, Any]:
     """Write `folder`/site-K/{training,validation,test}.jsonl, partition.json and partition.png.
 
     Return the content of partition.json. `beta`: None for even shares. `by`: the key whose value is the class of a record.
-    `exclude`: values to leave out. `classify_texts`, `local_splits`: see above. Raises DataError for records without the key,
-    an unknown value in `exclude`, too few records, or a folder that already holds sites.
+    `classify_texts`, `local_splits`: see above. Raises DataError for records without the key, too few records, or a folder
+    that already holds sites.
     """
-    splits, values = _read_records(source, by, exclude, classify_texts)
+    splits, values = _read_records(source, by, classify_texts)
     found = _assign_to_sites(source, folder, splits, values, sites, beta, seed, minimum)
     if local_splits:
         for name, mine in found.items():
@@ -291,16 +277,14 @@ def partition_texts(
             except OSError:  # a file system without links
                 shutil.copyfile(first, path)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "by": by or ("clusters" if classify_texts else "")}
-    return write_summary(source, folder, asked | {"excluded": list(exclude), "local": local_splits}, values, found)
+    return write_summary(source, folder, asked | {"local": local_splits}, values, found)
 
 
 def _jsonl_bytes(records: Sequence[Record]) -> bytes:
     return "".join(f"{record.line}\n" for record in records).encode()
 
 
-def _read_records(
-    source: Path, by: str, exclude: Sequence[str], classify_texts: Kinds | None
-) -> tuple[dict[str, list[Record]], list[str]]:
+def _read_records(source: Path, by: str, classify_texts: Kinds | None) -> tuple[dict[str, list[Record]], list[str]]:
     """Return the records by split, and their classes, sorted. Raises DataError."""
     data = read_texts(source)  # raises for a bad record
     splits: dict[str, list[Record]] = {split: [] for split in SPLITS}
@@ -319,7 +303,7 @@ def _read_records(
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:
         raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are allowed; name another key")
-    return _exclude_classes(source, splits, values, exclude)
+    return splits, values
 
 
 def cluster_points(points: np.ndarray, count: int, seed: int) -> list[str]:

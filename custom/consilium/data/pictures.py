@@ -1,4 +1,4 @@
-"""Reads pictures: PNG, JPEG, TIFF, BMP and GIF files, and .npy arrays, which become PIL images first."""
+"""Reads pictures: PNG, JPEG, TIFF, BMP and GIF files."""
 
 import struct
 from collections.abc import Collection, Sequence

@@ -50,7 +50,7 @@ MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 T = TypeVar("T")
 Stamp = tuple[tuple[int, ...], ...]
 """For every file: its inode, size, and the times of the last change of content and inode."""
-TRACTS, PACKED = "tracts, which are not images", "a packed file"
+TRACTS, PACKED, ARRAYS = "tracts, which are not images", "a packed file", "arrays of numbers"
 FOREIGN = {
     (".mgz", ".mgh"): "FreeSurfer's volumes",
     (".mnc",): "MINC",
@@ -60,7 +60,7 @@ FOREIGN = {
     (".v",): "ECAT",
     (".trk", ".tck"): TRACTS,
     (".gz", ".zip", ".tar", ".7z", ".bz2"): PACKED,
-    (".npz", ".mat", ".h5", ".hdf5"): "several arrays",
+    (".npy", ".npz", ".mat", ".h5", ".hdf5"): ARRAYS,
 }
 """Formats that are not read, by the endings of file names."""
 CONVERT = "convert it to NIfTI: nibabel.save(nibabel.load(FILE), 'NAME.nii.gz') in Python, or 3D Slicer"
@@ -235,9 +235,7 @@ def wrap_decoding_errors(path: Path, what: str, remedy: str = TAKE_OFF, most: in
 
 
 def open_picture(path: Path) -> Image.Image:
-    """Return an opened picture of one of FORMATS, or of a .npy file, not decoded yet. Use within `wrap_decoding_errors`."""
-    if path.name.lower().endswith(".npy"):
-        return _array_picture(path)
+    """Return an opened picture of one of FORMATS, not decoded yet. Use within `wrap_decoding_errors`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels has a limit of its own
         try:
@@ -248,7 +246,11 @@ def open_picture(path: Path) -> Image.Image:
             kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
             if not kind:  # `wrap_decoding_errors` turns it into one line
                 raise OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}") from None
-            remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
+            remedy = {
+                TRACTS: "take it off the list",
+                PACKED: "unpack it, and name the file that is in it",
+                ARRAYS: "save each picture as PNG or TIFF",
+            }.get(kind, CONVERT)
             raise DataError(
                 f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read"
             ) from None
@@ -261,35 +263,6 @@ def open_picture(path: Path) -> Image.Image:
         if scans > MOST_SCANS:
             raise DataError(f"{path}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
     return found
-
-
-def _array_picture(path: Path) -> Image.Image:
-    """Return the picture in a .npy file: (H, W), or 8-bit colours (H, W, 3). A third axis of length 1 is removed."""
-    import numpy as np
-
-    try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):
-        raise OSError("it is damaged, or holds no array of numbers") from None
-    if isinstance(found, np.ndarray) and found.ndim == 3 and 1 in (found.shape[0], found.shape[2]):
-        found = found.squeeze(0 if found.shape[0] == 1 else 2)
-    kind = found.dtype.kind if isinstance(found, np.ndarray) else ""
-    if kind not in tuple("buif") or not (found.ndim == 2 or (found.shape[2:] == (3,) and found.dtype == np.uint8)):
-        what = f"{'x'.join(map(str, found.shape))} of {found.dtype}" if kind else "several arrays"
-        raise DataError(
-            f"{path}: holds an array of {what}; save one picture as (rows, columns), or in colour as (rows, columns, 3) of 8 "
-            "bits",
-            "array that is not a picture",
-        )
-    if found.shape[0] * found.shape[1] > MOST_PIXELS:
-        raise _too_large_error(path, f"{found.shape[1]}x{found.shape[0]} pixels, at most {MOST_PIXELS:,}")
-    if kind == "f":
-        return Image.fromarray(found.astype(np.float32))
-    if found.dtype not in (np.bool_, np.uint8, np.uint16):
-        if found.size and not -(2**31) <= int(found.min()) <= int(found.max()) < 2**31:
-            raise DataError(f"{path}: holds numbers beyond 32 bits; save it with smaller ones")
-        found = found.astype(np.int32)
-    return Image.fromarray(np.ascontiguousarray(found))
 
 
 def page_count(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Split a data list into training, validation and test, or into folds. Linked samples stay in one part.
+"""Split a data list into training, validation and test. Linked samples stay in one part.
 
 Entries of one patient, study, volume or mask are linked. Patients and studies are read from the list and from DICOM files.
 Labels are spread evenly by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011) of groups of linked
@@ -23,22 +23,7 @@ from consilium.data import volumes
 from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
 from consilium.data.images import whole_labels
 from consilium.data.patients import first_linked, pseudonym
-from consilium.data.safe_open import raise_first_fault
 from consilium.data.settings import PictureSettings
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The numbers of a split: shares of all samples, or `folds` parts of which each is the test split once.
-
-    `keep_test`: the list's own test split stays, and `validation` is a share of the other samples.
-    """
-
-    validation: float = 0.1
-    test: float = 0.2
-    folds: int = 0
-    seed: int = 0
-    keep_test: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,42 +39,38 @@ class Sample:
 Parts = dict[str, list[Sample]]
 
 
-def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
-    """Write `folder`/datalist.json, or one list each in fold-1, fold-2, ..., and split.json. Return the content of split.json.
+def split_list(
+    source: Path, folder: Path, validation: float = 0.1, test: float = 0.2, seed: int = 0, keep_test: bool = False
+) -> dict[str, Any]:
+    """Write `folder`/datalist.json and split.json. Return the content of split.json.
 
-    Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are not added. Raises
-    DataError for a list or mask that cannot be read, shares that sum to 1 or more, too few groups, or a folder in use.
+    `validation`, `test`: shares of all samples. `keep_test`: the list's own test split stays, and `validation` is a share of
+    the other samples. Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are
+    not added. Raises DataError for a list or mask that cannot be read, shares that sum to 1 or more, or a folder in use.
     """
-    left = 1 - cut.validation - cut.test
-    raise_first_fault(
-        folder,
-        (
-            any((folder / name).exists() for name in ("datalist.json", "split.json", "fold-1")),
-            "holds a cut already; give another",
-        ),
-        (left <= 0, f"--validation {cut.validation:g} and --test {cut.test:g} leave nothing to train on; ask for less"),
-    )
+    if (folder / "datalist.json").exists() or (folder / "split.json").exists():
+        raise DataError(f"{folder}: holds a cut already; give another")
+    if validation + test >= 1:
+        raise DataError(f"{folder}: --validation {validation:g} and --test {test:g} leave nothing to train on; ask for less")
     samples, more = _read_samples(source)
-    lists = {}
-    if cut.folds:
-        if (groups := len(linked_groups(samples))) < cut.folds:
-            raise DataError(f"{source}: {groups} patients or volumes are too few for {cut.folds} folds; ask for less")
-        names = [f"fold-{i}" for i in range(1, cut.folds + 1)]
-        tests = share_out(samples, dict.fromkeys(names, 1 / cut.folds), cut.seed)
-        for number, name in enumerate(names):
-            rest = [s for other in names if other != name for s in tests[other]]
-            shares = {"training": 1 - cut.validation, "validation": cut.validation}
-            lists[name] = share_out(rest, shares, seed_for(cut.seed, "fold", number)) | {"test": tests[name]}
-    else:
-        kept = [s for s in samples if cut.keep_test and s.split == "test"]
-        test = 0.0 if cut.keep_test else cut.test
-        shares = {"training": 1 - cut.validation - test, "validation": cut.validation, "test": test}
-        lists[""] = share_out([s for s in samples if not (cut.keep_test and s.split == "test")], shares, cut.seed)
-        lists[""]["test"] += kept
-    for name, parts in lists.items():
-        entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
-        write_atomic(folder / name / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
-    summary = {"source": str(source.resolve()), "seed": cut.seed} | _summarize(samples, lists, cut)
+    kept = [s for s in samples if keep_test and s.split == "test"]
+    test = 0.0 if keep_test else test
+    shares = {"training": 1 - validation - test, "validation": validation, "test": test}
+    parts = share_out([s for s in samples if not (keep_test and s.split == "test")], shares, seed)
+    parts["test"] += kept
+    entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
+    write_atomic(folder / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
+    notes = []
+    if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
+        notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
+    splits = {}
+    for split in SPLITS:
+        labels, groups = _count_labels(parts[split]), len(linked_groups(parts[split]))
+        splits[split] = {"samples": labels.pop("", 0), "groups": groups, "labels": dict(sorted(labels.items()))}
+        if not parts[split] and (split != "validation" or validation):
+            notes.append(f"{split}: no sample; there are too few groups for its share")
+    summary = {"source": str(source.resolve()), "seed": seed, "groups": len(linked_groups(samples))}
+    summary |= {"splits": splits, "notes": notes}
     write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
 
@@ -120,22 +101,6 @@ def linked_groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _count_labels(samples: Sequence[Sample]) -> Counter[str]:
     """Return the number of samples that show each label; the key "" has the number of all samples."""
     return Counter(label for sample in samples for label in (*sample.labels, ""))
-
-
-def _summarize(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> dict[str, Any]:
-    """Return the counts of groups, the samples, groups and labels of each list's splits, and notes for the user."""
-    notes, found = [], dict[str, dict[str, Any]]()
-    if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
-        notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
-    for name, parts in lists.items():
-        found[name or "datalist.json"] = {}
-        for split in SPLITS:
-            labels, groups = _count_labels(parts[split]), len(linked_groups(parts[split]))
-            told = {"samples": labels.pop("", 0), "groups": groups, "labels": dict(sorted(labels.items()))}
-            found[name or "datalist.json"][split] = told
-            if not parts[split] and (split != "validation" or cut.validation):
-                notes.append(f"{name or 'datalist.json'}: {split}: no sample; there are too few groups for its share")
-    return {"groups": len(linked_groups(samples)), "lists": found, "notes": notes}
 
 
 def _read_samples(source: Path) -> tuple[list[Sample], dict[str, Any]]:

@@ -85,7 +85,7 @@ def draw_a_site(folder: Path) -> None:
 def share_out(folder: Path) -> None:
     """Write the summary of a partition, whose folder may hold links under other names."""
     found = {"a": {split: [] for split in SPLITS}}
-    asked = {"beta": None, "seed": 0, "sites": 1, "minimum": 1, "excluded": [], "notes": []}
+    asked = {"beta": None, "seed": 0, "sites": 1, "minimum": 1, "notes": []}
     partition.write_summary(folder, folder, asked, ["disc"], found)
 
 
