@@ -5,6 +5,7 @@ integers, so a sample is bitwise the same on every CPU.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,39 +63,42 @@ def crop(item: Item, array: np.ndarray) -> np.ndarray:
 
 def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.ndarray:
     """Return an item's picture (H, W, 3) uint8, windowed by `settings`. Raises DataError."""
-    item = item if isinstance(item, Item) else Item(item, None)
-    if volumes.is_volume(item.image):
-        header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
-        plane = header.grid.cut(values, item.axis, plane_number(item, item.image, header))
-        grey = windowed(
-            plane, settings, header.window, lambda: _window_limits(item, lambda: volumes.window_percentiles(item.image))
-        )
-    elif item.tile is not None:
-        level = level_of(settings)
-        plane = slides.read(item.image, item.tile, level)
-        grey = windowed(
-            plane, settings, None, lambda: _window_limits(item, lambda: slides.window_percentiles(item.image, level))
-        )
-    else:
-        plane = slides.read_whole(item.image)
-        grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
-    return (
-        grey[..., :3] if grey.ndim == 3 and grey.shape[2] >= 3 else np.repeat(grey.reshape(*grey.shape[:2], -1)[..., :1], 3, 2)
-    )
+    values, window, spread = read_values(item if isinstance(item, Item) else Item(item, None), settings)
+    grey = windowed(values, settings, window, spread)
+    if grey.ndim == 3 and grey.shape[2] >= 3:
+        return grey[..., :3]
+    return np.repeat(grey.reshape(*grey.shape[:2], -1)[..., :1], 3, 2)
 
 
-def _window_limits(item: Item, spread: Spread) -> tuple[float, float]:
-    """Return the values that become black and white, from the percentiles of the whole file of a plane or tile.
+def read_values(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[np.ndarray, tuple[float, float] | None, Spread]:
+    """Return an item's numbers (H, W, ...) in the file's unit, the window in the file, and a function of the percentiles.
 
-    Raises UnfitError if the plane or tile is a privacy record of its own.
+    The function returns the values that become black and white if no window is known. They are percentiles of the whole file
+    of a plane or tile, so it raises UnfitError if the plane or tile is a privacy record of its own. Raises DataError.
     """
-    if not item.alone:
-        return spread()
-    parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
-    raise UnfitError(
-        f"{item.image}: its {parts} are records of their own, and percentiles of the {whole} would tie them together; "
-        "set task.window for privacy.unit record"
-    )
+    window, whole_file = None, None
+    if volumes.is_volume(item.image):
+        header, voxels = volumes.header(item.image, item.affine), volumes.voxels(item.image)
+        values, window = header.grid.cut(voxels, item.axis, plane_number(item, item.image, header)), header.window
+        whole_file = partial(volumes.window_percentiles, item.image)
+    elif item.tile is not None:
+        values = slides.read(item.image, item.tile, level_of(settings))
+        whole_file = partial(slides.window_percentiles, item.image, level_of(settings))
+    else:
+        values = slides.read_whole(item.image)
+
+    def spread() -> tuple[float, float]:
+        if whole_file is None:
+            return volumes.percentiles(values)
+        if item.alone:
+            parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
+            raise UnfitError(
+                f"{item.image}: its {parts} are records of their own, and percentiles of the {whole} would tie them together; "
+                "set task.window for privacy.unit record"
+            )
+        return whole_file()
+
+    return values, window, spread
 
 
 def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:

@@ -44,7 +44,7 @@ from consilium.data.text import read_texts, record_lines, split_files
 COMMON_SPLIT = "test"
 """The split that every site gets in full."""
 MOST_COLORS = 20
-"""Classes that have a colour of their own. Further classes share one colour."""
+"""Classes that the figure names, each in a colour of its own. Further classes have the same colours again."""
 
 
 @dataclass(frozen=True)
@@ -198,15 +198,12 @@ def plot(summary: dict[str, Any]) -> Figure:
     """Return a figure of the training samples per site as stacked bars, with one colour per class."""
     training, classes, sites = summary["training"].values(), summary["classes"], list(summary["training"])
     bars = {label: np.array([counts[label] for counts in training]) for label in classes}
-    if len(bars) > MOST_COLORS:  # the rarest are drawn as one
-        rare = sorted(bars, key=lambda label: -int(bars[label].sum()))[MOST_COLORS - 1 :]
-        rest = np.sum([bars[label] for label in rare], axis=0)
-        bars = {label: bars[label] for label in bars if label not in rare} | {f"{len(rare)} others": rest}
     figure = Figure(figsize=(9, 1.6 + 0.32 * len(sites)), layout="constrained")
     axes, left = figure.subplots(), np.zeros(len(sites))
     colors = colormaps["tab10" if len(bars) <= 10 else "tab20"]
     for index, (label, widths) in enumerate(bars.items()):
-        axes.barh(sites, widths, left=left, label=label, color=colors(index % colors.N), edgecolor="white", lw=0.5)
+        shown = label if index < MOST_COLORS else None
+        axes.barh(sites, widths, left=left, label=shown, color=colors(index % colors.N), edgecolor="white", lw=0.5)
         left = left + widths
     axes.invert_yaxis()
     axes.set_xlabel("training samples")

@@ -5,7 +5,7 @@ The numbers are exact and stay at the site. Statistics that may leave it are in 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from consilium.data import slides, volumes
 from consilium.data.check_samples import Classes, map_by_file
 from consilium.data.class_checks import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import label_values_by_class, level_of, whole_labels
+from consilium.data.images import label_values_by_class, level_of, read_values, whole_labels
 from consilium.data.patients import pseudonym
-from consilium.data.pixel_values import windowed
+from consilium.data.pixel_values import Spread, windowed
 from consilium.data.settings import DEFAULTS, PictureSettings
 
 PERCENTILES = (1, 25, 50, 75, 99)
@@ -76,44 +76,43 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
 
 def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
     """Return the measurements of an entry, None if it cannot be read."""
+    item = replace(item, axis=item.plane_axis(settings.slices.axis))
+    found, header = Measure(patient=item.patient, study=item.study), None
     try:
-        level, window = level_of(settings), None
-        found = Measure(patient=item.patient, study=item.study)
         if volumes.is_volume(item.image):
-            header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
-            found.size = values.shape[:3]
-            if item.slice is not None or header.grid.plane_count(settings.slices.axis) == 1:
-                values = header.grid.cut(values, item.axis, item.slice or 0)
-                found.size = values.shape[:2]
-            found.voxel, window = header.grid.voxel, header.window
+            header = volumes.header(item.image, item.affine)
+            found.voxel = header.grid.voxel
             found.patient, found.study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
-            spread = partial(volumes.window_percentiles, item.image)
-        elif item.tile is None and slides.is_cut_into_tiles(item.image, settings):  # a sample of tiles of a large picture
-            found.size, values = slides.shape(item.image, level), np.concatenate(slides.sample_tiles(item.image, level))
+        if header and item.slice is None and header.grid.plane_count(item.axis) > 1:
+            values, window = volumes.voxels(item.image), header.window
+            spread: Spread = partial(volumes.window_percentiles, item.image)
+            found.size = values.shape[:3]
+        elif not header and item.tile is None and slides.is_cut_into_tiles(item.image, settings):
+            level, window = level_of(settings), None
+            values = np.concatenate(slides.sample_tiles(item.image, level))
             spread = partial(slides.window_percentiles, item.image, level)
+            found.size = slides.shape(item.image, level)
         else:
-            values = slides.read_whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
-            found.size, spread = values.shape[:2], partial(volumes.percentiles, values)
+            values, window, spread = read_values(item, settings)
+            found.size = values.shape[:2]
         colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
         flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
         some = flat[:: max(1, len(flat) // MOST_VALUES)]
         found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
         grey = windowed(some, settings, window, spread)
         found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
-        _count_labels(found, item, classes, settings)
+        if isinstance(item.label, Path):
+            _count_labels(found, item, classes, settings)
+        elif item.label is not None:  # the class of a whole picture counts as one pixel of one
+            name = class_name(item.label, list(classes or ()))
+            found.classes[str(item.label) if name is None else name], found.pixels = 1, 1
     except DataError:
         return None
     return found
 
 
 def _count_labels(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
-    """Count the pixels of each class of an entry. A class of the whole picture counts as one pixel of one."""
-    if item.label is None:
-        return
-    if not isinstance(item.label, Path):
-        name = class_name(item.label, list(classes or ()))
-        found.classes[str(item.label) if name is None else name], found.pixels = 1, 1
-        return
+    """Count the pixels of each class in the mask of an entry."""
     for labels in whole_labels(item, settings):
         found.pixels += int(np.prod(labels.shape))
         by_value = {str(value): [value] for value in labels.present() - {0}}

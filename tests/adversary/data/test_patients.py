@@ -24,7 +24,7 @@ from consilium.data.importers.write_datalists import arrange_by_site
 from consilium.data.partition import share_out
 from consilium.data.patients import patients_and_most_samples, training_indices_by_patient
 from consilium.data.slices import expand
-from consilium.data.split import Cut, split_list
+from consilium.data.split import split_list
 from consilium.data.stats import site_stats
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
@@ -137,7 +137,7 @@ def test_a_table_and_what_is_cut_from_it_know_one_patient(tmp_path: Path) -> Non
         held = [{int(one.image.stem) for one in samples} & mine for samples in splits.values()]
         assert sorted(map(len, held)) == [0, 0, len(mine)]
     path = write_list(tmp_path, *(one | {"label": 0} for one in listed))
-    split_list(path, tmp_path / "cut", Cut(validation=0.3, test=0.3))
+    split_list(path, tmp_path / "cut", validation=0.3, test=0.3)
     data = read_datalist(tmp_path / "cut/datalist.json")
     assert sum(any(int(i.image.stem) in mine for i in data.splits[s]) for s in SPLITS) == 1
     whole = read_datalist(path)
