@@ -48,12 +48,7 @@ def check_datalist(
     named = None if classes is None else not isinstance(classes, dict)
     data = read_datalist(path, named, bad)
     data = prepare_list(data) if prepare_list else with_challenge_splits(data)
-    report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
-    for split, error in bad:
-        report.samples[split] += 1
-        report.bad[split] += 1
-        report.add_problem(error.kind, str(error).removeprefix(f"{path}: "))
-    report.add_split_size_findings()
+    report = Findings.of(path, data, bad)
     for kind, line in data.notes:
         report.add_warning(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
@@ -67,15 +62,13 @@ def check_datalist(
             parts = f": {count} of {found.planes} planes or tiles" if found.planes > 1 else ""
             report.add_warning(what, f"{image}{item.name_suffix}{parts}", item)
     for number, name in enumerate(classes or ()):
-        counts = report.images_of_class.get(name, Counter())
-        if not isinstance(classes, dict):
-            counts = counts + report.images_of_class.get(str(number), Counter())
+        spellings = [name] if isinstance(classes, Mapping) else [name, str(number)]
+        counts = sum((report.images_of_class.get(one, Counter()) for one in spellings), Counter[str]())
+        lacking = [split for split in SPLITS if report.samples[split] and not counts[split]] if counts else []
         if not counts:
             report.add_warning("class of the job that no sample shows", name)
-            continue
-        for split in SPLITS:
-            if report.samples[split] and not counts[split]:
-                report.add_warning("class of the job that a split lacks", f"{split}: {name}")
+        for split in lacking:
+            report.add_warning("class of the job that a split lacks", f"{split}: {name}")
     for kind, line in doubtful_name_findings(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
         report.add_warning(kind, line)
     report_shared(report)
@@ -94,10 +87,9 @@ def _add_sample(report: Findings, split: str, item: Item, sample_name: str, foun
     elif item.label is None:
         report.bad[split] += 1
         report.add_problem("no class" if isinstance(classes, list | tuple) else "no mask", name, item)
-    for kind, why in found.problems:
-        report.add_problem(kind, f"{name}: {why}" if why else name, item)
-    for kind, why in found.warnings:
-        report.add_warning(kind, f"{name}: {why}" if why else name, item)
+    for add, told in ((report.add_problem, found.problems), (report.add_warning, found.warnings)):
+        for kind, why in told:
+            add(kind, f"{name}: {why}" if why else name, item)
     if found.size:
         report.sizes[found.size] += 1
     report.planes[split] += found.planes

@@ -1,12 +1,13 @@
 """The findings of a check of a data list: counts, problems, warnings, and a verdict on training."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from consilium.core.sanitize import count_with_noun
-from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.datalist import SPLITS, DataList, Item, Lost
 from consilium.data.settings import Value
 
 NAMED = 10
@@ -65,25 +66,24 @@ class Findings:
     traces: list[Trace] = field(default_factory=list)
 
     @classmethod
-    def of(cls, path: Path, data: DataList) -> Self:
-        """Return the findings before any sample is opened: the number of samples, and empty splits."""
-        found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
-        found.add_split_size_findings()
-        return found
+    def of(cls, path: Path, data: DataList, bad: Sequence[Lost] = ()) -> Self:
+        """Return the findings before any sample is opened: the number of samples, unusable entries, empty and small splits.
 
-    def add_split_size_findings(self) -> None:
-        """Report empty and small splits: a problem if there are neither training nor test samples, otherwise warnings."""
-        if not self.samples["training"] and self.samples["test"]:
-            self.add_warning(TEST_ALONE, self.path)
-        elif not self.samples["training"]:
-            self.add_problem(NO_TRAINING, self.path)
-        for split in SPLITS:
-            if split != "training" and not self.samples[split]:
-                self.add_warning("empty split", split)
-            elif split != "training" and self.samples[split] < FEW:
-                self.add_warning(
-                    "small split", f"{split}: {count_with_noun(self.samples[split], 'sample')}; its scores will say little"
-                )
+        It is a problem if there are neither training nor test samples. `bad`: the entries that `data` does not have.
+        """
+        unusable = Counter(split for split, _ in bad)
+        found = cls(str(path), {split: len(data.splits[split]) + unusable[split] for split in SPLITS}, bad=unusable)
+        for _, error in bad:
+            found.add_problem(error.kind, str(error).removeprefix(f"{path}: "))
+        if not found.samples["training"]:
+            add, what = (found.add_warning, TEST_ALONE) if found.samples["test"] else (found.add_problem, NO_TRAINING)
+            add(what, found.path)
+        for split, count in ((split, found.samples[split]) for split in SPLITS if split != "training"):
+            if not count:
+                found.add_warning("empty split", split)
+            elif count < FEW:
+                found.add_warning("small split", f"{split}: {count_with_noun(count, 'sample')}; its scores will say little")
+        return found
 
     def add_problem(self, kind: str, line: str, item: Item | None = None) -> None:
         """Add a problem of this kind. `item`: the sample, to show its picture in the report."""

@@ -390,21 +390,26 @@ class FileWatch:
         """
         now: dict[Path, Stamp] = {}
         for split, samples in self._samples.items():
-            wrong: DataError | None = None
+            last: DataError | None = None
             for index, files in enumerate(samples):
                 try:
-                    wrong = None
                     for file in files:
                         if file not in now:
                             check_opens(file)
                             now[file] = stamp(file)
                     if any(now[file] != self._seen[file] for file in files):
                         read(split, index)
+                except UnfitError:
+                    pass
                 except DataError as error:
-                    wrong = None if isinstance(error, UnfitError) else error
-                if (wrong is None) is self._skip:  # skip: stop at the first good sample; else at the first bad one
+                    if not self._skip:
+                        raise
+                    last = error
+                    continue
+                if self._skip:  # one good sample is enough
                     break
-            if wrong is not None:
-                raise wrong
+            else:
+                if last is not None:
+                    raise last
         if not self._skip:
             self._seen |= now
