@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.data.counts import OTHERS, Tally, tally
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.slices import expand
+from consilium.data.stats import OTHERS, Tally, tally
 from consilium.data.text import read_texts
 from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.language import LanguageConfig

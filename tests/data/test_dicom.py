@@ -14,7 +14,7 @@ from pydicom import Dataset, dcmread  # isort: skip
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import read_datalist
-from consilium.data.file_kinds import is_dicom
+from consilium.data.safe_open import is_dicom
 from consilium.data.slices import expand
 
 with warnings.catch_warnings():

@@ -19,7 +19,7 @@ from consilium.data import volumes
 from consilium.data.codestreams import codestream_shape
 from consilium.data.dicom import files as dicom_files, parsing
 from consilium.data.dicom.masks import read_contours
-from consilium.data.file_kinds import is_dicom
+from consilium.data.safe_open import is_dicom
 
 GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
 SECRETS = {

@@ -18,7 +18,7 @@ from consilium.data.check_report import Findings
 from consilium.data.datalist import Item, with_job_labels
 from consilium.data.dicom.masks import points_inside
 from consilium.data.images import read_labels, read_sample
-from consilium.data.label_masks import Labels
+from consilium.data.pixel_values import Labels
 from consilium.data.settings import PictureSettings
 
 RNG = np.random.default_rng(0)

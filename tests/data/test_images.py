@@ -11,9 +11,8 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data import pictures
-from consilium.data.augment import augment
 from consilium.data.datalist import Item
-from consilium.data.images import read_image, read_sample
+from consilium.data.images import augment, read_image, read_sample
 from tests.data.importing import read_mask
 
 CLASSES = {"disc": [1, 2], "cup": [2]}

@@ -18,9 +18,9 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError, RefusedError
-from consilium.data.counts import tally
 from consilium.data.datalist import DataList, Item
 from consilium.data.patients import patients_and_most_samples, training_indices_by_patient
+from consilium.data.stats import tally
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon

@@ -10,7 +10,7 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, grey_bin_names
+from consilium.data.stats import LENGTHS, SIZES, SPACING, Tally, grey_bin_names
 from consilium.privacy.disclosure_control import (
     Terms,
     answer_once,

@@ -41,7 +41,7 @@ from consilium.core.storage import (
     save_state,
     write_json,
 )
-from consilium.data.counts import Tally, tally
+from consilium.data.stats import Tally, tally
 from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
 from consilium.federation.saved_model import SavedModel

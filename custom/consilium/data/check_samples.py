@@ -31,9 +31,8 @@ from consilium.data.images import (
     read_image,
     read_labels,
 )
-from consilium.data.label_masks import Labels, matching_labels
 from consilium.data.patients import pseudonym
-from consilium.data.pixel_values import UNSMOOTHED
+from consilium.data.pixel_values import UNSMOOTHED, Labels, matching_labels
 from consilium.data.safe_open import Stamp, check_opens, stamp
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 

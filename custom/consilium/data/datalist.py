@@ -13,16 +13,19 @@ from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.file_kinds import SLIDES, is_there, is_volume, path_in_any_unicode_form
 from consilium.data.folders import list_class_pictures
 from consilium.data.patients import pseudonym, read_identifier
 from consilium.data.safe_open import (
     MOST_BYTES as MOST_FILE,
     MOST_SLIDE,
     MOST_VOLUME_FILE,
+    SLIDES,
     check_file,
     is_encodable,
+    is_there,
+    is_volume,
     parse_json,
+    path_in_any_unicode_form,
     read_text,
 )
 from consilium.data.settings import Axis, NiftiAffine, Value

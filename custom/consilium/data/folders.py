@@ -14,8 +14,8 @@ from itertools import count, islice
 from pathlib import Path
 
 from consilium.core.errors import DataError
-from consilium.data.file_kinds import MOST_FILES, PICTURES
 from consilium.data.pairs import has_pairs, role_of_name, words
+from consilium.data.safe_open import MOST_FILES, PICTURES
 
 _SPLIT = re.compile(r"(train(?:ings?)?|val(?:id(?:ation)?)?|test(?:ings?)?)[\W_]*(?:sets?|data|daten)?", re.IGNORECASE)
 """Names that a split's folder may have: train, Training, Testing, valid, test_set, Trainingsdaten."""

@@ -16,8 +16,7 @@ from pathlib import Path
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.grouping import group_by_key
 from consilium.core.sanitize import first_names_text
-from consilium.data.file_kinds import NIFTI, PICTURES, SLIDES
-from consilium.data.safe_open import open_picture, wrap_decoding_errors
+from consilium.data.safe_open import NIFTI, PICTURES, SLIDES, open_picture, wrap_decoding_errors
 
 _MASK = re.compile(r"masks?|segs?|segmentations?|labels?|lbls?|gt|truth|annotations?|rois?", re.IGNORECASE)
 _IMAGE = re.compile(r"images?|imgs?|pictures?|photos?|scans?|raw|originals?", re.IGNORECASE)

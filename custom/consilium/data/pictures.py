@@ -8,8 +8,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from consilium.core.errors import DataError
-from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import check_numbers, is_anti_aliased, to_integers
+from consilium.data.pixel_values import Labels, check_numbers, is_anti_aliased, to_integers
 from consilium.data.safe_open import check_pixels, open_picture, wrap_decoding_errors
 from consilium.data.settings import Value
 

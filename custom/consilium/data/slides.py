@@ -17,10 +17,8 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.datalist import Tile
-from consilium.data.file_kinds import SLIDES
-from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import check_numbers, to_integers
-from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, FileResultCache, page_count, wrap_decoding_errors
+from consilium.data.pixel_values import Labels, check_numbers, to_integers
+from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, SLIDES, FileResultCache, page_count, wrap_decoding_errors
 from consilium.data.settings import PictureSettings, TilesConfig
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file causes one line, an error of ours

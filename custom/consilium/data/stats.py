@@ -1,26 +1,41 @@
-"""Statistics of one site's data: counts, sizes, spacing, intensities, classes. They show how sites differ.
+"""Statistics of one site's data.
 
-The numbers are exact and stay at the site. Statistics that may leave it are in privacy/disclosure_control.py.
+`site_stats` shows how sites differ: counts, sizes, spacing, intensities, classes. Its numbers are exact and stay at the site.
+`tally` gives a site's samples by class, size, spacing and grey level, from which its guard makes the statistics that leave the
+site, see privacy/disclosure_control.py. A cell is one class or one bin of a table. Cells hold samples instead of counts,
+because the guard counts the people in a cell. The cells themselves never leave the site.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from consilium.core.errors import DataError
+from consilium.core.errors import DataError, UnfitError
 from consilium.data import slides, volumes
 from consilium.data.check_samples import Classes, map_by_file
 from consilium.data.class_checks import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import label_values_by_class, level_of, read_values, whole_labels
+from consilium.data.images import (
+    check_mask_shape,
+    check_values,
+    label_values_by_class,
+    level_of,
+    read_image,
+    read_labels,
+    read_values,
+    whole_labels,
+)
 from consilium.data.patients import pseudonym
 from consilium.data.pixel_values import Spread, windowed
 from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.text import Text
 
 PERCENTILES = (1, 25, 50, 75, 99)
 BINS = 32
@@ -124,3 +139,138 @@ def _lowest_median_highest(rows: Sequence[Sequence[float]], names: Sequence[str]
     """Return [lowest, median, highest] of each column by its name. Rows may be shorter than `names`."""
     columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
     return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}
+
+
+# cells for the guard ----------------------------------------------------------------------------------------------------------
+
+Cells = dict[str, list[int]]
+"""The indices of samples in each cell. All cells are present, in the table's order."""
+
+_SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
+_STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_LENGTHS = (64, 256, 1024, 4096, 16384)
+
+
+def bin_names(edges: Sequence[float]) -> tuple[str, ...]:
+    """Return the names of the bins that these edges separate."""
+    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+    return f"under {edges[0]:g}", *inner, f"{edges[-1]:g} and over"
+
+
+SIZES, LENGTHS = bin_names(_SIDES), bin_names(_LENGTHS)
+SPACING = (*bin_names(_STEPS), "not known")
+OTHERS = "none/others"
+"""The last cell of the classes, for samples of no class of the job. No class can have this name."""
+
+
+def grey_bin_names(count: int) -> tuple[str, ...]:
+    """Return the names of `count` equal parts of the 256 grey levels."""
+    return tuple(f"{n * 256 // count} to {(n + 1) * 256 // count - 1}" for n in range(count))
+
+
+def class_cells(task: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the cells of a task's classes, () without classes, and whether each sample is in exactly one of them."""
+    found = getattr(task, "classes", None)
+    single = not isinstance(found, Mapping)
+    return (*(found or ()), *([OTHERS] if found and single else [])), single
+
+
+@dataclass
+class Tally:
+    """The cells of a site's samples. `people`, `patients`, `classes` and `absent` are by split, the rest is training only.
+
+    `people`: the person of every sample, see `person_of`. `patients`: whether every sample names its patient. `classes`: the
+    samples that show each class. `absent`: for masks, the samples that show nothing of a class. `areas`: by class, the share of
+    the picture that it covers in each sample that shows it. `light`: per sample, the share of pixels in each bin of grey
+    levels.
+    """
+
+    people: dict[str, list[str]] = field(default_factory=dict)
+    patients: dict[str, bool] = field(default_factory=dict)
+    classes: dict[str, Cells] = field(default_factory=dict)
+    absent: dict[str, Cells] = field(default_factory=dict)
+    areas: dict[str, list[float]] = field(default_factory=dict)
+    sizes: Cells = field(default_factory=dict)
+    spacing: Cells = field(default_factory=dict)
+    lengths: Cells = field(default_factory=dict)
+    light: list[np.ndarray] = field(default_factory=list)
+
+
+def tally(data: DataList, task: Any, count: int, before_sample: Callable[[], None] = lambda: None) -> Tally:
+    """Return the cells of a data list for a job's `task` section, with `count` bins of grey levels.
+
+    Every label and every training picture is read. A sample that does not fit the job counts under OTHERS, or shows no class. A
+    picture that is too large for the job has the last size. `before_sample`: called before each sample, may raise. Raises
+    DataError.
+    """
+    names, single = class_cells(task)
+    settings = task if isinstance(task, PictureSettings) else DEFAULTS
+    found = Tally(sizes={n: [] for n in SIZES}, spacing={n: [] for n in SPACING}, lengths={n: [] for n in LENGTHS})
+    found.areas = {name: [] for name in names}
+    for split in SPLITS:
+        items = data.splits[split]
+        found.people[split] = [person_of(item) for item in items]
+        found.patients[split] = bool(items) and all(item.patient for item in items)
+        found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
+        for number, item in enumerate(items):
+            before_sample()
+            _add_to_class_cells(found, split, number, item, task, single, settings)
+            if split == "training":
+                _add_to_value_cells(found, number, item, settings, count)
+    return found
+
+
+def person_of(item: Any) -> str:
+    """Return the identifier of a sample's person: its patient, else its study, else the sample itself."""
+    if isinstance(item, Item):
+        return item.patient or item.study or str(item.image)
+    return str(item.patient or item.name)
+
+
+def _add_to_class_cells(
+    found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings
+) -> None:
+    """Add a sample to the cells of its classes."""
+    if not isinstance(item, Item) or not found.classes[split]:
+        return
+    if single:
+        found.classes[split][class_name(item.label, task.classes) or OTHERS].append(number)
+        return
+    try:
+        labels, classes = read_labels(item, settings), label_values_by_class(item, task.classes)
+    except UnfitError:
+        return
+    check_values(item, labels, classes)
+    for name in classes if item.annotated is None else [n for n in classes if n in item.annotated]:
+        share = float(labels.where(classes[name]).mean()) if labels.shape else 0.0
+        (found.classes if share else found.absent)[split][name].append(number)
+        if share and split == "training":
+            found.areas[name].append(share)
+
+
+def _add_to_value_cells(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
+    """Add a training picture to the cells of size, spacing and grey levels, or a text to the cells of length."""
+    if isinstance(item, Text):
+        found.lengths[_bin_name(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
+    if not isinstance(item, Item):
+        return
+    try:
+        image = read_image(item, settings)
+    except UnfitError:
+        size, spacing, light = SIZES[-1], SPACING[-1], np.zeros(count)
+    else:
+        if isinstance(item.label, Path) and not volumes.is_volume(item.label):
+            with suppress(UnfitError):
+                check_mask_shape(item, image.shape[:2], read_labels(item, settings))
+        size = _bin_name(max(image.shape[:2]), _SIDES, SIZES)
+        pixel = volumes.header(item.image, item.affine).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
+        spacing = SPACING[-1] if pixel is None else _bin_name(max(pixel), _STEPS, SPACING)  # the larger side, in mm
+        levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
+        light = levels / levels.sum()
+    found.sizes[size].append(number)
+    found.spacing[spacing].append(number)
+    found.light.append(light)
+
+
+def _bin_name(value: float, edges: Sequence[float], names: Sequence[str]) -> str:
+    return names[int(np.searchsorted(edges, value, side="right"))]

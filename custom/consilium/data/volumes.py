@@ -12,11 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
-from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, grid_difference, resample_labels
-from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import check_numbers, to_integers
-from consilium.data.safe_open import FileResultCache, stamp
+from consilium.data.pixel_values import Labels, check_numbers, to_integers
+from consilium.data.safe_open import FileResultCache, forget_formats, is_volume, stamp, volume_format
 from consilium.data.settings import NiftiAffine
 
 __all__ = [

@@ -26,8 +26,8 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.schema import Section
 from consilium.core.storage import lock_folder, read_json, write_json
-from consilium.data.counts import Tally, class_cells, grey_bin_names
 from consilium.data.settings import PictureSettings
+from consilium.data.stats import Tally, class_cells, grey_bin_names
 
 FOLDER = "statistics"
 SettingNames = tuple(name for name in PictureSettings.model_fields if name not in ("resize", "crop"))

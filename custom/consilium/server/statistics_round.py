@@ -8,8 +8,8 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Observer
 from consilium.core.storage import write_atomic, write_json
-from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
 from consilium.data.datalist import SPLITS
+from consilium.data.stats import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
 from consilium.privacy.disclosure_control import Group, Portion, SiteStatistics
 from consilium.report import site_statistics
 

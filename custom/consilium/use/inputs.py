@@ -12,8 +12,7 @@ from typing import Any
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import shown
 from consilium.data import volumes
-from consilium.data.file_kinds import PICTURES
-from consilium.data.safe_open import parse_json, read_text
+from consilium.data.safe_open import PICTURES, parse_json, read_text
 from consilium.tasks.segmentation import PROMPTS
 
 TEXTS = (".jsonl",)

@@ -19,7 +19,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import write_atomic
 from consilium.data import nifti, volumes
-from consilium.data.file_kinds import RAW_VOLUMES, volume_format
+from consilium.data.safe_open import RAW_VOLUMES, volume_format
 from consilium.use.inputs import Input
 
 # write predictions -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from consilium.core.sanitize import csv_cell
 from consilium.core.storage import PRIVATE, make_private_folder, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import DataList
-from consilium.data.file_kinds import volume_format
+from consilium.data.safe_open import volume_format
 from consilium.data.text import Text, read_records
 from consilium.federation.job import build_task, reads_texts
 from consilium.report.predictions import overlay

@@ -9,7 +9,7 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
-from consilium.data.label_masks import Labels
+from consilium.data.pixel_values import Labels
 from tests.data import dicoms  # skips where the extra is missing
 
 from consilium.data.dicom import masks  # isort: skip

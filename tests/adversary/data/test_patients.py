@@ -16,7 +16,6 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist, check_texts
-from consilium.data.counts import tally
 from consilium.data.datalist import SPLITS, DataList, read_datalist
 from consilium.data.importers.base import Options
 from consilium.data.importers.table import read_table
@@ -25,7 +24,7 @@ from consilium.data.partition import share_out
 from consilium.data.patients import patients_and_most_samples, training_indices_by_patient
 from consilium.data.slices import expand
 from consilium.data.split import split_list
-from consilium.data.stats import site_stats
+from consilium.data.stats import site_stats, tally
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
 from consilium.use.attack import draw_units

@@ -21,7 +21,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Hello, Payload, SiteInfo
-from consilium.data.counts import Tally
+from consilium.data.stats import Tally
 from consilium.federation.job import Job
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.executor import SiteExecutor

@@ -10,7 +10,7 @@ from nvflare.apis.fl_context import FLContext
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.data.counts import Tally
+from consilium.data.stats import Tally
 from consilium.flare.job.private_log import route_to_private_log
 from consilium.privacy.disclosure_control import TERMS, answer_once, check_question
 from consilium.report.private_logging import OF_DATA

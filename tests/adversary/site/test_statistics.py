@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
-from consilium.data.counts import grey_bin_names
+from consilium.data.stats import grey_bin_names
 from consilium.privacy.disclosure_control import SiteStatistics, disclose
 from consilium.server.statistics_round import FILE, StatisticsRound
 from tests.adversary.fuzzing import VALUES, attack, fuzzed

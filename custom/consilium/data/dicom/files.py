@@ -20,9 +20,8 @@ from pydicom.uid import UID, MediaStorageDirectoryStorage, RTDoseStorage, RTStru
 
 from consilium.core.errors import DataError
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
-from consilium.data.file_kinds import MOST_FILES, is_dicom
 from consilium.data.patients import canonical_spelling
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, raise_first_fault
+from consilium.data.safe_open import MOST_FILES, MOST_VOLUME_FILE, TAKE_OFF, check_file, is_dicom, raise_first_fault
 
 SEGMENTATIONS = frozenset({SegmentationStorage, "1.2.840.10008.5.1.4.1.1.66.7"})
 """SOP classes of segments and of label maps."""

@@ -18,9 +18,8 @@ from pydicom.uid import UID, ParametricMapStorage, RTStructureSetStorage
 
 from consilium.core.errors import DataError
 from consilium.data.dicom.files import SEGMENTATIONS, patient_identifier, series, wrap_dicom_errors
-from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.safe_open import most_unpacked, raise_first_fault
+from consilium.data.safe_open import MOST_FILES, most_unpacked, raise_first_fault
 from consilium.data.volumes import VolumeHeader
 
 Window = tuple[float, float]

@@ -18,8 +18,7 @@ from consilium.data.dicom.files import SEGMENTATIONS, only_file_or_path, open_fi
 from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, read_stack_headers
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
-from consilium.data.label_masks import Labels
-from consilium.data.pixel_values import to_integers
+from consilium.data.pixel_values import Labels, to_integers
 from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
 from consilium.data.volumes import VolumeHeader

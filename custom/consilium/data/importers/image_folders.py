@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 from consilium.core.errors import DataError
-from consilium.data.file_kinds import PICTURES, is_dicom
 from consilium.data.folders import (
     UNREAD,
     are_patients,
@@ -32,7 +31,7 @@ from consilium.data.importers.labels import dataset_json_labels, result_of_label
 from consilium.data.importers.table import Table, find_table, open_table
 from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, has_pairs, role_of_name, unpaired_message, words
 from consilium.data.patients import check_identifier
-from consilium.data.safe_open import FOREIGN
+from consilium.data.safe_open import FOREIGN, PICTURES, is_dicom
 
 LAYOUT = (
     "a folder per site: images/ and masks/, or other names such as a.png and a_mask.png, a mask of one channel with 0 outside; "

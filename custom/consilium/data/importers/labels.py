@@ -16,9 +16,8 @@ from consilium.data.datalist import Item, read_json
 from consilium.data.folders import describe_renames, valid_site_names
 from consilium.data.images import check_mask_shape, read_labels
 from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png
-from consilium.data.label_masks import Labels
 from consilium.data.pairs import MOST_VALUES
-from consilium.data.pixel_values import UNSMOOTHED
+from consilium.data.pixel_values import UNSMOOTHED, Labels
 
 EXACT = "or import with --exact-values if they are labels"
 _ONE_OBJECT = 0.5

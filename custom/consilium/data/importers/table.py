@@ -13,13 +13,12 @@ from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.grouping import group_by_key
 from consilium.core.schema import did_you_mean
 from consilium.data.class_checks import EACH_ITS_OWN, doubtful_name_findings
-from consilium.data.file_kinds import PICTURES, is_there, is_volume, path_in_any_unicode_form
 from consilium.data.folders import describe_renames, select_sites, split_of, valid_site_names
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, find_files
 from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, role_of_name, without_ending
 from consilium.data.patients import check_identifier
-from consilium.data.safe_open import text_lines
+from consilium.data.safe_open import PICTURES, is_there, is_volume, path_in_any_unicode_form, text_lines
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "

@@ -17,7 +17,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.core.storage import lock_folder, note, refuse_if_unwritable
-from consilium.data.counts import Tally
+from consilium.data.stats import Tally
 from consilium.privacy import disclosure_control, mechanism
 from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.guard import task_schedule

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.core.errors import DataError, UnfitError
-from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import image_shape
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
-from consilium.data.images import BLACK, Colour, Sample, read_picture
+from consilium.data.images import BLACK, Colour, Sample, augment, read_picture
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.core.seeding import seed_for
-from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import check_and_find_vanished, cropped_shape
 from consilium.data.datalist import SPLITS, DataList, Item
@@ -23,6 +22,7 @@ from consilium.data.images import (
     BLACK,
     Colour,
     Sample,
+    augment,
     check_annotated_classes,
     read_masks,
     read_picture,
