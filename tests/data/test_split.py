@@ -11,7 +11,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.split import Sample, linked_groups, share_out, split_list
+from consilium.data.partition import Entry, linked_groups, share_by_labels, split_list
 
 
 def pictures(folder: Path, count: int, patients: int = 0, **more: Any) -> Path:
@@ -75,7 +75,7 @@ def test_slices_of_a_volume_and_those_of_one_mask_stay_together(tmp_path: Path) 
 
 
 def test_keys_join_groups_through_others() -> None:
-    samples = [Sample("training", {"n": n}, keys, frozenset()) for n, keys in enumerate([("a",), ("b",), ("c",), ("a", "c")])]
+    samples = [Entry("training", {"n": n}, keys, frozenset()) for n, keys in enumerate([("a",), ("b",), ("c",), ("a", "c")])]
     assert [[s.entry["n"] for s in group] for group in linked_groups(samples)] == [[0, 2, 3], [1]]
 
 
@@ -83,8 +83,8 @@ def test_keys_join_groups_through_others() -> None:
 def test_a_rare_label_reaches_every_part(seed: int) -> None:
     """3 of 100 samples have it: one part each, as the shares of 0.34, 0.33 and 0.33 ask."""
     labels = [frozenset({"rare"} if n < 3 else {"often"}) for n in range(100)]
-    samples = [Sample("training", {"n": n}, (n,), labels[n]) for n in range(100)]
-    parts = share_out(samples, {"x": 0.34, "y": 0.33, "z": 0.33}, seed_for(seed, "t"))
+    samples = [Entry("training", {"n": n}, (n,), labels[n]) for n in range(100)]
+    parts = share_by_labels(samples, {"x": 0.34, "y": 0.33, "z": 0.33}, seed_for(seed, "t"))
     assert [sum("rare" in s.labels for s in part) for part in parts.values()] == [1, 1, 1]
     assert sorted(map(len, parts.values())) == [33, 33, 34]
 

@@ -39,8 +39,8 @@ from consilium.data.folders import (
     subfolders,
     valid_site_names,
 )
+from consilium.data.partition import split_list
 from consilium.data.settings import DEFAULTS, PictureSettings
-from consilium.data.split import split_list
 from consilium.data.stats import site_stats
 from consilium.data.text import has_texts
 from consilium.report.data_stats import tables, write_stats

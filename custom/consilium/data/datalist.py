@@ -326,13 +326,6 @@ def with_lost_recorded(data: DataList, lost: Collection[Lost]) -> DataList:
     return replace(data, skipped=data.skipped + len(lost))
 
 
-def patients_by_pseudonym(path: Path) -> dict[str, str]:
-    """Return the identifiers of patients in a data list, by pseudonym, to write them into another list. Raises DataError."""
-    raw = {} if path.is_dir() else read_datalist_json(path)
-    entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]
-    return {pseudonym(str(entry["patient"])): str(entry["patient"]) for entry in entries}
-
-
 def pool(lists: Iterable[DataList]) -> DataList:
     """Return all samples of several sites as one list, for a centralized reference run.
 

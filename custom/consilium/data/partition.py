@@ -1,10 +1,15 @@
-"""Partition a data set among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079).
+"""`consilium data split` and `consilium data partition`: a list cut into splits, and a data set shared out among sites.
 
-The rule. For every class, the sites' shares are drawn from Dirichlet(beta, ..., beta), and its shuffled samples are cut at
-these shares. Training and validation are cut at the same shares, so a site's validation split resembles its training split.
-Then, while a site has fewer than `minimum` training samples, it takes a random one from the largest site. The test split
-is not cut: every site gets all of it, so that all sites are scored on the same samples. The same data, numbers and seed give
-the same partition. Without a beta, all shares are equal.
+Split. Linked samples, such as those of one patient, study, volume or mask, stay in one split. Patients and studies are read
+from the list and from DICOM files. Labels are spread evenly by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML
+PKDD 2011) of groups of linked samples instead of single samples: the rarest label comes first, and each of its groups goes to
+the split that lacks most of it.
+
+Partition among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079). For every class, the sites'
+shares are drawn from Dirichlet(beta, ..., beta), and its shuffled samples are cut at these shares. Without a beta, all shares
+are equal. Training and validation are cut at the same shares, so a site's validation split resembles its training split. Then,
+while a site has fewer than `minimum` training samples, it takes a random one from the largest site. The test split is not cut:
+every site gets all of it, so that all sites are scored on the same samples.
 
 If the list names patients, whole patients are assigned and moved, each counted under its most frequent class. Under
 patient-level privacy, a patient at two hospitals would count as two.
@@ -14,6 +19,8 @@ one class, so that sites differ in size alone. Instead of a key, a function `kin
 of each text. Records are copied unchanged. The test split is one file that all sites link to. With `local`, a site's training
 and validation records are pooled and cut 0.8 / 0.1 / 0.1 at the site (FedHera, Appendix C.3), and the source's own test split
 becomes common_test.jsonl beside the sites.
+
+The same data, numbers and seed give the same splits and the same partition.
 """
 
 import json
@@ -21,24 +28,25 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 from numpy.random import Generator
-from scipy.cluster.vq import kmeans2
 
 from consilium.core.errors import DataError
 from consilium.core.grouping import group_by_key
+from consilium.core.lazy import figure, matplotlib
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.data.datalist import SPLITS, Item, patients_by_pseudonym, read_datalist
-from consilium.data.patients import item_pseudonym, samples_by_patient
+from consilium.data import volumes
+from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
+from consilium.data.images import whole_labels
+from consilium.data.patients import first_linked, item_pseudonym, pseudonym, samples_by_patient
+from consilium.data.settings import PictureSettings
 from consilium.data.text import read_texts, record_lines, split_files
 
 COMMON_SPLIT = "test"
@@ -86,7 +94,11 @@ def partition(
     classes = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
     splits = data.splits if test else data.splits | {COMMON_SPLIT: ()}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
-    patients = patients_by_pseudonym(source)  # identifiers in the list; identifiers in files are never written
+    raw = {} if source.is_dir() else read_datalist_json(source)
+    named = [
+        str(one["patient"]) for split in SPLITS for one in raw.get(split, []) if isinstance(one, dict) and "patient" in one
+    ]
+    patients = {pseudonym(one): one for one in named}  # identifiers in the list; identifiers in files are never written
     for name, mine in found.items():
         entries = {
             split: [
@@ -194,13 +206,13 @@ def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> N
         sizes[poor], sizes[rich] = least + len(moved), sizes[rich] - len(moved)
 
 
-def plot(summary: dict[str, Any]) -> Figure:
+def plot(summary: dict[str, Any]) -> "figure.Figure":
     """Return a figure of the training samples per site as stacked bars, with one colour per class."""
     training, classes, sites = summary["training"].values(), summary["classes"], list(summary["training"])
     bars = {label: np.array([counts[label] for counts in training]) for label in classes}
-    figure = Figure(figsize=(9, 1.6 + 0.32 * len(sites)), layout="constrained")
-    axes, left = figure.subplots(), np.zeros(len(sites))
-    colors = colormaps["tab10" if len(bars) <= 10 else "tab20"]
+    picture = figure.Figure(figsize=(9, 1.6 + 0.32 * len(sites)), layout="constrained")
+    axes, left = picture.subplots(), np.zeros(len(sites))
+    colors = matplotlib.colormaps["tab10" if len(bars) <= 10 else "tab20"]
     for index, (label, widths) in enumerate(bars.items()):
         shown = label if index < MOST_COLORS else None
         axes.barh(sites, widths, left=left, label=shown, color=colors(index % colors.N), edgecolor="white", lw=0.5)
@@ -211,8 +223,8 @@ def plot(summary: dict[str, Any]) -> Figure:
     what = f"values of {summary['by']}" if summary.get("by") else "classes"
     axes.set_title(f"{shares} of {len(classes)} {what} over {len(sites)} sites, seed {summary['seed']}")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False)
-    return figure
+    picture.legend(loc="outside right center", frameon=False)
+    return picture
 
 
 # texts -----------------------------------------------------------------------------------------------------------------------
@@ -312,9 +324,123 @@ def cluster_points(points: np.ndarray, count: int, seed: int) -> list[str]:
     """
     if len(np.unique(points, axis=0)) < count:
         raise DataError(f"--clusters: {count} are more than there are different records; ask for less")
+    from scipy.cluster.vq import kmeans2
+
     draw = np.random.default_rng(seed_for(seed, "clusters"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a cluster that loses all its points stays empty, and no record has it
         _, found = kmeans2(points.astype(np.float64), count, iter=ITERATIONS, minit="++", rng=draw)
     width = len(str(count - 1))
     return [f"cluster-{int(number):0{width}d}" for number in found]
+
+
+# splits of one list -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the new list. `split`: its split in the source; `keys`: link it to others; `labels`: that it shows."""
+
+    split: str
+    entry: dict[str, Any]
+    keys: tuple[Hashable, ...]
+    labels: frozenset[str]
+
+
+Parts = dict[str, list[Entry]]
+
+
+def split_list(
+    source: Path, folder: Path, validation: float = 0.1, test: float = 0.2, seed: int = 0, keep_test: bool = False
+) -> dict[str, Any]:
+    """Write `folder`/datalist.json and split.json. Return the content of split.json.
+
+    `validation`, `test`: shares of all samples. `keep_test`: the list's own test split stays, and `validation` is a share of
+    the other samples. Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are
+    not added. Raises DataError for a list or mask that cannot be read, shares that sum to 1 or more, or a folder in use.
+    """
+    if (folder / "datalist.json").exists() or (folder / "split.json").exists():
+        raise DataError(f"{folder}: holds a cut already; give another")
+    if validation + test >= 1:
+        raise DataError(f"{folder}: --validation {validation:g} and --test {test:g} leave nothing to train on; ask for less")
+    samples, more = _read_entries(source)
+    kept = [s for s in samples if keep_test and s.split == "test"]
+    test = 0.0 if keep_test else test
+    shares = {"training": 1 - validation - test, "validation": validation, "test": test}
+    parts = share_by_labels([s for s in samples if not (keep_test and s.split == "test")], shares, seed)
+    parts["test"] += kept
+    entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
+    write_atomic(folder / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
+    notes = []
+    if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
+        notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
+    splits = {}
+    for split in SPLITS:
+        labels, groups = _count_labels(parts[split]), len(linked_groups(parts[split]))
+        splits[split] = {"samples": labels.pop("", 0), "groups": groups, "labels": dict(sorted(labels.items()))}
+        if not parts[split] and (split != "validation" or validation):
+            notes.append(f"{split}: no sample; there are too few groups for its share")
+    summary = {"source": str(source.resolve()), "seed": seed, "groups": len(linked_groups(samples))}
+    summary |= {"splits": splits, "notes": notes}
+    write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
+    return summary
+
+
+def share_by_labels(samples: Sequence[Entry], shares: dict[str, float], seed: int) -> Parts:
+    """Return the samples by part. Each part has nearly its share of the samples and of every label; groups stay whole."""
+    groups = linked_groups(samples)
+    order = np.random.default_rng(seed_for(seed, "split")).permutation(len(groups))
+    left = sorted((groups[i] for i in order), key=len, reverse=True)
+    wanted = {part: Counter({key: share * n for key, n in _count_labels(samples).items()}) for part, share in shares.items()}
+    found: dict[str, list[Entry]] = {part: [] for part in shares}
+    while left:
+        counts = _count_labels([s for group in left for s in group])
+        rarest = min(counts, key=lambda label: (counts[label], label))
+        now, left = [g for g in left if rarest in _count_labels(g)], [g for g in left if rarest not in _count_labels(g)]
+        for group in now:
+            part = max((p for p in shares if shares[p] > 0), key=lambda p: (wanted[p][rarest], wanted[p][""]))
+            found[part] += group
+            wanted[part].subtract(_count_labels(group))
+    return found
+
+
+def linked_groups(samples: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the groups of linked samples, in the order of the list. Linked samples share a key, directly or through others."""
+    return list(group_by_key(zip(first_linked([sample.keys for sample in samples]), samples, strict=True)).values())
+
+
+def _count_labels(samples: Sequence[Entry]) -> Counter[str]:
+    """Return the number of samples that show each label; the key "" has the number of all samples."""
+    return Counter(label for sample in samples for label in (*sample.labels, ""))
+
+
+def _read_entries(source: Path) -> tuple[list[Entry], dict[str, Any]]:
+    """Return all samples of a list, and the values of its other keys. Raises DataError."""
+    data = read_datalist(source, None)
+    kept = {split for split in SPLITS if split != "test" or with_challenge_splits(data).splits[split]}
+    raw = {} if source.is_dir() else read_datalist_json(source)
+    found = []
+    for split in (one for one in SPLITS if one in kept):
+        entries = raw.get(split) or [{}] * len(data.splits[split])
+        for item, entry in zip(data.splits[split], entries, strict=True):
+            own = {key: value for key, value in entry.items() if key != "fold"} if isinstance(entry, dict) else {}
+            own |= {"image": str(item.image.resolve())}
+            if item.label is not None:
+                own["label"] = str(item.label.resolve()) if isinstance(item.label, Path) else item.label
+            header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
+            patient, study = (header.patient, header.study) if header else ("", "")
+            whose = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
+            keys = [("file", str(file.resolve())) for file in files_of(item)] + [pair for pair in whose if pair[1]]
+            found.append(Entry(split, own, tuple(keys), frozenset(_labels_of(item))))
+    volumes.forget()
+    if not found:
+        raise DataError(f"{source}: holds no samples; give a list with some")
+    return found, {key: value for key, value in raw.items() if key not in SPLITS}
+
+
+def _labels_of(item: Item) -> set[str]:
+    if not isinstance(item.label, Path):
+        return set() if item.label is None else {str(item.label)}
+    settings = PictureSettings(resample_masks=True)
+    found = (labels.present() - {0} for labels in whole_labels(replace(item, affine=item.affine or "sform"), settings))
+    return {str(value) for values in found for value in values}
