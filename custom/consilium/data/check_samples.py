@@ -120,9 +120,9 @@ def _check_entry(
         check_class(item, classes)
         labels = None
         if isinstance(item.label, Path):
-            item = replace(item, axis=item.plane_axis(settings.slices.axis))
             if volume and image is None and not volumes.is_volume(item.label):
                 raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
+            item = replace(item, axis=item.plane_axis(settings.slices.axis))
             labels = read_labels(item, settings) if image is not None else _present_labels(item, settings)
         _add_label(found, item, image, labels, classes)
         _add_orientation(found, item, image)

@@ -34,7 +34,9 @@ def class_name(label: object, names: Sequence[str]) -> str | None:
 
 def doubtful_name_findings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, line) for each doubtful name of a class. `counts`: the number of samples per class."""
-    for names in group_by_key((_normalize_class_name(name), name) for name in sorted(counts)).values():
+    # one case, without blanks, hyphens and underscores between letters and digits; a sign at the end stays: HER2 is not HER2-
+    plain = {name: unicodedata.normalize("NFKC", name).casefold().strip() for name in sorted(counts)}
+    for names in group_by_key((re.sub(r"(?<=\w)[-_\s]+(?=[^\W_])", "", one), name) for name, one in plain.items()).values():
         if len(names) > 1:
             told = " and ".join(f"{name!r} ({counts[name]})" for name in names)
             yield SPELLINGS, f"{told} differ in case, blanks or hyphens alone: write them alike if they are one"
@@ -43,14 +45,6 @@ def doubtful_name_findings(counts: Mapping[str, int]) -> Iterator[tuple[str, str
             yield NO_NAME, f"{name!r} ({counts[name]}): take its samples out if it is one"
     if len(counts) == sum(counts.values()) >= FEW:
         yield EACH_ITS_OWN, f"{len(counts)}: no class has a second sample, so none can be learned and tested"
-
-
-def _normalize_class_name(name: str) -> str:
-    """Return a name in one case, without blanks, hyphens and underscores between letters and digits.
-
-    A sign at the end stays, because HER2 and HER2- differ.
-    """
-    return re.sub(r"(?<=\w)[-_\s]+(?=[^\W_])", "", unicodedata.normalize("NFKC", name).casefold().strip())
 
 
 # values of masks ------------------------------------------------------------------------------------------------------------

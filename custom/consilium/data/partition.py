@@ -5,11 +5,11 @@ from the list and from DICOM files. Labels are spread evenly by iterative strati
 PKDD 2011) of groups of linked samples instead of single samples: the rarest label comes first, and each of its groups goes to
 the split that lacks most of it.
 
-Partition among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079). For every class, the sites'
-shares are drawn from Dirichlet(beta, ..., beta), and its shuffled samples are cut at these shares. Without a beta, all shares
-are equal. Training and validation are cut at the same shares, so a site's validation split resembles its training split. Then,
-while a site has fewer than `minimum` training samples, it takes a random one from the largest site. The test split is not cut:
-every site gets all of it, so that all sites are scored on the same samples.
+Partition among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079). For every class, the
+sites' shares are drawn from Dirichlet(beta, ..., beta), and its shuffled samples are cut at these shares. Without a beta, all
+shares are equal. Training and validation are cut at the same shares, so a site's validation split resembles its training split.
+Then, while a site has fewer than `minimum` training samples, it takes a random one from the largest site. The test split is not
+cut: every site gets all of it, so that all sites are scored on the same samples.
 
 If the list names patients, whole patients are assigned and moved, each counted under its most frequent class. Under
 patient-level privacy, a patient at two hospitals would count as two.
