@@ -123,11 +123,16 @@ def _check_entry(
             if volume and image is None and not volumes.is_volume(item.label):
                 raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
             item = replace(item, axis=item.plane_axis(settings.slices.axis))
-            labels = read_labels(item, settings) if image is not None else _present_labels(item, settings)
+            labels = read_labels(item, settings) if image is not None else None
+            if labels is None and volume:
+                (labels,) = images.whole_labels(item, settings)
+            elif labels is None:  # only the values that the mask of a large picture has
+                found_values = set().union(*(block.present() for block in images.whole_labels(item, settings)))
+                labels = Labels(values=np.array([sorted(value for value in found_values if isinstance(value, int))]))
         _add_label(found, item, image, labels, classes)
         _add_orientation(found, item, image)
         if size and found.classes and isinstance(classes, Mapping):
-            for part in slices.parts(item, settings):
+            for part in slices.planes_or_tiles(item, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
                 found.vanished_classes.update(find_vanished_classes(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
@@ -144,7 +149,7 @@ def _add_image(
     """
     if item.tile is None and volume is None and slides.is_cut_into_tiles(item.image, settings):
         shape = slides.shape(item.image, level_of(settings))
-        found.size, found.planes = pictures.size_text(shape), len(list(slices.parts(item, settings)))
+        found.size, found.planes = pictures.size_text(shape), len(list(slices.planes_or_tiles(item, settings)))
         some = slides.sample_tiles(item.image, level_of(settings))
         if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
             found.warnings.append(("constant image", "in the parts that were read"))
@@ -172,14 +177,6 @@ def _add_image(
             what = f"{tilt:.0f} degrees off the patient's axes; its planes are the closest ones"
             found.warnings.append(("oblique volume", what))
     return None if whole else image
-
-
-def _present_labels(item: Item, settings: PictureSettings) -> Labels:
-    """Return the labels of all planes or tiles of an entry; of a large picture only the values that are present."""
-    if volumes.is_volume(item.image):
-        return next(iter(images.whole_labels(item, settings)))
-    found = set().union(*(block.present() for block in images.whole_labels(item, settings)))
-    return Labels(values=np.array([sorted(value for value in found if isinstance(value, int))]))
 
 
 def check_class(item: Item, classes: Classes) -> None:

@@ -45,13 +45,6 @@ def canonical_spelling(identifier: str) -> str:
     return "=".join(groups).rstrip("=")
 
 
-def loose_spelling(identifier: str) -> str:
-    """Return an identifier with case, punctuation, blanks and leading zeros removed, to compare nearly equal ones."""
-    plain = canonical_spelling(identifier).casefold()
-    kept = "".join(c if unicodedata.category(c)[0] not in "PSZ" else "" for c in plain)
-    return _LEADING.sub("", kept) or plain
-
-
 def _is_invisible(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf") or ord(character) in _INVISIBLE
 
@@ -90,7 +83,12 @@ def pseudonym(identifier: str) -> str:
     identifiers. Each process draws a key of its own, which is never written.
     """
     text = canonical_spelling(identifier)
-    return f"{_keyed_hash(loose_spelling(text))}{_APART}{_keyed_hash(text)}" if text else ""
+    if not text:
+        return ""
+    # nearly equal identifiers share the first part: without case, punctuation, blanks and leading zeros
+    plain = text.casefold()
+    loose = _LEADING.sub("", "".join(c for c in plain if unicodedata.category(c)[0] not in "PSZ")) or plain
+    return f"{_keyed_hash(loose)}{_APART}{_keyed_hash(text)}"
 
 
 def path_pseudonym(path: Path) -> str:

@@ -28,7 +28,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     for split, found in splits.items():
         for index, item in enumerate(data.splits[split]):
             try:
-                found += list(_expand_item(item, index, split, settings))
+                found += list(planes_or_tiles(item, settings, split, index))
             except DataError as error:
                 if data.loading.ignore_unfit and isinstance(error, UnfitError):
                     found.append(item)
@@ -39,13 +39,11 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     return with_lost_recorded(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
 
 
-def parts(item: Item, settings: PictureSettings) -> Iterator[Item]:
-    """Yield all tiles of a picture, or all planes of a volume, that scores are computed from. Raises DataError."""
-    return _expand_item(item, 0, "test", settings)
+def planes_or_tiles(item: Item, settings: PictureSettings, split: str = "test", index: int = 0) -> Iterator[Item]:
+    """Yield a picture, or its tiles, or a volume's planes. If the entry names one plane, yield only that. Raises DataError.
 
-
-def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
-    """Yield a picture, or its tiles, or a volume's planes. If the entry names one plane, yield only that. Raises DataError."""
+    In the training split, planes and tiles are thinned out as the settings say; `index` is then the seed.
+    """
     thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
     if not volumes.is_volume(item.image):
         if wanted is None or item.tile is not None or not slides.is_cut_into_tiles(item.image, settings):

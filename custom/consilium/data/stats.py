@@ -116,23 +116,16 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
         found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
         grey = windowed(some, settings, window, spread)
         found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
-        if isinstance(item.label, Path):
-            _count_labels(found, item, classes, settings)
-        elif item.label is not None:  # the class of a whole picture counts as one pixel of one
-            name = class_name(item.label, list(classes or ()))
-            found.classes[str(item.label) if name is None else name], found.pixels = 1, 1
+        for labels in whole_labels(item, settings) if isinstance(item.label, Path) else ():
+            found.pixels += int(np.prod(labels.shape))
+            by_value = {str(value): [value] for value in labels.present() - {0}}
+            for name, wanted in (label_values_by_class(item, classes) if isinstance(classes, Mapping) else by_value).items():
+                found.classes[name] += int(labels.where(wanted).sum())
+        if isinstance(item.label, str | int):  # the class of a whole picture counts as one pixel of one
+            found.classes[class_name(item.label, list(classes or ())) or str(item.label)], found.pixels = 1, 1
     except DataError:
         return None
     return found
-
-
-def _count_labels(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
-    """Count the pixels of each class in the mask of an entry."""
-    for labels in whole_labels(item, settings):
-        found.pixels += int(np.prod(labels.shape))
-        by_value = {str(value): [value] for value in labels.present() - {0}}
-        for name, wanted in (label_values_by_class(item, classes) if isinstance(classes, Mapping) else by_value).items():
-            found.classes[name] += int(labels.where(wanted).sum())
 
 
 def _lowest_median_highest(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
