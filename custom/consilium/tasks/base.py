@@ -108,7 +108,7 @@ class Task(Protocol):
         cannot be read are left out if the site allows it; {} if none remains. If a task's attribute `workers` (its number of
         reading threads) is over 0, one background thread calls `batch` ahead of training. Calls of `batch` never overlap. A
         task whose attribute `ignores_unfit` is true leaves out samples that do not fit the job, possibly all; see
-        data/loading.py.
+        data/datalist.py.
         """
         ...
 
