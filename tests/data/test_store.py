@@ -202,7 +202,7 @@ def test_the_command_shows_and_clears(tmp_path: Path, monkeypatch: pytest.Monkey
     kept.put(NAME, SAMPLE)
     size = (kept.folder / f"{NAME}.sample").stat().st_size
     assert run(monkeypatch, "data", "cache", tmp_path) == 0
-    assert f"samples: 1, bytes: {size}" in capsys.readouterr().out
+    assert f"entries: 1, bytes: {size}" in capsys.readouterr().out
     assert run(monkeypatch, "data", "cache", kept.folder, "--clear") == 0
     assert not kept.folder.exists()
     assert run(monkeypatch, "data", "cache", tmp_path) == 2
@@ -244,10 +244,9 @@ def test_a_name_follows_a_change_that_leaves_size_and_time(tmp_path: Path, monke
 
 def test_passed_checks_are_known_to_other_processes_and_go_with_the_cache(tmp_path: Path) -> None:
     kept = store(tmp_path)
-    assert not kept.has_passed(NAME)
-    kept.note_passed(NAME)
-    assert store(tmp_path).has_passed(NAME)
     assert kept.get(NAME) is None
+    kept.put(NAME, {})
+    assert store(tmp_path).get(NAME) == {}
     cache_folder.clear_cache(kept.folder)
     assert not kept.folder.exists()
 
@@ -257,7 +256,7 @@ def test_neither_names_nor_bytes_tell_of_a_patient_or_a_path(tmp_path: Path, mon
     kept = store(tmp_path / "state")
     for item in made(tmp_path / "Muster_Clinic").splits["training"]:
         kept.put(kept.name(item, ""), SAMPLE)
-        kept.note_passed(kept.name(item, "", "check"))
+        kept.put(kept.name(item, "", "check"), {})
     assert len(list(kept.folder.iterdir())) == 5 + 5 + 1
     for path in kept.folder.iterdir():
         for word in ("muster", "erika", "clinic", "training", "png"):

@@ -310,10 +310,10 @@ def data_cache(
     clear: Annotated[bool, typer.Option("--clear", help="delete the cache; the next job makes it again")] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Show the number and size of the decoded samples in a site's cache on disk."""
+    """Show the number and size of the entries in a site's cache on disk: decoded samples, and checks that were passed."""
     found = cache_folder.find_cache(folder)
-    samples, size = cache_folder.cache_count_and_bytes(found)
+    entries, size = cache_folder.cache_count_and_bytes(found)
     if clear:
         cache_folder.clear_cache(found)
-    text = f"{found}: samples: {samples:,}, bytes: {size:,}{', removed' if clear else ''}"
-    emit({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}, text, format)
+    text = f"{found}: entries: {entries:,}, bytes: {size:,}{', removed' if clear else ''}"
+    emit({"folder": str(found), "entries": entries, "bytes": size, "cleared": clear}, text, format)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from consilium.core.errors import DataError
+from consilium.core.grouping import group_by_key
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.check_samples import Classes, SampleReport, check_samples, map_by_file
 from consilium.data.class_checks import (
@@ -150,9 +151,9 @@ def report_shared(report: Findings) -> None:
     Warn of pictures that look alike in two splits, of copies within one split, and of patients whose identifiers are nearly
     equal, because they may be one person. Each such patient is shown by one sample.
     """
-    for kind, trace, other in _compare_traces(report.traces):
+    for kind, line in _compare_traces(report.traces):
         note = report.add_warning if kind in (_COPY, _LIKE) else report.add_problem
-        note("looks alike in two splits" if kind == _LIKE else kind.format("splits"), _format_pair(trace, other))
+        note(kind.format("splits"), line)
     marks = ((mark, f"{trace.place}: {trace.name}") for trace in report.traces for mark in trace.marks)
     for line in similar_patient_lines((whose, name) for (kind, whose), name in marks if kind == PATIENT):
         report.add_warning(ALIKE, line)
@@ -164,13 +165,9 @@ def shared_sample_lines(reports: Iterable[tuple[str, Findings]]) -> dict[str, li
     Samples that neither site trains on are left out.
     """
     traces = [Trace(name, f"{t.place}: {t.name}", t.marks, t.hash, t.training) for name, one in reports for t in one.traces]
-    found: dict[str, list[str]] = {}
     # training samples come first: samples that no site trains on may be a common test set
-    for kind, trace, other in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
-        if kind != _COPY:
-            told = "looks alike at two sites" if kind == _LIKE else kind.format("sites")
-            found.setdefault(told, []).append(_format_pair(trace, other))
-    return found
+    pairs = _compare_traces(sorted(traces, key=lambda t: not t.training), training=True)
+    return group_by_key((kind.format("sites"), line) for kind, line in pairs if kind != _COPY)
 
 
 def setting_suggestions(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
@@ -216,32 +213,29 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
     )
 
 
-_COPY, _LIKE = "duplicate", "looks alike"
+_COPY, _LIKE = "duplicate", "looks alike in two {}"
 """Kinds of pairs that share no mark between two places: a copy in one place, and pictures that look alike in two."""
 
 
-def _compare_traces(traces: Iterable[Trace], training: bool = False) -> Iterator[tuple[str, Trace, Trace]]:
-    """Yield (kind, trace, earlier trace) for traces that share a mark, then for those that look alike.
+def _compare_traces(traces: Iterable[Trace], training: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield (kind, line) for pairs of samples that share a mark, then for pictures that look alike.
 
     The kind is that of the strongest mark that a trace of another split or site shares. If none does, it is _COPY for a copy in
     the same split or site. `training`: marks are compared with training samples only.
     """
     seen: dict[tuple[str, str], Trace] = {}
-    left = []
+    left, pairs = [], list[tuple[str, Trace, Trace]]()
     for trace in traces:
         if shared := next((m for m in trace.marks if m in seen and seen[m].place != trace.place), None):
-            yield shared[0], trace, seen[shared]
+            pairs.append((shared[0], trace, seen[shared]))
         else:
             left.append(trace)
             if trace.marks[0] in seen:
-                yield _COPY, trace, seen[trace.marks[0]]
+                pairs.append((_COPY, trace, seen[trace.marks[0]]))
         if trace.training or not training:
             seen |= {mark: trace for mark in trace.marks if mark not in seen}
-    yield from ((_LIKE, trace, like) for trace, like in _find_look_alikes(left))
-
-
-def _format_pair(trace: Trace, other: Trace) -> str:
-    return f"{trace.place}: {trace.name} = {other.place}: {other.name}"
+    pairs += [(_LIKE, trace, like) for trace, like in _find_look_alikes(left)]
+    yield from ((kind, f"{one.place}: {one.name} = {other.place}: {other.name}") for kind, one, other in pairs)
 
 
 def _find_look_alikes(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:

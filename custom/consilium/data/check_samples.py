@@ -337,13 +337,13 @@ def find_errors(
             for place, item in group:
                 try:
                     mark = store.name(item, settings, "check") if store else ""
-                    if store and store.has_passed(mark):
+                    if store and store.get(mark) is not None:
                         continue
                     noted = [(place[0], name) for name in check(item) or ()]
                     if vanished is not None:
                         vanished.extend(noted)
                     if store and not noted and mark == store.name(item, settings, "check"):  # no file has changed
-                        store.note_passed(mark)
+                        store.put(mark, {})
                 except DataError as error:
                     if not (data.loading.ignore_unfit and isinstance(error, UnfitError)):
                         found.append((place, error))

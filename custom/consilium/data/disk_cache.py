@@ -44,8 +44,6 @@ SALT, DIGEST = 32, 16
 """Bytes of the salt, and of a salted hash."""
 _MAGIC = b"consmp01"
 _HEAD = len(_MAGIC) + 32
-_MARK = 256
-"""Bytes counted for the empty file of a passed check: the size of its directory entry."""
 _APART = frozenset({"image", "label", "patient", "study", "fold"})
 """Fields of an item that do not go into the name as they are: a sample does not depend on them, or only through their files."""
 _OWN = re.compile(r"salt|index|[0-9a-f]{32}\.(sample|passed)|\.(salt|[0-9a-f]{32})-\d+\.\d{1,9}")
@@ -67,7 +65,7 @@ class DiskCache:
         self._verified: dict[str, tuple[int, int, int]] = {}
 
     def name(self, item: Item, settings: str, what: str = "sample") -> str:
-        """Return the name of an item's sample under these settings. `what`: "check" names its passed check instead.
+        """Return the name of an item's sample under these settings; of its passed check, a sample of no arrays, for "check".
 
         Raises DataError if the item's files cannot be read.
         """
@@ -87,18 +85,9 @@ class DiskCache:
             with path.open("rb") as file:
                 return salted_hash(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
 
-    def has_passed(self, name: str) -> bool:
-        """Tell whether the check of this name was passed before."""
-        return self._path(name, "passed").exists()
-
-    def note_passed(self, name: str) -> None:
-        """Store that the check of this name was passed."""
-        if self._writes and self._reserve_bytes(_MARK):
-            self._write(self._path(name, "passed"), [])
-
     def get(self, name: str) -> CachedSample | None:
         """Return a sample as read-only memory-mapped arrays; None if it is missing or damaged."""
-        path = self._path(name)
+        path = self.folder / f"{name}.sample"
         try:
             with path.open("rb") as file:
                 found, data = os.fstat(file.fileno()), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -121,7 +110,7 @@ class DiskCache:
 
     def put(self, name: str, sample: CachedSample) -> bool:
         """Write a sample to the cache, and tell whether there was room."""
-        path = self._path(name)
+        path = self.folder / f"{name}.sample"
         header = json.dumps({key: array.shape for key, array in sample.items()}).encode()
         body: list[bytes | memoryview] = [len(header).to_bytes(4, "big"), header]
         body += [np.ascontiguousarray(array).reshape(-1).data for array in sample.values()]
@@ -130,9 +119,6 @@ class DiskCache:
         if not self._writes or not self._reserve_bytes(_HEAD + sum(map(len, body))):
             return False
         return self._write(path, [_MAGIC, self._digest(name, body), *body])
-
-    def _path(self, name: str, kind: str = "sample") -> Path:
-        return self.folder / f"{name}.{kind}"
 
     def _digest(self, name: str, parts: Iterable[bytes | memoryview]) -> bytes:
         found = hashlib.blake2b(name.encode(), key=self.salt, digest_size=_HEAD - len(_MAGIC))
@@ -262,13 +248,13 @@ def _open_private(name: str, flags: int) -> int:
 
 
 def _cache_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield (time of last use, bytes, path) of every sample and passed check."""
+    """Yield (time of last use, bytes, path) of every sample and passed check. A check is a sample without arrays."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith((".sample", ".passed")):
+            if entry.name.endswith(".sample"):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    yield found.st_atime_ns, found.st_size or _MARK, Path(entry.path)
+                    yield found.st_atime_ns, found.st_size, Path(entry.path)
 
 
 def find_cache(folder: Path) -> Path:
@@ -280,8 +266,8 @@ def find_cache(folder: Path) -> Path:
 
 
 def cache_count_and_bytes(folder: Path) -> tuple[int, int]:
-    """Return the number of samples in a cache, and their bytes."""
-    sizes = [size for _, size, path in _cache_files(folder) if path.suffix == ".sample"]
+    """Return the number of entries in a cache, and their bytes."""
+    sizes = [size for _, size, _ in _cache_files(folder)]
     return len(sizes), sum(sizes)
 
 
