@@ -44,60 +44,42 @@ def planes_or_tiles(item: Item, settings: PictureSettings, split: str = "test", 
 
     In the training split, planes and tiles are thinned out as the settings say; `index` is then the seed.
     """
-    thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
-    if not volumes.is_volume(item.image):
-        if wanted is None or item.tile is not None or not slides.is_cut_into_tiles(item.image, settings):
+    wanted: SlicesConfig | TilesConfig | None = settings.tiles
+    if volumes.is_volume(item.image):
+        wanted, header = settings.slices, volumes.header(item.image, item.affine)
+        item = replace(
+            item,
+            axis=item.plane_axis(settings.slices.axis),
+            patient=item.patient or pseudonym(header.patient),
+            study=item.study or pseudonym(header.study) or path_pseudonym(item.image),
+        )
+        count = header.grid.plane_count(item.axis)
+        if item.slice is not None or count == 1:
             yield item
             return
-        if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
-            raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
-        for number, tile in enumerate(slides.tiles(slides.shape(item.image, wanted.level), wanted)):
-            one = replace(item, study=item.study or path_pseudonym(item.image), tile=tile)
-            if (
-                not thin
-                or wanted.empty == "keep"
-                or _keeps_empty(wanted, seed, number)
-                or read_labels(one, settings).present() - {0}
-            ):
-                yield one
-        return
-    header = volumes.header(item.image, item.affine)
-    known = replace(
-        item,
-        axis=item.plane_axis(settings.slices.axis),
-        patient=item.patient or pseudonym(header.patient),
-        study=item.study or pseudonym(header.study) or path_pseudonym(item.image),
-    )
-    if item.slice is not None or header.grid.plane_count(known.axis) == 1:
-        yield known
-    else:
-        yield from _expand_volume(known, header, settings, thin, seed)
-
-
-def _expand_volume(
-    item: Item, header: volumes.VolumeHeader, settings: PictureSettings, thin: bool, seed: int
-) -> Iterator[Item]:
-    if isinstance(item.label, Path) and not volumes.is_volume(item.label):
-        raise UnfitError(
-            f"{item.label}: is one picture, and {item.image.name} has several planes; give a mask of equal grid",
-            "mask of another size",
-        )
-    slices, count = settings.slices, header.grid.plane_count(item.axis)
-    labelled = set(range(count))
-    if thin and slices.empty != "keep":  # planes that show any label
-        if not isinstance(item.label, Path):
+        if isinstance(item.label, Path) and not volumes.is_volume(item.label):
             raise UnfitError(
-                f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep"
+                f"{item.label}: is one picture, and {item.image.name} has several planes; give a mask of equal grid",
+                "mask of another size",
             )
-        found = volumes.labels(item.label, header, settings.resample_masks)
-        background = {0, *(value for value, classes in item.label_map or () if not classes)}
-        marked = found.where(found.present() - background)
-        labelled = {n for n in range(count) if header.grid.cut(marked, item.axis, n).any()}
-    for number in range(0, count, slices.every if thin else 1):
-        if number in labelled or _keeps_empty(slices, seed, number):
-            yield replace(item, slice=number)
-
-
-def _keeps_empty(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
-    share = parts.empty if isinstance(parts.empty, float) else 0.0
-    return seed_for(seed, "plane", number) % _UNIT < share * _UNIT
+        step = settings.slices.every if split == "training" else 1
+        parts = {number: replace(item, slice=number) for number in range(0, count, step)}
+    elif settings.tiles is not None and item.tile is None and slides.is_cut_into_tiles(item.image, settings):
+        item = replace(item, study=item.study or path_pseudonym(item.image))
+        tiles = slides.tiles(slides.shape(item.image, settings.tiles.level), settings.tiles)
+        parts = {number: replace(item, tile=tile) for number, tile in enumerate(tiles)}
+    else:
+        yield item
+        return
+    if split != "training" or wanted is None or wanted.empty == "keep":
+        yield from parts.values()
+        return
+    if not isinstance(item.label, Path):
+        what = "slices.empty cannot tell its planes" if wanted is settings.slices else "tiles.empty cannot tell its tiles"
+        raise UnfitError(f"{item.image}: has no mask, so task.{what}; write keep")
+    share = wanted.empty if isinstance(wanted.empty, float) else 0.0
+    background = {0, *(value for value, classes in item.label_map or () if not classes)}
+    for number, part in parts.items():
+        drawn = seed_for(seed_for(index, "empty"), "plane", number) % _UNIT < share * _UNIT
+        if drawn or read_labels(part, settings).present() - background:
+            yield part
