@@ -194,30 +194,26 @@ def _roles(folder: Path, files: Sequence[Path], open_all_files: bool) -> tuple[l
     by_parent = group_by_key((path.parent, path) for path in files)
     role = {parent: _role(parent, folder) for parent in by_parent}
     drawn = {parent for parent, own in role.items() if own == "mask"}
-    drop = by_words = bool(drawn)
+    by_words = bool(drawn)
     chosen = {path for path in files if path.parent in drawn}
-    if not chosen:
-        chosen = {path for path in files if role_of_name(without_ending(path.name)) == "mask"}
+    chosen = chosen or {path for path in files if role_of_name(without_ending(path.name)) == "mask"}
     named = bool(chosen)
     if not chosen and len(by_parent) > 1:
-        drawn = {
-            one
-            for one, own in by_parent.items()
-            if role[one] is None and all(map(_is_label_picture, own[:: max(1, len(own) // _PROBES)][:_PROBES]))
-        }
+        probes = {one: own[:: max(1, len(own) // _PROBES)][:_PROBES] for one, own in by_parent.items() if role[one] is None}
+        drawn = {one for one, some in probes.items() if all(map(_is_label_picture, some))}
         chosen = {path for path in files if path.parent in drawn}
-        drop = bool(chosen)
     if not chosen and open_all_files:
         chosen = {path for path in files if _is_label_picture(path)}
-    names = []
+    images, masks = list[Names](), list[Names]()
     for path in files if chosen else ():
         inside = path.relative_to(folder)
         parts, name = list(inside.parent.parts), without_ending(inside.name)
         # the short name lacks a folder: with `by_words` the last one named images or masks, else the last one
-        places = [i for i, part in enumerate(parts) if not by_words or role_of_name(part)] if drop else []
+        places = [i for i, part in enumerate(parts) if not by_words or role_of_name(part)] if drawn else []
         short = [part for i, part in enumerate(parts) if i not in places[-1:]]
-        names.append(Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name]))))
-    return [one for one in names if one.path not in chosen], [one for one in names if one.path in chosen], named
+        found = Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name])))
+        (masks if path in chosen else images).append(found)
+    return images, masks, named
 
 
 def _role(parent: Path, folder: Path) -> str | None:
