@@ -186,7 +186,7 @@ def _parse_record(where: str, name: str, read: Any, needs_answer: bool) -> tuple
     form = _form_of(where, raw)
     text = _read_form(where, form, raw) if form else Text("", "", "", ())
     if not (form and (text.instruction or text.input)):
-        if "text" in raw and form in ("", "text"):
+        if form in ("", "text") and isinstance(read, dict) and "text" in read:
             raise DataError(f"{where}: text: an empty text; write its words, or leave the record out")
         raise DataError(
             f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}, '
