@@ -207,9 +207,17 @@ def tally(data: DataList, task: Any, count: int, before_sample: Callable[[], Non
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
             before_sample()
-            _add_to_class_cells(found, split, number, item, task, single, settings)
-            if split == "training":
-                _add_to_value_cells(found, number, item, settings, count)
+            for name, share in _class_shares(item, task, settings).items() if names and isinstance(item, Item) else ():
+                (found.classes if share else found.absent)[split][name].append(number)
+                if share and not single and split == "training":
+                    found.areas[name].append(share)
+            if split == "training" and isinstance(item, Text):
+                found.lengths[_bin_name(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
+            elif split == "training" and isinstance(item, Item):
+                size, spacing, light = _picture_cells(item, settings, count)
+                found.sizes[size].append(number)
+                found.spacing[spacing].append(number)
+                found.light.append(light)
     return found
 
 
@@ -220,49 +228,32 @@ def person_of(item: Any) -> str:
     return str(item.patient or item.name)
 
 
-def _add_to_class_cells(
-    found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings
-) -> None:
-    """Add a sample to the cells of its classes."""
-    if not isinstance(item, Item) or not found.classes[split]:
-        return
-    if single:
-        found.classes[split][class_name(item.label, task.classes) or OTHERS].append(number)
-        return
+def _class_shares(item: Item, task: Any, settings: PictureSettings) -> dict[str, float]:
+    """Return the share of a picture that each annotated class covers; 1 for the class of a whole picture. Raises DataError."""
+    if not isinstance(task.classes, Mapping):
+        return {class_name(item.label, task.classes) or OTHERS: 1.0}
     try:
         labels, classes = read_labels(item, settings), label_values_by_class(item, task.classes)
     except UnfitError:
-        return
+        return {}
     check_values(item, labels, classes)
-    for name in classes if item.annotated is None else [n for n in classes if n in item.annotated]:
-        share = float(labels.where(classes[name]).mean()) if labels.shape else 0.0
-        (found.classes if share else found.absent)[split][name].append(number)
-        if share and split == "training":
-            found.areas[name].append(share)
+    shown = [name for name in classes if item.annotated is None or name in item.annotated]
+    return {name: float(labels.where(classes[name]).mean()) if labels.shape else 0.0 for name in shown}
 
 
-def _add_to_value_cells(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
-    """Add a training picture to the cells of size, spacing and grey levels, or a text to the cells of length."""
-    if isinstance(item, Text):
-        found.lengths[_bin_name(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
-    if not isinstance(item, Item):
-        return
+def _picture_cells(item: Item, settings: PictureSettings, count: int) -> tuple[str, str, np.ndarray]:
+    """Return a picture's cells of size and spacing, and the share of its pixels in each bin of greys. Raises DataError."""
     try:
         image = read_image(item, settings)
     except UnfitError:
-        size, spacing, light = SIZES[-1], SPACING[-1], np.zeros(count)
-    else:
-        if isinstance(item.label, Path) and not volumes.is_volume(item.label):
-            with suppress(UnfitError):
-                check_mask_shape(item, image.shape[:2], read_labels(item, settings))
-        size = _bin_name(max(image.shape[:2]), _SIDES, SIZES)
-        pixel = volumes.header(item.image, item.affine).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
-        spacing = SPACING[-1] if pixel is None else _bin_name(max(pixel), _STEPS, SPACING)  # the larger side, in mm
-        levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
-        light = levels / levels.sum()
-    found.sizes[size].append(number)
-    found.spacing[spacing].append(number)
-    found.light.append(light)
+        return SIZES[-1], SPACING[-1], np.zeros(count)
+    if isinstance(item.label, Path) and not volumes.is_volume(item.label):
+        with suppress(UnfitError):
+            check_mask_shape(item, image.shape[:2], read_labels(item, settings))
+    pixel = volumes.header(item.image, item.affine).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
+    spacing = SPACING[-1] if pixel is None else _bin_name(max(pixel), _STEPS, SPACING)  # the larger side, in mm
+    levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
+    return _bin_name(max(image.shape[:2]), _SIDES, SIZES), spacing, levels / levels.sum()
 
 
 def _bin_name(value: float, edges: Sequence[float], names: Sequence[str]) -> str:
