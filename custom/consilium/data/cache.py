@@ -152,16 +152,12 @@ class SampleCache:
         with lock:
             if (found := self._look_up(split, index)) is not None:
                 return found
-            with (
-                volumes.hold_volumes()
-            ):  # all planes in the list are kept while their volume is unpacked, as long as there is room
+            # all planes in the list are cached while their volume is unpacked, as long as there is room
+            with volumes.hold_volumes():
                 found, room = self._read_and_cache(split, index)
                 for place in self._planes[image]:
-                    if not room:
-                        break
-                    if place != (split, index):
-                        with suppress(DataError):  # raised again when this plane is asked for
-                            room = self._look_up(*place) is not None or self._read_and_cache(*place)[1]
+                    with suppress(DataError):  # raised again when this plane is asked for
+                        room = room and (self._look_up(*place) is not None or self._read_and_cache(*place)[1])
             return found
 
     def _look_up(self, split: str, index: int) -> CachedSample | None:
