@@ -11,7 +11,7 @@ from nibabel.processing import resample_from_to
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
-from consilium.data.check_samples import check_samples
+from consilium.data.check_samples import check_sample
 from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.images import read_image, read_labels, read_sample
@@ -195,7 +195,8 @@ def test_a_single_plane_across_the_patients_axis_is_that_plane(tmp_path: Path) -
 def test_the_check_of_data_looks_at_the_planes_that_training_sees(tmp_path: Path) -> None:
     write(tmp_path, stored("SPL"))
     data = listed(tmp_path, {"image": "v.nii.gz", "axis": "coronal"}, {"image": "v.nii.gz"})
-    found = check_samples(data.splits["test"], PictureSettings.model_validate({"slices": {"axis": "axial"}}), None)
+    settings = PictureSettings.model_validate({"slices": {"axis": "axial"}})
+    found = [check_sample(item, settings, None) for item in data.splits["test"]]
     assert [(one.planes, one.size) for one in found] == [
         (6, "x".join(map(str, seen("coronal", 0).shape[::-1]))),
         (5, "x".join(map(str, seen("axial", 0).shape[::-1]))),

@@ -10,7 +10,7 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.core.grouping import group_by_key
 from consilium.data.check_report import PATIENT, Findings, Trace
-from consilium.data.check_samples import Classes, SampleReport, check_samples, map_by_file
+from consilium.data.check_samples import Classes, SampleReport, check_sample, map_by_file
 from consilium.data.class_checks import (
     OF_NO_CLASS,
     UNDECLARED,
@@ -54,7 +54,7 @@ def check_datalist(
         report.add_warning(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
-    reports = map_by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
+    reports = map_by_file([item for _, item in entries], lambda item: check_sample(item, settings, classes, size))
     for (split, item), found in zip(entries, reports, strict=True):
         image = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
         _add_sample(report, split, item, f"{image}{item.name_suffix}", found, classes)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -33,7 +34,7 @@ from consilium.data.images import (
 )
 from consilium.data.patients import pseudonym
 from consilium.data.pixel_values import UNSMOOTHED, Labels, matching_labels
-from consilium.data.safe_open import Stamp, check_opens, stamp
+from consilium.data.safe_open import FileResultCache, Stamp, check_opens, stamp
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
@@ -76,59 +77,41 @@ class SampleReport:
     hash: bytes | None = None
 
 
-def map_by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
-    """Return the results of `read` for all items, in order. Threads call it once per image file, with all items of the file."""
-    files = group_by_key((item.image, index) for index, item in enumerate(items))
+def map_by_file(items: Sequence[Item], read: Callable[[Item], T]) -> list[T]:
+    """Return the results of `read` for all items, in order. One thread reads all items of an image file."""
+    files = group_by_key((item.image, (index, item)) for index, item in enumerate(items))
 
-    def read_file(indices: list[int]) -> list[T]:
-        if not volumes.is_volume(items[indices[0]].image):
-            return read([items[i] for i in indices])
+    def read_file(path: Path) -> list[tuple[int, T]]:
+        if not volumes.is_volume(path):
+            return [(index, read(item)) for index, item in files[path]]
         with _one_volume:
-            found = read([items[i] for i in indices])
+            found = [(index, read(item)) for index, item in files[path]]
             volumes.forget()
             return found
 
-    found: dict[int, T] = {}
     with ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
-        for indices, ones in zip(files.values(), pool.map(read_file, files.values()), strict=True):
-            found |= zip(indices, ones, strict=True)
+        found = dict(chain.from_iterable(pool.map(read_file, files)))
     return [found[index] for index in range(len(items))]
 
 
-def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Classes, size: int = 0) -> list[SampleReport]:
-    """Return a report per entry. All entries must share one image file, so a volume is read once for all of them.
-
-    `size`: pixels of the model's side, 0 without a model.
-    """
-    volume = None
-    if volumes.is_volume(items[0].image):
-        try:
-            header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
-        except DataError as error:
-            return [SampleReport(error, marks=_identity_marks(item)) for item in items]
-        # equal voxels have equal digests in any type
-        volume = header, _digest(values.shape, (np.ascontiguousarray(v, np.float32) for v in np.moveaxis(values, 2, 0)))
-    return [_check_entry(item, volume, settings, classes, size) for item in items]
-
-
-def _check_entry(
-    item: Item, volume: tuple[volumes.VolumeHeader, str] | None, settings: PictureSettings, classes: Classes, size: int
-) -> SampleReport:
+def check_sample(item: Item, settings: PictureSettings, classes: Classes, size: int = 0) -> SampleReport:
+    """Return the report of an entry. `size`: pixels of the model's side, 0 without a model."""
     found = SampleReport(marks=_identity_marks(item))
     try:
-        image = _add_image(found, item, volume, settings)
+        image = _add_image(found, item, settings)
         check_class(item, classes)
         labels = None
         if isinstance(item.label, Path):
-            if volume and image is None and not volumes.is_volume(item.label):
+            is_volume = volumes.is_volume(item.image)
+            if is_volume and image is None and not volumes.is_volume(item.label):
                 raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
             item = replace(item, axis=item.plane_axis(settings.slices.axis))
             labels = read_labels(item, settings) if image is not None else None
-            if labels is None and volume:
+            if labels is None and is_volume:
                 (labels,) = images.whole_labels(item, settings)
             elif labels is None:  # only the values that the mask of a large picture has
-                found_values = set().union(*(block.present() for block in images.whole_labels(item, settings)))
-                labels = Labels(values=np.array([sorted(value for value in found_values if isinstance(value, int))]))
+                present = set().union(*(block.present() for block in images.whole_labels(item, settings)))
+                labels = Labels(values=np.array([sorted(value for value in present if isinstance(value, int))]))
         _add_label(found, item, image, labels, classes)
         _add_orientation(found, item, image)
         if size and found.classes and isinstance(classes, Mapping):
@@ -140,14 +123,13 @@ def _check_entry(
     return found
 
 
-def _add_image(
-    found: SampleReport, item: Item, volume: tuple[volumes.VolumeHeader, str] | None, settings: PictureSettings
-) -> np.ndarray | None:
+def _add_image(found: SampleReport, item: Item, settings: PictureSettings) -> np.ndarray | None:
     """Add the size, digest and appearance hash of an image to its report. Raises DataError.
 
     Return the pixels of the picture, tile or plane; None for an entry of several planes or tiles.
     """
-    if item.tile is None and volume is None and slides.is_cut_into_tiles(item.image, settings):
+    is_volume, whole = volumes.is_volume(item.image), False
+    if not is_volume and item.tile is None and slides.is_cut_into_tiles(item.image, settings):
         shape = slides.shape(item.image, level_of(settings))
         found.size, found.planes = pictures.size_text(shape), len(list(slices.planes_or_tiles(item, settings)))
         some = slides.sample_tiles(item.image, level_of(settings))
@@ -156,9 +138,8 @@ def _add_image(
         else:
             found.marks = _identity_marks(item, _digest(shape, some))
         return None
-    whole = False
-    if volume is not None:
-        header, digest = volume
+    if is_volume:
+        header, digest = volumes.header(item.image, item.affine), _volume_digest(item.image)
         axis = item.plane_axis(settings.slices.axis)
         count = header.grid.plane_count(axis)
         whole = item.slice is None and count > 1
@@ -171,7 +152,7 @@ def _add_image(
         found.warnings.append(("constant image", ""))
     else:
         found.marks, found.hash = _identity_marks(item, _digest(image.shape, [image])), appearance_hash(image)
-    if volume is not None:
+    if is_volume:
         found.marks = _identity_marks(item, digest) if whole else (*found.marks, ("volume in two {}", digest))
         if (tilt := header.grid.tilt) > _TILT:
             what = f"{tilt:.0f} degrees off the patient's axes; its planes are the closest ones"
@@ -242,6 +223,13 @@ def _digest(shape: Sequence[int], parts: Iterable[np.ndarray]) -> str:
     for part in parts:
         found.update(part.tobytes())
     return found.hexdigest()
+
+
+@partial(FileResultCache, most=4096)
+def _volume_digest(path: Path) -> str:
+    """Return a digest of a volume's voxels, the same for equal voxels of any type. Raises DataError."""
+    values = volumes.voxels(path)
+    return _digest(values.shape, (np.ascontiguousarray(plane, np.float32) for plane in np.moveaxis(values, 2, 0)))
 
 
 def appearance_hash(image: np.ndarray) -> bytes | None:

@@ -70,7 +70,7 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     of all pixels.
     """
     items = [item for split in SPLITS for item in data.splits[split]]
-    found = map_by_file(items, lambda ones: [_measure(one, classes, settings) for one in ones])
+    found = map_by_file(items, lambda item: _measure(item, classes, settings))
     seen = [one for one in found if one is not None]
     stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
     stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}
