@@ -28,7 +28,7 @@ from consilium.data.text import Text, read_texts
 
 NEAR = 12
 """Two pictures look alike if their 256-bit hashes differ in at most this many bits."""
-_BLOCK, _FAR = 512, 999
+_FAR = 999
 
 
 def check_datalist(
@@ -248,12 +248,8 @@ def _find_look_alikes(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
     groups = {name: number for number, name in enumerate(dict.fromkeys(trace.place for trace in known))}
     places = np.array([groups[trace.place] for trace in known])
     training = np.array([trace.training for trace in known])
-    for start in range(0, len(known), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        apart = np.zeros((len(hashes[part]), start + len(hashes[part])), np.uint16)
-        for word in range(4):
-            apart += np.bitwise_count(hashes[part, word, None] ^ hashes[: start + _BLOCK, word])
-        rows, before = np.arange(len(known))[part, None], np.arange(apart.shape[1])
-        apart[(places[rows] == places[before]) | ~(training[rows] | training[before]) | (before > rows)] = _FAR
-        for row in np.flatnonzero(apart.min(1, initial=_FAR) <= NEAR):
-            yield known[start + row], known[int(apart[row].argmin())]
+    for number, trace in enumerate(known):
+        comparable = (places[:number] != places[number]) & (training[:number] | trace.training)
+        apart = np.where(comparable, np.bitwise_count(hashes[:number] ^ hashes[number]).sum(1), _FAR)
+        if apart.min(initial=_FAR) <= NEAR:
+            yield trace, known[int(apart.argmin())]

@@ -277,14 +277,13 @@ def partition_texts(
     for name, mine in found.items():
         for split, records in mine.items():
             path, first = folder / name / f"{split}.jsonl", folder / "site-1" / f"{split}.jsonl"
-            if split != COMMON_SPLIT or local_splits or not first.is_file():
-                if records:
-                    write_atomic(path, _jsonl_bytes(records), PUBLIC)
-                continue
-            try:
-                os.link(first, path)  # equal files take the disk's space once
-            except OSError:  # a file system without links
-                shutil.copyfile(first, path)
+            if split == COMMON_SPLIT and not local_splits and first.is_file():
+                try:
+                    os.link(first, path)  # equal files take the disk's space once
+                except OSError:  # a file system without links
+                    shutil.copyfile(first, path)
+            elif records:
+                write_atomic(path, _jsonl_bytes(records), PUBLIC)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "by": by or ("clusters" if classify_texts else "")}
     return write_summary(source, folder, asked | {"local": local_splits}, values, found)
 
