@@ -53,20 +53,19 @@ MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 T = TypeVar("T")
 Stamp = tuple[tuple[int, ...], ...]
 """For every file: its inode, size, and the times of the last change of content and inode."""
-TRACTS, PACKED, ARRAYS = "tracts, which are not images", "a packed file", "arrays of numbers"
-FOREIGN = {
-    (".mgz", ".mgh"): "FreeSurfer's volumes",
-    (".mnc",): "MINC",
-    (".par", ".rec"): "Philips PAR/REC",
-    (".brik", ".brik.gz", ".head"): "AFNI",
-    (".hdr", ".img", ".img.gz"): "ANALYZE, or of NIfTI in two files",
-    (".v",): "ECAT",
-    (".trk", ".tck"): TRACTS,
-    (".gz", ".zip", ".tar", ".7z", ".bz2"): PACKED,
-    (".npy", ".npz", ".mat", ".h5", ".hdf5"): ARRAYS,
-}
-"""Formats that are not read, by the endings of file names."""
 CONVERT = "convert it to NIfTI: nibabel.save(nibabel.load(FILE), 'NAME.nii.gz') in Python, or 3D Slicer"
+FOREIGN = {
+    (".mgz", ".mgh"): ("FreeSurfer's volumes", CONVERT),
+    (".mnc",): ("MINC", CONVERT),
+    (".par", ".rec"): ("Philips PAR/REC", CONVERT),
+    (".brik", ".brik.gz", ".head"): ("AFNI", CONVERT),
+    (".hdr", ".img", ".img.gz"): ("ANALYZE, or of NIfTI in two files", CONVERT),
+    (".v",): ("ECAT", CONVERT),
+    (".trk", ".tck"): ("tracts, which are not images", "take it off the list"),
+    (".gz", ".zip", ".tar", ".7z", ".bz2"): ("a packed file", "unpack it, and name the file that is in it"),
+    (".npy", ".npz", ".mat", ".h5", ".hdf5"): ("arrays of numbers", "save each picture as PNG or TIFF"),
+}
+"""Formats that are not read, and a remedy for each, by the endings of file names."""
 _PROGRAMMERS = re.compile(
     r"Error -?\d|[<>{}\[\]_]|\b(NoneType|object|dtype|attribute|argument|unpack|buffer|tuple|codec|literal|array|reshape)\b"
     r"|\b(Python|int|float|str)\b"
@@ -246,14 +245,10 @@ def open_picture(path: Path) -> Image.Image:
         except Image.DecompressionBombError:
             raise _too_large_error(path, f"over {MOST_PIXELS:,} pixels") from None
         except UnidentifiedImageError:
-            kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
+            name = path.name.lower()
+            kind, remedy = next((found for endings, found in FOREIGN.items() if name.endswith(endings)), ("", ""))
             if not kind:  # `wrap_decoding_errors` turns it into one line
                 raise OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}") from None
-            remedy = {
-                TRACTS: "take it off the list",
-                PACKED: "unpack it, and name the file that is in it",
-                ARRAYS: "save each picture as PNG or TIFF",
-            }.get(kind, CONVERT)
             raise DataError(
                 f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read"
             ) from None
