@@ -306,9 +306,8 @@ def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern
     having = group_by_key((part, mask) for mask in masks for part in _name_parts(mask))
     for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
         own = image.short
-        rare = sorted((having[part] for part in _name_parts(own) if part in having), key=len)[
-            :2
-        ]  # numbers rather than common words
+        # numbers rather than common words
+        rare = sorted((having[part] for part in _name_parts(own) if part in having), key=len)[:2]
         for mask in dict.fromkeys(chain(*(some[:_DRAWN] for some in rare), masks[:_DRAWN])):
             match = SequenceMatcher(None, own, mask, autojunk=False).find_longest_match()
             shared = _name_parts(own) & _name_parts(mask) | {own[match.a : match.a + match.size]}
