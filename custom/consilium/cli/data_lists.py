@@ -223,16 +223,21 @@ def data_split(
         Path,
         typer.Argument(
             metavar="DEST",
-            help="folder for datalist.json and split.json; a folder per site for several sites",
+            help="folder for datalist.json, or fold-1 and so on, and split.json; a folder per site for several sites",
         ),
     ],
     validation: Annotated[
         float,
-        typer.Option(min=0, max=0.9, help="share of all samples; with --keep-test, of the samples outside the test split"),
+        typer.Option(
+            min=0, max=0.9, help="share of all samples; with --folds or --keep-test, of the samples outside the test split"
+        ),
     ] = 0.1,
     test: Annotated[float, typer.Option(min=0, max=0.9, help="share of all samples")] = 0.2,
     seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
     keep_test: Annotated[bool, typer.Option("--keep-test", help="keep the list's own test split")] = False,
+    folds: Annotated[
+        int, typer.Option(min=0, help="make this many lists, in each of which another part is the test split")
+    ] = 0,
     format: FormatOption = "txt",
 ) -> None:
     """Split a data list anew, with similar labels in each split. Pictures stay where they are.
@@ -240,11 +245,13 @@ def data_split(
     All samples of a patient, a study and a volume are in the same split.
     """
     check_finite(validation=validation, test=test)
+    if folds == 1 or (folds and keep_test):
+        raise ConfigError("--folds: take 2 or more, and without --keep-test")
     lists = find_data_sets(source)
     names = valid_site_names(lists, source) if len(lists) > 1 else {}
     with clean_up_on_failure(dest):
         found = {
-            name: split_list(one.own.datalist, dest / names.get(name, ""), validation, test, seed, keep_test)
+            name: split_list(one.own.datalist, dest / names.get(name, ""), validation, test, seed, keep_test, folds)
             for name, one in lists.items()
         }
 
@@ -258,8 +265,11 @@ def data_split(
             heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
             yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
             yield from (f"note: {note}" for note in summary["notes"])
-            yield f"{place}: datalist.json and split.json"
-            yield from site_yaml_lines([place / "datalist.json"])
+            if folds:
+                yield f"{place}: fold-1 to fold-{folds}, each with its datalist.json, and split.json"
+            else:
+                yield f"{place}: datalist.json and split.json"
+                yield from site_yaml_lines([place / "datalist.json"])
         yield from (f"note: {shown(note)}" for note in describe_renames(names))
         for name, one in lists.items():
             if one.site != SiteConfig(datalist=one.own.datalist):
