@@ -1,9 +1,10 @@
-"""Rotation of the server's audit.log, which FLARE never rotates, and a file with the actions of people from it.
+"""Rotation of the server's audit.log, which FLARE never rotates, and a second file with the actions of people.
 
-A client that polls the status adds three lines per poll to audit.log. Actions of people are appended to a file of their own,
-which is never deleted. All lines stay in audit.log, and after its rotation in one older file, audit.log.1.
+A client that polls the status adds three lines per poll to audit.log. Actions of people are also written to a file of their
+own, which is never deleted. All lines are in audit.log, and after its rotation in one older file, audit.log.1.
 """
 
+import io
 import os
 import re
 from contextlib import suppress
@@ -34,60 +35,31 @@ LOOKS = (
 _EVENT = r"\[E:[^]]*\](?:\[R:[^]]*\])?\[T:[^]]*\]"
 _LOOK = re.compile(rf"{_EVENT}\[U:[^]]*\]\[A:({'|'.join(LOOKS)})[ \]]")
 """Matches the start of a reading command's line. Only the start counts: any command's arguments may contain these words."""
-_copied: dict[Path, int] = {}
-"""How many bytes of an audit.log this process has read for ACTIONS."""
 
 
-def copy_actions_and_rotate(kit: Path) -> None:
-    """Append the new actions in the audit.log of this process's kit to ACTIONS. Rotate a log of MAX_BYTES. Raises OSError."""
-    path, auditor = kit / "audit.log", AuditService.get_auditor()
-    if auditor is None or not path.is_file():
-        return
-    _copy_new_actions(kit)
-    if path.stat().st_size < MAX_BYTES:
-        return
-    with auditor._lock:  # FLARE writes no event during the rotation
-        _copy_new_actions(kit)
-        os.replace(path, path.with_name("audit.log.1"))
-        _copied[path] = 0
-        former, auditor.audit_file = auditor.audit_file, open(path, "a", encoding="utf-8")  # noqa: SIM115 - FLARE closes it
+class AuditFile(io.TextIOBase):
+    """The file to which FLARE's auditor of a server writes: audit.log, and ACTIONS for the actions of people."""
+
+    def __init__(self, kit: Path) -> None:
+        self._log, self._actions = kit / "audit.log", kit / ACTIONS
+
+    def write(self, line: str) -> int:
+        """Write an event. Raises OSError, as for a full disk; then FLARE does not obey the person's command."""
+        if self._log.is_file() and self._log.stat().st_size >= MAX_BYTES:
+            os.replace(self._log, self._log.with_name("audit.log.1"))
+        if not _LOOK.match(line):
+            with open_private(self._actions, "a") as actions:
+                actions.write(line)
+        with open(self._log, "a", encoding="utf-8") as log:
+            return log.write(line)
+
+
+def rotate_audit_log(kit: Path) -> None:
+    """Let FLARE's auditor in this server process write to an AuditFile of the kit."""
+    if (auditor := AuditService.get_auditor()) is not None:
+        with auditor._lock:  # FLARE writes no event meanwhile
+            former, auditor.audit_file = auditor.audit_file, AuditFile(kit)
         former.close()
-
-
-def _copy_new_actions(kit: Path) -> None:
-    """Append to ACTIONS the actions in audit.log that are not in it. Raises OSError, and then ACTIONS is as before."""
-    path, actions = kit / "audit.log", kit / ACTIONS
-    start = _copied[path] if path in _copied else _position_after_last_action(path, actions)
-    size = path.stat().st_size
-    if size == start:
-        return
-    with open(path, "rb") as file:
-        file.seek(start if start < size else 0)  # 0: someone has emptied the log
-        read = file.read()
-        end = file.tell() - len(read) + read.rfind(b"\n") + 1  # FLARE may be writing the last line
-    lines = read[: read.rfind(b"\n") + 1].decode(errors="replace").splitlines(keepends=True)
-    if found := [line for line in lines if not _LOOK.match(line)]:
-        before = actions.stat().st_size if actions.exists() else 0
-        try:
-            with open_private(actions, "a") as kept:
-                kept.writelines(found)
-        except OSError:  # a full disk: the next attempt would append the same lines again
-            with suppress(OSError):
-                os.truncate(actions, before)
-            raise
-    _copied[path] = end
-
-
-def _position_after_last_action(path: Path, actions: Path) -> int:
-    """Return where in audit.log the last line of ACTIONS ends, 0 if it is not there. Remove an incomplete last line."""
-    if not actions.is_file():
-        return 0
-    with open(actions, "rb+") as file:
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
-    last = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)[-1:]
-    log = path.read_bytes()
-    return log.find(last[0]) + len(last[0]) if last and last[0] in log else 0
 
 
 def aborting_person(kit: Path, job: str) -> str:

@@ -27,7 +27,7 @@ from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare import patches
 from consilium.flare.kit import revocation
-from consilium.flare.kit.audit_rotation import copy_actions_and_rotate
+from consilium.flare.kit.audit_rotation import rotate_audit_log
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.health import checked_health, is_time
 from consilium.flare.kit.heartbeat_client import JOB_STATES, KEY, Facts, own_facts
@@ -67,10 +67,11 @@ class Attendance(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """At the start, read the list from attendance.json.
 
-        At each heartbeat or attempt to register, but at most every ten seconds, write it, and update the log of actions.
+        At each heartbeat or attempt to register, but at most every ten seconds, write it.
         """
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
+            rotate_audit_log(self._kit)
             self._latest = latest_heartbeat(self._kit / STATE / ATTENDANCE)
             with suppress(ConfigError):  # the doctor reports it
                 make_private_folder(server_folders(self._kit)[0])  # FLARE would create it readable by all users
@@ -88,7 +89,6 @@ class Attendance(FLComponent):
                 self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
                 try:
                     write_json(path, self._status_facts() | {"latest": self._latest})
-                    copy_actions_and_rotate(self._kit)
                 except OSError as error:  # FLARE would log a traceback every ten seconds
                     self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
 
