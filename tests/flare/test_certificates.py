@@ -35,7 +35,8 @@ from consilium.flare.kit import heartbeat_client, revocation
 from consilium.flare.kit.certificates import (
     NO_PROXIES,
     PROXIES,
-    examine_own_certificates,
+    examine_own_certificate,
+    examine_root,
     examine_server_connection,
     expiry_warnings,
 )
@@ -116,7 +117,7 @@ def test_expiry_warnings_start_at_60_days(
     before: int, remedy: str, advice: str, kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=before, minutes=1))
-    for found in examine_own_certificates(kit):  # the root ends with it
+    for found in (examine_own_certificate(kit), examine_root(kit)):  # the root ends with it
         assert found.remedy.startswith(remedy)
         assert bool(found.remedy) == bool(remedy)
         assert found.advice.startswith(advice)
@@ -126,7 +127,7 @@ def test_expiry_warnings_start_at_60_days(
 def test_clock_behind_the_kit(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's remedy, a later kit, would make it worse."""
     set_clock(monkeypatch, opened(kit).not_valid_before_utc - timedelta(hours=2))
-    for found in examine_own_certificates(kit):
+    for found in (examine_own_certificate(kit), examine_root(kit)):
         assert found.remedy.startswith("set the clock: it is behind")
 
 

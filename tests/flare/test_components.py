@@ -225,7 +225,7 @@ def test_allow_replaces_our_entries_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid JSON"):
         allow_classes(tmp_path, "site")
     (local / "resources.json").write_text(json.dumps({"class_allow_list": "consilium."}))
-    with pytest.raises(ConfigError, match="expected a list of class names"):
+    with pytest.raises(ConfigError, match="is not a list of names"):
         allow_classes(tmp_path, "site")
 
 

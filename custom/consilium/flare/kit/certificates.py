@@ -4,7 +4,6 @@ import os
 import socket
 import ssl
 from base64 import b64encode
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, InvalidURL
@@ -60,17 +59,21 @@ def examine_expiry(check: str, whose: str, certificate: x509.Certificate, remedy
     return Finding(check, span, advice=f"{count_with_noun(days, 'day')} left: {remedy}" if days < WARN_DAYS else "")
 
 
-def examine_own_certificates(kit: Path) -> Iterator[Finding]:
-    """Yield one finding for the participant's certificate and one for the root's. Raises ConfigError."""
+def examine_own_certificate(kit: Path) -> Finding:
+    """Return whether the participant's certificate is valid. Raises ConfigError."""
     own = load_certificate(certificate_path(kit))
-    yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
-    yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
+    return examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
 
 
-def root_fingerprint_finding(kit: Path) -> Finding:
+def examine_root(kit: Path) -> Finding:
+    """Return whether the root's certificate in a kit is valid. Raises ConfigError."""
+    return examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
+
+
+def root_fingerprint_text(kit: Path) -> str:
     """Return the SHA-256 of the root's certificate, which `consilium provision` printed at the hub. Raises ConfigError."""
     root = load_certificate(kit / "startup" / "rootCA.pem")
-    return Finding("root fingerprint", f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)")
+    return f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)"
 
 
 def examine_server_connection(kit: Path) -> Finding:
@@ -176,7 +179,7 @@ def check_certificate_time(kit: Path) -> None:
     """Raise ConfigError if a kit's certificate is not valid now, or its key is locked. FLARE's own error names no remedy."""
     own = load_certificate(certificate_path(kit))
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
-        found = next(examine_own_certificates(kit))
+        found = examine_own_certificate(kit)
         raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
     private_key_path(kit)
 
@@ -189,7 +192,7 @@ def why_no_connection(kit: Path) -> str:
 
 def expiry_warnings(kit: Path) -> list[str]:
     """Return one line per certificate that expires within WARN_DAYS: the kit's own, the root's and the server's."""
-    found = [*examine_own_certificates(kit)]
+    found = [examine_own_certificate(kit), examine_root(kit)]
     with suppress(OSError):  # if the server is unreachable, the session reports it better
         found.append(examine_expiry("server", server_address(kit), fetch_server_certificate(kit), RENEW_SERVER))
     return [f"{one.check}: {one.found}; {one.remedy or one.advice}" for one in found if one.remedy or one.advice]

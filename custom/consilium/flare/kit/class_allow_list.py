@@ -5,6 +5,7 @@ the path. So a path can name any function and any imported name, not only a clas
 path that begins with it, and so does the name of a module. Therefore our entries are single classes.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
@@ -35,6 +36,14 @@ def is_ours(entry: str) -> bool:
     return entry.partition(".")[0] == OURS
 
 
+def allowed_classes(resources: Settings, default: Sequence[str]) -> Sequence[str]:
+    """Return the allow-list in the settings of a resources.json, or `default` if there is none. Raises ConfigError."""
+    listed = resources.get(KEY, default)
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"{KEY} is not a list of names; restore it from local/resources.json.default")
+    return listed
+
+
 def allow_classes(folder: Path, *roles: str) -> Path:
     """Set our entries of the allow-list in FOLDER/local/resources.json to the classes of `roles`, and return the file's path.
 
@@ -44,10 +53,7 @@ def allow_classes(folder: Path, *roles: str) -> Path:
     path = folder / "local" / "resources.json"
     source = next((p for p in (path, path.with_name("resources.json.default")) if p.is_file()), None)
     resources: Settings = read_settings(source) if source else {"format_version": 2}
-    listed = resources.get(KEY, DEFAULT_CLASS_ALLOW_LIST)
-    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
-        raise ConfigError(f"{source}: {KEY}: expected a list of class names; restore it from resources.json.default")
-    others = [one for one in listed if not is_ours(one)]
+    others = [one for one in allowed_classes(resources, DEFAULT_CLASS_ALLOW_LIST) if not is_ours(one)]
     resources[KEY] = [*others, *(name for role in roles for name in CLASSES[role])]
     write_json(path, resources, indent=2)
     return path
