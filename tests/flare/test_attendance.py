@@ -15,13 +15,12 @@ import yaml
 from nvflare.apis.event_type import EventType
 
 from consilium import __version__
-from consilium.cli.sites import describe_health, site_rows, site_table
+from consilium.cli.sites import describe_health, site_rows
 from consilium.core.errors import ConfigError
 from consilium.core.messages import PROTOCOL
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.flare.kit import health, heartbeat_server
-from consilium.flare.kit.health import DATA_PERIOD, STEP, HealthReport, checked_health, gpu_memory
-from consilium.flare.kit.heartbeat_client import own_facts
+from consilium.flare.kit import heartbeat_client, heartbeat_server
+from consilium.flare.kit.heartbeat_client import DATA_PERIOD, STEP, HealthReport, gpu_memory, own_facts, valid_facts
 from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit_log import FILE, AuditLog
@@ -141,7 +140,7 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     assert found.keys() == {"disk_free", "memory_free", "memory", "gpus"}
     free = [found["disk_free"], found["memory_free"], *(one for one, _ in found["gpus"])]
     assert all(size % 2**27 == 0 for size in free)  # to the byte they would show the size of each new file
-    assert checked_health(found) == found
+    assert valid_facts(found, heartbeat_client.HEALTH) == found
     (local / "site.yaml").write_text("health: share\ndatalist: ../ward-7.json\n")
     found = report.collect_facts()
     assert found is not None
@@ -157,7 +156,7 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     assert found is not None
     assert found["data_readable"] is True
     assert found["refusal"] == "data"
-    assert checked_health(found) == found
+    assert valid_facts(found, heartbeat_client.HEALTH) == found
     assert not any(word in json.dumps(found) for word in ("ward", "patient", "clinic"))
     (local / "site.yaml").write_text("health: share\ndatalist: ../ward-8.json\n")
     assert (report.collect_facts() or {})["data_readable"] is False  # another list is read at once
@@ -190,7 +189,7 @@ def test_gpus_by_what_nvidias_tool_prints(
     )
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(health, "PATIENCE", 0.5 if "sleep" in script else 10.0)
+    monkeypatch.setattr(heartbeat_client, "GPU_PATIENCE", 0.5 if "sleep" in script else 10.0)
     assert gpu_memory() == found
     tool.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -226,30 +225,6 @@ def test_rows_note_problems() -> None:
     assert fourth["notes"] == ["speaks protocol (none told): jobs refuse it"]
 
 
-JOBS = ["11111111-1111-4111-8111-111111111111", "22222222-2222-4222-8222-222222222222", "33333333-3333-4333-8333-333333333333"]
-
-
-def test_job_is_not_shown_as_running_before_its_process_runs() -> None:
-    said = facts(processes={JOBS[0]: "running", JOBS[1]: "starting"})
-    new = heartbeat_server.checked_facts(said, NOW) | {"here": True, "jobs": JOBS}
-    old = heartbeat_server.checked_facts(facts(), NOW) | {"here": True, "jobs": JOBS}  # an older site
-    rows = site_rows({"server": own_facts(), "sites": {"new": new, "old": old}}, NOW)
-    assert rows[0]["jobs"] == rows[1]["jobs"] == JOBS
-    assert rows[0]["job_states"] == dict(zip(JOBS, ("running", "starting", "sent"), strict=True))
-    assert rows[1]["job_states"] == dict.fromkeys(JOBS)
-    shown = [row[-1] for row in site_table(rows).rows]
-    assert shown == ["11111111, 22222222 (starting), 33333333 (sent)", "11111111, 22222222, 33333333"]
-
-
-@pytest.mark.parametrize(
-    "said",
-    ["running", [JOBS[0]], {JOBS[0]: "\x1b[31m"}, {JOBS[0]: ["running"]}, {"x": "running"}, {7: "running"},
-     {"-" * 10**6 + JOBS[0]: "running"}, {f"{n:08x}-1111-4111-8111-111111111111": "running" for n in range(257)}],
-)  # fmt: skip
-def test_invalid_states_of_jobs_are_dropped(said: Any) -> None:
-    assert "processes" not in heartbeat_server.checked_facts(facts(processes=said), NOW)
-
-
 def test_sites_at_the_server_as_table_and_json(
     kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,8 +233,7 @@ def test_sites_at_the_server_as_table_and_json(
     assert "no site has been seen by this server" in capsys.readouterr().err
     names = ["hospital-a", "hospital-with-a-very-long-name-of-its-own.example.org"]
     seen = {
-        n: heartbeat_server.checked_facts(facts(clock=time.time(), processes={}), time.time())
-        | {"here": True, "jobs": ["0a1b2c3d-"]}
+        n: heartbeat_server.checked_facts(facts(clock=time.time()), time.time()) | {"here": True, "jobs": ["0a1b2c3d-"]}
         for n in names
     }
     (kit / STATE).mkdir()
@@ -269,7 +243,6 @@ def test_sites_at_the_server_as_table_and_json(
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 80
     assert "0a1b2c3d" in page
-    assert "(sent)" in page
     assert run(monkeypatch, "sites", "--kit", kit, "--format", "json") == 0
     rows = json.loads(capsys.readouterr().out)["sites"]
     assert [row["site"] for row in rows] == names
@@ -304,8 +277,8 @@ def test_full_disk_logs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 ROW = {"last_seen": 1, "here": True, "jobs": []}
-WRONG = [{"here": 1}, {"jobs": 2}, {"jobs": [2]}, {"certificate_ends": "x"}, {"version": 1}, {"skew": "x"}, {"last_seen": None},
-         {"processes": {"j": "running"}}]  # fmt: skip
+WRONG = [{"here": 1}, {"jobs": 2}, {"jobs": [2]}, {"certificate_ends": "x"}, {"version": 1}, {"skew": "x"},
+         {"last_seen": None}]  # fmt: skip
 SITES = [[], {"a": 1}, {"a": {"here": True, "jobs": []}}, *({"a": ROW | wrong} for wrong in WRONG)]
 
 

@@ -10,21 +10,16 @@ from typing import Any
 
 import pytest
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, RunProcessKey
-from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.message import Message
 from nvflare.private.fed.client.client_engine import ClientEngine
 from nvflare.private.fed.client.client_executor import JobExecutor
-from nvflare.private.fed.client.client_status import ClientStatus
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
-from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.kit import connection_refusals, heartbeat_client
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_client import AttendanceReport
-from consilium.flare.kit.kit_contents import ANSWERED
 
 
 def test_clock_jump_at_start_keeps_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,31 +91,6 @@ def test_the_cause_of_a_refusal_stays_until_the_server_lets_the_site_in(
             server.beat(ReturnCode.OK)
     assert caplog.text.count("the server lets this site in again") == 1
     assert connection_refusals.noted_cause(tmp_path) is None
-
-
-def test_heartbeat_says_of_each_job_if_it_runs(server: Server, tmp_path: Path) -> None:
-    """FLARE says that a process has started once it has loaded its code. Ours then reads the data and answers the hello."""
-
-    def beat() -> dict[str, str]:
-        server.beat(ReturnCode.OK)
-        found: dict[str, str] = server.sent[heartbeat_client.KEY]["processes"]
-        return found
-
-    states = {job: ClientStatus.STARTING for job in ("ours", "other", "new")} | {"ended": ClientStatus.STOPPED}
-    server.engine.client_executor.run_processes = {job: {RunProcessKey.STATUS: state} for job, state in states.items()}
-    (tmp_path / "ours/app_clinic/config").mkdir(parents=True)
-    (tmp_path / "ours/app_clinic/config/job.yaml").touch()
-    (tmp_path / "other/app_clinic/config").mkdir(parents=True)  # a job of FLARE's own classes
-    assert beat() == dict.fromkeys(("ours", "other", "new"), "starting")
-    for job in ("ours", "other"):
-        server.engine.notify_job_status(job, ClientStatus.STARTED)
-    assert beat() == {"ours": "starting", "other": "running", "new": "starting"}
-    fl_ctx, workspace = FLContext(), SimpleNamespace(get_run_dir=lambda job: str(tmp_path / job))
-    fl_ctx.set_prop(FLContextKey.CURRENT_RUN, "ours")
-    fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
-    SiteExecutor().handle_event(EventType.AFTER_TASK_EXECUTION, fl_ctx)
-    assert beat() == {"ours": "running", "other": "running", "new": "starting"}
-    assert (tmp_path / "ours" / ANSWERED).stat().st_mode & 0o077 == 0
 
 
 def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(

@@ -24,7 +24,6 @@ GIB, DISK_GIB = 2**30, 5.0
 """GiB of free disk space below which there is a note; `consilium doctor` has the same limit."""
 SILENT = 60
 """Seconds without a heartbeat after which a site is "silent". FLARE drops it after 600."""
-_NOT_RUNNING = {"starting": " (starting)", "sent": " (sent)"}
 SKEW = 60.0
 """Difference of the clocks in seconds from which there is a note, because certificates and records depend on the clock."""
 
@@ -74,8 +73,7 @@ def site_table(rows: list[dict[str, Any]]) -> Table:
             "-" if ahead is None else f"{round(ahead):+d} s",
             "-" if days is None else count_with_noun(days, "day"),
         ]
-        jobs = (job[:8] + _NOT_RUNNING.get(row["job_states"][job], "") for job in row["jobs"])
-        cells.append([*cell, ", ".join(jobs) or "-"])
+        cells.append([*cell, ", ".join(job[:8] for job in row["jobs"]) or "-"])
     headings = ("site", "seen", "version", "protocol", "clock", "certificate", "jobs")
     return Table("", [Column(one, right=False) for one in headings], cells)
 
@@ -83,9 +81,8 @@ def site_table(rows: list[dict[str, Any]]) -> Table:
 def site_rows(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
     """Return a row per site as JSON values. None: not reported, or never seen.
 
-    `state` is here, silent, gone, or a Cause. `jobs` are the jobs that the server has sent the site, and `job_states` says of
-    each if its process at the site is "running" or "starting". If there is no process, the state is "sent". `health` is of
-    connected sites only.
+    `state` is here, silent, gone, or a Cause. `jobs` are the jobs that the server has sent the site. `health` is of connected
+    sites only.
     """
     return [_row(name, one, found["server"], now) for name, one in found["sites"].items()]
 
@@ -103,7 +100,6 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
         "clock_ahead_seconds": one.get("skew"),
         "certificate_days_left": days,
         "jobs": one["jobs"],
-        "job_states": {job: one["processes"].get(job, "sent") if "processes" in one else None for job in one["jobs"]},
         "health": one.get("health") if one["here"] else None,
         "notes": _notes(one, server, days),
     }

@@ -25,17 +25,12 @@ class SiteExecutor(Executor):
     """
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Prepare the process at the run's start (serialization, exit code, private log, timers). Close the site at its end.
-
-        After a task, note that the process has done one.
-        """
+        """Prepare the process at the run's start (serialization, exit code, private log, timers). Close the site at its end."""
         if event_type == EventType.START_RUN:
             wire.register()
             job_context.preset_exit_success(fl_ctx)
             route_to_private_log(fl_ctx)
             share_timers()
-        if event_type == EventType.AFTER_TASK_EXECUTION:
-            job_context.note_answered(fl_ctx)
         if event_type == EventType.END_RUN:
             site_registry.close(fl_ctx)
 

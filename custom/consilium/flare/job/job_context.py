@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name,
 from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.audit_rotation import aborting_person
-from consilium.flare.kit.kit_contents import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity
@@ -307,12 +305,6 @@ def _claim_and_sweep_folder(fl_ctx: FLContext, job: Job, state: Path, site: str 
     found = claim_run_folder(state, experiment_name(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found
-
-
-def note_answered(fl_ctx: FLContext) -> None:
-    """Note in the job's folder that the process of this job has done a task. The site's heartbeats say so."""
-    with suppress(OSError):  # a full disk
-        (Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / ANSWERED).touch(mode=0o600)
 
 
 def _workspace(fl_ctx: FLContext) -> Workspace:

@@ -1,10 +1,12 @@
-"""A site's facts in every heartbeat: versions, clock, expiry of its certificate, states of jobs; but nothing about its data.
+"""A site's facts in every heartbeat: versions, clock, expiry of its certificate, health; but nothing about its data.
 
 The component runs in the kit's own process, which lives for months beside the processes of jobs, so it does not import torch.
 """
 
 import logging
+import shutil
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
@@ -23,15 +26,16 @@ from nvflare.fuel.f3.message import Message
 from nvflare.fuel.utils.log_utils import configure_logging
 from nvflare.lighter.utils import load_crt
 from nvflare.private.defs import CellChannelTopic
-from nvflare.private.fed.client.client_engine import ClientEngine
-from nvflare.private.fed.client.client_status import ClientStatus
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
 from consilium import __version__
-from consilium.core.errors import ConfigError
+from consilium.config.site import load_site
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import PROTOCOL
+from consilium.data.text import read_site_list
 from consilium.federation.compatibility import libraries
+from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare import patches
 from consilium.flare.kit.certificates import OTHER_ROOT, fetch_server_certificate
 from consilium.flare.kit.connection_refusals import (
@@ -42,8 +46,7 @@ from consilium.flare.kit.connection_refusals import (
     note_cause,
     refusal_line,
 )
-from consilium.flare.kit.health import HealthReport
-from consilium.flare.kit.kit_contents import ANSWERED
+from consilium.privacy.ledger.audit_log import FILE, lines
 
 KEY = "consilium_attendance"
 """The key of the facts in a heartbeat's context, and of the list of sites in the server's status."""
@@ -52,8 +55,6 @@ COMPONENT = {"id": "attendance", "path": "consilium.flare.kit.heartbeat_client.A
 Facts = dict[str, Any]
 JOB = "worker_process"
 """Name of the module that FLARE runs in a job's process at a site."""
-JOB_STATES = {ClientStatus.STARTING: "starting", ClientStatus.STARTED: "running"}
-"""Words for FLARE's states of a job's process at a site. FLARE's process is "starting" until it has loaded its code."""
 RETRY = 60.0
 """Seconds between two checks of a certificate that is not valid. Each check logs one line."""
 SILENCE = 30.0
@@ -62,15 +63,13 @@ POLL = 0.1
 """Seconds between two checks whether FLARE's client has an engine."""
 
 
-def own_facts(
-    certificate_ends: float | None = None, health: Facts | None = None, processes: Mapping[str, str] | None = None
-) -> Facts:
-    """Return this participant's facts: versions, clock, the time its certificate expires, its `health`, and its `processes`.
+def own_facts(certificate_ends: float | None = None, health: Facts | None = None) -> Facts:
+    """Return this participant's facts: versions, clock, the time its certificate expires, and its `health`.
 
-    Times are in seconds since 1970. `processes`: see `job_processes`. Facts that are None are left out.
+    Times are in seconds since 1970. Facts that are None are left out.
     """
     facts: Facts = {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
-    more = {"certificate_ends": certificate_ends, "health": health, "processes": processes}
+    more = {"certificate_ends": certificate_ends, "health": health}
     return facts | {name: value for name, value in more.items() if value is not None}
 
 
@@ -106,18 +105,6 @@ def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: 
     while not client.engine:
         time.sleep(POLL)
     beat(client, *rest)
-
-
-def job_processes(kit: Path, engine: ClientEngine) -> dict[str, str]:
-    """Return by job id the state of each job's process at this site: "starting", or "running".
-
-    A process of one of our jobs is starting until it has answered the hello. Before that, it reads the data.
-    """
-    states = {job: engine.client_executor.get_status(job) for job in list(engine.get_all_job_ids())}
-    found = {job: JOB_STATES[state] for job, state in states.items() if state in JOB_STATES}
-    ours = {job for job in found if any((kit / job).glob("app_*/config/job.yaml"))}
-    waiting = {job for job in ours if not (kit / job / ANSWERED).exists()}
-    return found | dict.fromkeys(waiting, JOB_STATES[ClientStatus.STARTING])
 
 
 def register(registration: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
@@ -162,17 +149,14 @@ class AttendanceReport(FLComponent):
         reply either, note the certificate as the cause.
         """
         if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
-            engine = fl_ctx.get_engine()
             if self._health is None:  # the first heartbeat; a job's process sends none
                 self._health = HealthReport(self._kit)
-                cell = engine.get_cell().core_cell
+                cell = fl_ctx.get_engine().get_cell().core_cell
                 cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._note_reply)
             ends = None
             with suppress(OSError, ValueError):  # the certificate is being replaced by a renewed one
                 ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
-            fl_ctx.set_prop(
-                KEY, own_facts(ends, self._health.facts, job_processes(self._kit, engine)), private=False, sticky=False
-            )
+            fl_ctx.set_prop(KEY, own_facts(ends, self._health.facts), private=False, sticky=False)
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
             # A connection outlives its certificate, so the site stays connected until the connection breaks.
             wrong, cause = why_certificate_invalid(self._kit / "startup" / "client.crt")
@@ -188,3 +172,131 @@ class AttendanceReport(FLComponent):
         if reply.get_header(MessageHeaderKey.RETURN_CODE) == ReturnCode.OK:
             self._answered = time.monotonic()
             note_answer(self._kit)
+
+
+# health ----------------------------------------------------------------------------------------------------------------
+# A site's health facts in its heartbeats: the state of its machine and whether its data list can be read. They are sent only if
+# the site's site.yaml says `health: share`. No fact counts or names anything in the site's data.
+
+PERIOD = 30.0
+"""Seconds between two checks of the machine. An edit of site.yaml takes effect at the next check."""
+DATA_PERIOD, MAX_AGE = 600.0, 300.0
+"""DATA_PERIOD: seconds between two readings of the data lists. MAX_AGE: seconds after which the facts are too old to send."""
+STEP = 2**27
+"""Free disk and memory are rounded down to multiples of this many bytes. Exact numbers would show the size of each new file."""
+GPU_QUERY = ("nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits")
+GPU_PATIENCE, MAX_GPUS, MAX_RECORDS = 10.0, 64, 5
+"""Seconds to wait for nvidia-smi; largest number of GPUs; number of newest records that are searched for a refusal."""
+
+
+def is_time(value: Any) -> bool:
+    """Return whether a value is a time in seconds since 1970, before the year 5138."""
+    return type(value) in (int, float) and 0 <= value < 1e11
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**60
+
+
+def _round_down(size: int) -> int:
+    return size // STEP * STEP
+
+
+def _is_gpu_list(value: Any) -> bool:
+    """Return whether a value is a list of (free bytes, total bytes), one pair per GPU."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= MAX_GPUS
+        and all(isinstance(one, list | tuple) and len(one) == 2 and all(map(_is_size, one)) for one in value)
+    )
+
+
+HEALTH: dict[str, Callable[[Any], bool]] = {
+    "disk_free": _is_size,
+    "memory_free": _is_size,
+    "memory": _is_size,
+    "gpus": _is_gpu_list,
+    "data_readable": lambda value: type(value) is bool,
+    "data_checked": is_time,
+    "refusal": lambda value: type(value) is str and value in list(Reason),
+    "refused_at": is_time,
+}
+"""All health facts with the checks of their values. Sizes are in bytes. "refusal": the code of the site's last refusal of a
+job."""
+
+
+def valid_facts(sent: Any, checks: Mapping[str, Callable[[Any], bool]]) -> Facts:
+    """Return the facts that a site `sent` and that pass the check of their name in `checks`."""
+    sent = sent if isinstance(sent, Mapping) else {}
+    return {name: sent[name] for name, is_valid in checks.items() if name in sent and is_valid(sent[name])}
+
+
+class HealthReport:
+    """Collects a site's health facts every PERIOD seconds, in its own thread: a disk that hangs must not stop heartbeats."""
+
+    def __init__(self, kit: Path) -> None:
+        self.kit = kit
+        self._last: tuple[float, Facts | None] = (0.0, None)
+        self._data: Facts = {}
+        self._paths: list[Path] = []
+        threading.Thread(target=self._run, name="health", daemon=True).start()
+
+    @property
+    def facts(self) -> Facts | None:
+        """The facts that were collected last. None if the site does not share its health, or if the facts are too old."""
+        when, found = self._last
+        return found if time.monotonic() - when < MAX_AGE else None
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._last = time.monotonic(), self.collect_facts()
+            except Exception:  # such as an error of the disk; the next attempt may succeed
+                self._last = time.monotonic(), None
+            time.sleep(PERIOD)
+
+    def collect_facts(self) -> Facts | None:
+        """Collect and return the facts. None if the site does not share its health, or if its site.yaml cannot be read."""
+        try:
+            site = load_site(self.kit / "local" / "site.yaml")
+        except ConfigError:
+            return None
+        if site.health is None:
+            return None
+        state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
+        found: Facts = {"disk_free": _round_down(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
+        found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpu_memory()}
+        paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
+        if paths != self._paths or not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
+            readable = True
+            for path in paths:
+                try:
+                    read_site_list(path)
+                except ConsiliumError:
+                    readable = False
+            self._data, self._paths = {"data_readable": readable, "data_checked": time.time()}, paths
+        return found | (self._data if paths else {}) | last_refusal(state)
+
+
+def gpu_memory() -> list[list[int]]:
+    """Return [free bytes, total bytes] per GPU that NVIDIA's driver lists; [] without GPUs. Does not import torch."""
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        said = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=GPU_PATIENCE, check=True).stdout
+        rows = [[int(number) * 2**20 for number in row.split(",")] for row in said.splitlines()[:MAX_GPUS]]
+        return [[_round_down(free), whole] for free, whole in rows]
+    return []
+
+
+def last_refusal(state: Path) -> Facts:
+    """Return the code and time of the last refusal in the audit records; {} if there is none.
+
+    The server has received this code already, so it reveals nothing new.
+    """
+    with suppress(OSError):
+        records = sorted((state / RUNS).rglob(FILE), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in records[:MAX_RECORDS]:
+            with suppress(ConsiliumError):
+                for one in reversed(lines(path)):
+                    if one.get("kind") == "refusal" and one.get("reason") in list(Reason):
+                        return {"refusal": str(one["reason"]), "refused_at": one.get("time", 0.0)}
+    return {}

@@ -15,7 +15,6 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.job_def import is_valid_job_id
 from nvflare.fuel.hci.conn import Connection
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.server.server_engine import ServerEngine
@@ -29,17 +28,12 @@ from consilium.flare import patches
 from consilium.flare.kit import revocation
 from consilium.flare.kit.audit_rotation import rotate_audit_log
 from consilium.flare.kit.connection_refusals import Cause
-from consilium.flare.kit.health import checked_health, is_time
-from consilium.flare.kit.heartbeat_client import JOB_STATES, KEY, Facts, own_facts
+from consilium.flare.kit.heartbeat_client import HEALTH, KEY, Facts, is_time, own_facts, valid_facts
 from consilium.flare.kit.kit_contents import server_folders
 from consilium.flare.kit.revocation import latest_heartbeat
 
 MAX_SITES = 10_000
 """Largest number of sites in the list. Each of them has shown a certificate of the project."""
-MAX_JOBS = 256
-"""Largest number of jobs of which a site may send the state."""
-JOB_ID = 36
-"""Characters of FLARE's job ids."""
 EVERY = 10.0
 """Seconds between two writes of the file."""
 PERSON = "@"
@@ -136,20 +130,23 @@ class Attendance(FLComponent):
         return {"server": own_facts(), "sites": dict(sorted(sites.items()))}
 
 
-def _is_process(entry: tuple[Any, Any]) -> bool:
-    job, state = entry
-    return is_valid_job_id(job) and len(job) == JOB_ID and state in tuple(JOB_STATES.values())
-
-
-VALID: dict[str, Callable[[Any], bool]] = {
+SENT: dict[str, Callable[[Any], bool]] = {
     "version": is_version,
     "protocol": lambda value: type(value) is int and 0 <= value < 10**6,
     "libraries": are_libraries,
     "certificate_ends": is_time,
-    "health": lambda value: type(value) is dict and checked_health(value) == value,
-    "processes": lambda value: type(value) is dict and len(value) <= MAX_JOBS and all(map(_is_process, value.items())),
+    "health": lambda value: type(value) is dict and valid_facts(value, HEALTH) == value,
+    "clock": is_time,
 }
-"""The facts that a site may send besides its clock, each with the check of its value."""
+"""The facts that a site may send, each with the check of its value."""
+STORED: dict[str, Callable[[Any], bool]] = SENT | {
+    "last_seen": is_time,
+    "here": lambda value: type(value) is bool,
+    "cause": lambda value: value in (None, *Cause),
+    "jobs": lambda value: isinstance(value, list) and all(isinstance(job, str) for job in value),
+    "skew": lambda value: type(value) in (int, float) and abs(value) < 1e11,
+}
+"""The facts of a site in the file, each with the check of its value."""
 
 
 def checked_facts(sent: Any, now: float) -> Facts:
@@ -157,12 +154,11 @@ def checked_facts(sent: Any, now: float) -> Facts:
 
     "skew" is how many seconds the site's clock is ahead of the server's.
     """
-    sent = sent if isinstance(sent, Mapping) else {}
-    sent = {name: sent[name] for name in (*VALID, "clock") if name in sent}
-    if "health" in sent:
-        sent["health"] = checked_health(sent["health"])
-    facts = {"last_seen": now} | {name: sent[name] for name, valid in VALID.items() if name in sent and valid(sent[name])}
-    return facts | ({"skew": round(sent["clock"] - now, 1)} if is_time(sent.get("clock")) else {})
+    facts = {"last_seen": now} | valid_facts(sent, SENT)
+    if isinstance(sent, Mapping) and "health" in sent:  # the valid ones of its facts, even if others are not
+        facts["health"] = valid_facts(sent["health"], HEALTH)
+    clock = facts.pop("clock", None)
+    return facts if clock is None else facts | {"skew": round(clock - now, 1)}
 
 
 def read_attendance(kit: Path) -> Facts:
@@ -178,12 +174,8 @@ def read_attendance(kit: Path) -> Facts:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
     try:
-        server = found["server"]
-        whole = (
-            is_version(server["version"])
-            and type(server["protocol"]) is int
-            and all(map(_is_site_entry, found["sites"].values()))
-        )
+        server, sites = found["server"], found["sites"].values()
+        whole = {"version", "protocol"} <= valid_facts(server, SENT).keys() and all(map(_is_site_entry, sites))
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
@@ -192,14 +184,7 @@ def read_attendance(kit: Path) -> Facts:
 
 
 def _is_site_entry(one: Facts) -> bool:
-    skew, jobs = one.get("skew", 0.0), one["jobs"]
-    return (
-        all(VALID[name](one[name]) for name in VALID.keys() & one.keys())
-        and (is_time(one["last_seen"]) if "last_seen" in one else one["cause"] is not None)
-        and type(one["here"]) is bool
-        and one.get("cause") in (None, *Cause)
-        and isinstance(jobs, list)
-        and all(isinstance(job, str) for job in jobs)
-        and type(skew) in (int, float)
-        and abs(skew) < 1e11
-    )
+    """Return whether a site's entry in the file is valid. A site that was refused before its first heartbeat has a cause."""
+    valid = valid_facts(one, STORED)
+    whole = valid.keys() == one.keys() & STORED.keys() and {"here", "jobs"} <= valid.keys()
+    return whole and ("last_seen" in valid or valid.get("cause") is not None)

@@ -16,8 +16,6 @@ from consilium.core.storage import read_json
 Settings = dict[str, Any]
 LOCKED = "keys.locked"
 """The file in a kit with its private keys, encrypted with a passphrase; see key_lock.py."""
-ANSWERED = "consilium_answered"
-"""File in a job's folder at a site: the job's process there has done a task. The first task is the hello."""
 RUN_FILES = shutil.ignore_patterns("*.fl", "__pycache__", ".ipynb_checkpoints", "*~", ".*.sw?", "#*#", ".#*")
 """For `shutil.copytree`: files in a kit's folders that FLARE's processes, Python and editors leave there."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
