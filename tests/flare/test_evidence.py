@@ -386,8 +386,8 @@ def test_void_claims_come_first(clinic: Path, tmp_path: Path, monkeypatch: pytes
     assert run(monkeypatch, "evidence", "fundus-1", "--kit", kit, "-o", tmp_path / "one.zip") == 0
     files = content(tmp_path / "one.zip")
     head = files["README.md"].decode().partition("What is claimed")[0]
-    assert "NOT PRIVATE: the noise of 1 messages of this run came from a seed" in head
-    assert "1 messages of this run are void" in head
+    assert "NOT PRIVATE: the noise of 1 messages came from a seed" in head
+    assert "1 messages are void" in head
     assert "1 rows of the ledger (jobs retina) are void" in head
     for said in ("NOT PRIVATE: the noise of 1 messages", "1 messages are void"):
         assert said in files["what-left.md"].decode()

@@ -9,10 +9,9 @@ import typer
 from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import markdown_cell, shown
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon
-from consilium.report.audit_tables import message_and_tensor_tables
-from consilium.report.tables import markdown_text as markdown_of, only_true
+from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
+from consilium.report.audit_tables import message_and_tensor_tables, privacy_texts
+from consilium.report.tables import markdown_text as markdown_of
 
 
 def audit(
@@ -64,7 +63,7 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         f"- record: {_code_span(found['file'])} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
-        *_privacy_lines(messages),
+        *(f"- {markdown_cell(text, 4000)}" for text in privacy_texts(messages)),
     ]
     tables = [one for one in message_and_tensor_tables(found, "", strict=True) if one is not None]
     return "\n".join([*lines, "", markdown_of(tables)])
@@ -73,28 +72,3 @@ def markdown(found: dict[str, Any]) -> str:
 def _code_span(path: str) -> str:
     """Return a path as Markdown code, in which nothing needs an escape, so that it can be copied."""
     return f"`{shown(path)}`" if "`" not in path else markdown_cell(path)
-
-
-def _privacy_lines(messages: list[dict[str, Any]]) -> list[str]:
-    """Return the lines on the privacy guarantee, or on its absence."""
-    private = [m["privacy"] for m in messages if "privacy" in m]
-    if not private:
-        left = [m for m in messages if m.get("tensors")]
-        if not left:
-            return ["- privacy: no update and no model left"]
-        if not all("masked" in message for message in left):
-            return ["- privacy: none; updates left as trained"]
-        sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
-        named = "; summed with: " + " | ".join(markdown_cell(", ".join(one)) for one in sets) if sets else ""
-        why = "which hide within this run; over many runs only noise protects"
-        return [f"- privacy: no noise; updates left under masks, {why}{named}"]
-    last = private[-1]
-    named = f"{markdown_cell(last['unit'])} level, {markdown_cell(last['adjacency'])}, trust {markdown_cell(last['trust'])}"
-    noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
-    seeded, void = sum(bool(one.get("seeded")) for one in private), sum(map(is_void, private))
-    lines = {
-        f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})": True,
-        f"- **NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)**": seeded,
-        f"- **{void} messages are {VOID}**": void,
-    }
-    return only_true(lines)

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,7 +24,7 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import count_with_noun, shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import OWNER, RUNS, STATE
-from consilium.flare.admin.kit_metrics import budget_samples, run_state
+from consilium.flare.admin.kit_metrics import run_state, spent_budgets
 from consilium.flare.admin.session import experiment_of
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
@@ -40,10 +39,10 @@ from consilium.flare.kit.kit_contents import (
     participant_role,
 )
 from consilium.flare.kit.processes import processes
-from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit_log, ledger as ledgers
+from consilium.report.audit_tables import privacy_texts
 from consilium.report.page.html import render
-from consilium.report.tables import Column, Table, only_true, size_text, timestamp_text
+from consilium.report.tables import Column, Table, size_text, timestamp_text
 from consilium.report.untrusted_files import MOST_BYTES, as_finite_float, read_events, read_json, subfolders
 
 PAGES = "consilium.report.page.run_page"
@@ -138,7 +137,11 @@ def run_page(kit: Path, name: str) -> str:
             tables = [(one, ()) for one in (found["messages"], found["tensors"]) if one is not None]
             broken, behind = record["broken_line"], "the one before it."
             chain = f"Every line follows {behind}" if broken is None else f"ALTERED: line {broken} does not follow {behind}"
-            texts += [chain, *_privacy_texts(record["messages"]), f"Seal: {record['seal']}"]
+            try:
+                privacy = privacy_texts(record["messages"])
+            except (KeyError, TypeError, ValueError, AttributeError):
+                privacy = [ALTERED]
+            texts += [chain, *privacy, f"Seal: {record['seal']}"]
         sections.append(Section(f"record{number}", f"Record {number}", texts, tables))
     if not sections:
         sections.append(Section("record", "Record", ["There is no record of messages here: nothing left in this run."]))
@@ -215,26 +218,20 @@ def _time_text(value: Any) -> str:
 # The sections of a site's overview.
 
 
-class State(StrEnum):
-    """The state of a record, as the overview shows it. Of several records of a run, the first state in this order counts."""
-
-    ALTERED = "ALTERED"
-    TOO_LARGE = "too large for this page; `consilium audit KIT` shows it"
-    UNALTERED = "unaltered"
-
-
-Read = Mapping[Path, tuple[list[audit_log.Line], State]]
-"""By the path of a record: its messages, and its state."""
+UNALTERED, RECORD_ALTERED, RECORD_TOO_LARGE = "unaltered", "ALTERED", "too large for this page; `consilium audit KIT` shows it"
+"""The states of a record, as the overview shows them."""
+Record = tuple[list[audit_log.Line], str]
+"""The messages of a record, and its state."""
 
 
 class Run(NamedTuple):
-    """A run at a site: name, owner, records, the messages of the records that were read, by time, and the records' state."""
+    """A run at a site: name, owner, records by path, their messages by time, and the worst state of its records."""
 
     name: str
     owner: str
-    records: Read
+    records: Mapping[Path, Record]
     messages: list[audit_log.Line]
-    state: State
+    state: str
 
 
 def _site_sections(kit: Path) -> Iterator[Section]:
@@ -243,25 +240,17 @@ def _site_sections(kit: Path) -> Iterator[Section]:
     read = {(own := records.root / audit_log.FILE): _read_record(own)}
     for run in runs:
         read |= run.records
-    links = [f"runs/{quote(run.name, safe='')}" for run in runs]
-    # FLARE's metadata of the jobs that are in the kit, by job id
-    metas = ((folder.name, read_json(folder / "meta.json")) for folder in subfolders(kit))
-    stored = {name: meta for name, meta in metas if meta.get("job_id") == name}
-    waiting = _find_unapproved(kit, stored) if records.site.approve else {}
-    jobs = list(_job_rows(kit, runs, read[own][0], stored, waiting))
     heads = ("run", "state", "from", "first seen", "last message", "cause")
+    jobs = list(_job_rows(kit, records, runs, read[own][0]))
     none = [] if jobs else ["No job has come to this site."]
     yield Section("jobs", "Jobs", none, [(_table("", *heads, rows=jobs), ())] if jobs else [])
     heads = ("run", "messages", "bytes", "noise", "epsilon", "record")
     text = "Each run's name leads to all its messages." if runs else "No message of a job has left."
+    links = [f"runs/{quote(run.name, safe='')}" for run in runs]
     yield Section("left", "What left", [text], [(_table("", *heads, rows=list(map(_sent_row, runs))), links)] if runs else [])
     yield _budget_section(records, read)
-    yield _approval_section(kit, records, stored, waiting)
-    archives = [
-        (f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)")
-        for run in runs
-        if run.messages or _has_large_record(run)
-    ]
+    yield _approval_section(kit, records)
+    archives = [(f"evidence/{quote(run.name, safe='')}", f"Evidence of {run.name} (zip)") for run in runs if run.records]
     text = "A signed archive of a run: policies, job, record of what left, ledger, versions. Made when you follow the link."
     if not has_private_key(kit):
         archives, text = [], "The kit is locked, so nothing can be signed. The administrator opens it with `consilium unlock`."
@@ -274,185 +263,127 @@ def _record_files(folder: Path) -> list[Path]:
 
 def _read_run(folder: Path) -> Run:
     records = {path: _read_record(path) for path in _record_files(folder)}
-    messages = sorted(
-        (one for found, _ in records.values() for one in found), key=lambda one: as_finite_float(one.get("time")) or 0.0
-    )
-    owner = str(read_json(folder / OWNER).get("submitter", "-"))
+    messages = [one for found, _ in records.values() for one in found]
+    messages.sort(key=lambda one: as_finite_float(one.get("time")) or 0.0)
     states = {state for _, state in records.values()}
-    return Run(folder.name, owner, records, messages, next((one for one in State if one in states), State.UNALTERED))
+    worst = next((one for one in (RECORD_ALTERED, RECORD_TOO_LARGE) if one in states), UNALTERED)
+    return Run(folder.name, str(read_json(folder / OWNER).get("submitter", "-")), records, messages, worst)
 
 
-def _has_large_record(run: Run) -> bool:
-    """Return whether a record of the run was not read because it is too large. Then `messages` are not all of the run's."""
-    return any(state == State.TOO_LARGE for _, state in run.records.values())
-
-
-def _read_record(path: Path) -> tuple[list[audit_log.Line], State]:
+def _read_record(path: Path) -> Record:
     """Return the messages in an audit.jsonl and its state; no messages for a file that is too large or cannot be read."""
     try:
         if path.stat().st_size > MOST_BYTES:
-            return [], State.TOO_LARGE
+            return [], RECORD_TOO_LARGE
         found = audit_log.read_with_epsilon(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        return [], State.ALTERED
-    return found["messages"], State.UNALTERED if found["broken_line"] is None else State.ALTERED
+        return [], RECORD_ALTERED
+    return found["messages"], UNALTERED if found["broken_line"] is None else RECORD_ALTERED
 
 
-def _job_rows(
-    kit: Path,
-    runs: Sequence[Run],
-    own: Sequence[audit_log.Line],
-    stored: Mapping[str, Mapping[str, Any]],
-    waiting: Mapping[str, str],
-) -> Iterator[list[str]]:
-    """Yield a row for each run that has a folder, then for each job in FLARE's folders that has left no message.
+def _job_rows(kit: Path, records: SiteRecords, runs: Sequence[Run], own: Sequence[audit_log.Line]) -> Iterator[list[str]]:
+    """Yield a row for each run that has a folder, then for each job in FLARE's folders that has no run here.
 
-    `own`: the site's record of deletions. `stored`: FLARE's metadata, and `waiting`: the digest of a job without approval, both
-    by job id.
+    `own`: the site's record of deletions.
     """
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
-    known = set[str]()
+    left = {job: meta for job in subfolders(kit) if (meta := read_json(job / "meta.json")).get("job_id") == job.name}
+    names = {
+        job: str(experiment_of(meta | {"name": str(meta.get("name", "job")), "job_id": job.name})) for job, meta in left.items()
+    }
     for run in runs:
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
-        if _has_large_record(run):
-            jobs |= {job for job, meta in stored.items() if _experiment(job, meta) == run.name}
-        known |= jobs
-        last = next((one for one in reversed(run.messages) if one.get("kind") == "refusal"), None)
-        state = "runs" if any(job in commands for job in jobs) else "files deleted" if run.name in deleted else "ended"
-        cause = f"its record is {State.TOO_LARGE}" if _has_large_record(run) else ""
-        if last:
+        jobs |= {job.name for job, name in names.items() if name == run.name}
+        left = {job: meta for job, meta in left.items() if job.name not in jobs}
+        state, cause = "runs" if any(job in commands for job in jobs) else "ended", ""
+        if last := next((one for one in reversed(run.messages) if one.get("kind") == "refusal"), None):
             code = last.get("reason")
             why = Reason(code).text if code in list(Reason) else str(last.get("what") or code or "no reason is on record")
             cause = f"refused at {_time_text(last.get('time'))}: {why}"
         if run.name in deleted:
-            cause = f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
+            state, cause = "files deleted", f"deleted by {deleted[run.name].get('by')}: {deleted[run.name].get('reason')}"
         times = [_time_text(run.messages[place].get("time")) if run.messages else "-" for place in (0, -1)]
         yield [run.name, state, run.owner, *times, cause]
-    for job, meta in stored.items():
-        if job not in known:
-            cause = "waits for approval" if job in waiting else f"nothing left; {job}/error_log.txt in the kit may say why"
-            row = [_experiment(job, meta), "did not begin", str(meta.get("submitter_name", "-"))]
-            yield [*row, _time_text(meta.get("submit_time")), "-", cause]
-
-
-def _experiment(job: str, meta: Mapping[str, Any]) -> str:
-    """Return the name of the run of a job in FLARE's folders. `meta`: FLARE's metadata, which the server has sent."""
-    return str(experiment_of({"experiment": meta.get("experiment"), "name": str(meta.get("name", "job")), "job_id": job}))
+    for job, meta in left.items():
+        digest = _unapproved_digest(kit, job) if records.site.approve else ""
+        why = f"nothing left; {job.name}/error_log.txt in the kit may say why"
+        cause = f"waits for approval of digest {digest}" if digest else why
+        row = [names[job], "did not begin", str(meta.get("submitter_name", "-")), _time_text(meta.get("submit_time"))]
+        yield [*row, "-", cause]
 
 
 def _sent_row(run: Run) -> list[str]:
-    if _has_large_record(run):  # numbers of a part of the messages would mislead
-        return [run.name, "-", "-", "-", "-", run.state.value]
+    if run.state == RECORD_TOO_LARGE:  # numbers of a part of the messages would mislead
+        return [run.name, "-", "-", "-", "-", run.state]
     sent = [one["tensors"] for one in run.messages if isinstance(one.get("tensors"), dict)]
-    total = sum(
-        as_finite_float(one.get("bytes")) or 0.0 for tensors in sent for one in tensors.values() if isinstance(one, dict)
-    )
+    sizes = [as_finite_float(one.get("bytes")) or 0.0 for it in sent for one in it.values() if isinstance(one, dict)]
     noise, epsilon = "none", "-"
     if private := [one["privacy"] for one in run.messages if one.get("privacy")]:
         clip, multiplier = (as_finite_float(private[-1].get(name)) for name in ("clip", "noise_multiplier"))
-        noise = (
-            "NOT PRIVATE: from a seed" if any(one.get("seeded") for one in private) else f"clip {clip}, multiplier {multiplier}"
-        )
+        seeded = any(one.get("seeded") for one in private)
+        noise = "NOT PRIVATE: from a seed" if seeded else f"clip {clip}, multiplier {multiplier}"
         with suppress(KeyError, TypeError, ValueError):  # an altered record; the last column says so
             epsilon = f"{max(one['epsilon'] for one in private):.4g} at delta {private[-1]['delta']:g}"
     elif masked := sum("masked" in one for one in run.messages if isinstance(one.get("tensors"), dict)):
-        noise = "none; under masks" if masked == len(sent) else f"none; {masked} of {len(sent)} under masks"
-    return [run.name, str(len(run.messages)), size_text(total), noise, epsilon, run.state.value]
+        noise = f"none; {masked} of {len(sent)} under masks"
+    return [run.name, str(len(run.messages)), size_text(sum(sizes)), noise, epsilon, run.state]
 
 
-def _privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what a record's messages have cost so far, and warnings on messages without a valid promise."""
-    private = [one["privacy"] for one in messages if one.get("privacy")]
-    if not private:
-        return ["No message has noise."]
-    try:
-        last, seeded, void = private[-1], sum(bool(one.get("seeded")) for one in private), sum(map(audit_log.is_void, private))
-        named = f"{last.get('unit')} level, {last.get('adjacency')}, trust {last.get('trust')}"
-        spent = f"Epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named})."
-    except (KeyError, TypeError, ValueError, AttributeError):  # an altered record
-        return [ALTERED]
-    seeds = f"NOT PRIVATE: the noise of {count_with_noun(seeded, 'message')} came from a seed (noise_seed in site.yaml)."
-    return only_true({spent: True, seeds: seeded, f"{count_with_noun(void, 'message')}: {VOID}.": void})
-
-
-def _budget_section(records: SiteRecords, read: Read) -> Section:
+def _budget_section(records: SiteRecords, read: Mapping[Path, Record]) -> Section:
     """Return the section on what is spent and left. The numbers are those of `consilium metrics` and `privacy ledger`.
 
     Without a whole ledger it shows no number, because what is spent cannot be known then.
     """
-    budgets, ledger = records.site.privacy.budgets, ledgers.Ledger(records.ledger)
-    texts = [] if budgets else ["site.yaml sets no budget: jobs without privacy may run."]
+    site, ledger = records.site, ledgers.Ledger(records.ledger)
+    texts = [] if site.privacy.budgets else ["site.yaml sets no budget: jobs without privacy may run."]
     intact = {
         path: lines
         for path, (lines, state) in read.items()
-        if state == State.UNALTERED and all(type(one.get("ledger", "")) is str for one in lines)
+        if state == UNALTERED and all(type(one.get("ledger", "")) is str for one in lines)
     }
+    rows = []
     try:
         ledgers.check(records.root, ledger, intact)
-        ledger.entries()
+        for dataset, unit, budget, spent in spent_budgets(site, ledger):
+            left = max(budget.epsilon - spent, 0.0)
+            rows.append([dataset or "-", unit, f"{budget.epsilon:g}", f"{budget.delta:g}", f"{spent:.4g}", f"{left:.4g}"])
     except ConsiliumError:
         return Section("budget", "Privacy budget", [*texts, LEDGER_BROKEN])
-    samples = list(budget_samples(records.site, ledger))
-    spent, left = (
-        {(o.labels["dataset"], o.labels["unit"]): o.value for o in samples if o.name == f"epsilon_{n}"}
-        for n in ("spent", "left")
-    )
-    rows = []
-    for (dataset, unit), value in spent.items():
-        budget = budgets[unit]  # type: ignore[index]
-        numbers = (f"{number:.4g}" for number in (value, left[dataset, unit]))
-        rows.append([dataset or "-", unit, f"{budget.epsilon:g}", f"{budget.delta:g}", *numbers])
     table = _table("Budgets, for all jobs together", "data set", "unit", "epsilon allowed", "delta", "spent", "left", rows=rows)
     whole, none = call(f"{PAGES}:ledger_table", records.ledger if records.ledger.is_file() else None)
     tables = [(one, ()) for one in (table, whole) if one and one.rows]
     return Section("budget", "Privacy budget", [*texts, *filter(None, [none])], tables)
 
 
-def _approval_section(
-    kit: Path, records: SiteRecords, stored: Mapping[str, Mapping[str, Any]], waiting: Mapping[str, str]
-) -> Section:
-    """Return the section on approvals: jobs that wait for one, and jobs that have one."""
+def _approval_section(kit: Path, records: SiteRecords) -> Section:
+    """Return the section on the jobs that have an approval. The section on jobs says which jobs wait for one."""
     if not records.site.approve:
         return Section("approvals", "Approvals", ["site.yaml asks for no approval: jobs run within the policies."])
-    rows = []
-    for job, digest in waiting.items():
-        meta = stored[job]
-        rows.append([_experiment(job, meta), str(meta.get("submitter_name", "-")), _time_text(meta.get("submit_time")), digest])
-    known, problem = _load_approvals(kit)
-    given = [[*(str(one.get(key, "-")) for key in ("job", "by", "time")), digest] for digest, one in known.items()]
-    tables = [
-        _table("Waiting", "run", "from", "sent", "digest", rows=rows),
-        _table("Given", "job", "by", "when", "digest", rows=given),
-    ]
-    texts = [
-        *([] if rows else ["No job waits for approval."]),
-        *([problem] if problem else [] if given else ["No job is approved."]),
-    ]
-    return Section("approvals", "Approvals", texts, [(one, ()) for one in tables if one.rows])
-
-
-def _load_approvals(kit: Path) -> tuple[dict[str, dict[str, str]], str]:
-    """Return the approvals by digest, and a text if their file is damaged: then the site refuses every job."""
     try:
-        return approval.read_approvals(kit / "local"), ""
+        known = approval.read_approvals(kit / "local")
     except ConfigError:
-        return {}, f"The list of approvals, {approval.FILE}, is damaged, so this site refuses every job."
+        text = f"The list of approvals, {approval.FILE}, is damaged, so this site refuses every job."
+        return Section("approvals", "Approvals", [text])
+    rows = [[*(str(one.get(key, "-")) for key in ("job", "by", "time")), digest] for digest, one in known.items()]
+    table = _table("Given", "job", "by", "when", "digest", rows=rows)
+    return Section("approvals", "Approvals", [] if rows else ["No job is approved."], [(table, ())] if rows else [])
 
 
-def _find_unapproved(kit: Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the digests of the jobs in FLARE's folders that are not approved, by job id."""
-    (known, _), plugins, found = _load_approvals(kit), plugins_allowed_by_kit(kit / "local"), dict[str, str]()
-    for job in stored:
-        for app in subfolders(kit / job):
-            if (app / approval.JOB).is_file():
-                try:
-                    digest = approval.digest(app, load_job(app / approval.JOB, plugins=plugins))
-                except (ConsiliumError, OSError, ValueError, RecursionError):  # the server has sent these files
-                    digest = "none: the job cannot run here"
-                if digest not in known:
-                    found[job] = digest
-    return found
+def _unapproved_digest(kit: Path, job: Path) -> str:
+    """Return the digest of a job in FLARE's folders if it is not approved; "" if it is, or if the folder holds no job."""
+    known: Mapping[str, Any] = {}
+    with suppress(ConfigError):  # a damaged list approves nothing
+        known = approval.read_approvals(kit / "local")
+    for app in subfolders(job):
+        if (app / approval.JOB).is_file():
+            try:
+                digest = approval.digest(app, load_job(app / approval.JOB, plugins=plugins_allowed_by_kit(kit / "local")))
+            except (ConsiliumError, OSError, ValueError, RecursionError):  # the server has sent these files
+                return "none: the job cannot run here"
+            if digest not in known:
+                return digest
+    return ""
 
 
 # server ----------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,10 +20,10 @@ from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, 
 from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon as stored_record
+from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon as stored_record
 from consilium.privacy.ledger.ledger import Ledger, read_accepted_seals
+from consilium.report.audit_tables import privacy_warnings
 from consilium.report.run_files import versions
-from consilium.report.tables import only_true
 
 # evidence --------------------------------------------------------------------------------------------------------------
 # The commands `consilium evidence`, for signed archives of runs, and `forget`, which deletes runs.
@@ -137,32 +137,20 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     read = [stored_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
     words = "\n\n".join(map(markdown, read))
     entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
-    warnings = _privacy_warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])
+    warnings = privacy_warnings([message for one in read for message in one["messages"]])
+    if void := [entry for entry in entries if entry.is_void]:
+        jobs = ", ".join(sorted({shown(entry.job) for entry in void}))
+        warnings.append(f"{len(void)} rows of the ledger (jobs {jobs}) are {VOID}. They still count")
     installed = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
     packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
-    claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
+    bold = "".join(f"**{one}.**\n\n" for one in warnings)
+    claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=bold)
     found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": packages.encode()}
     # the job.yaml of each submission that FLARE still has
     ids = sorted({str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
     names = [name for name in ids if name.replace("-", "").isalnum()]
     jobs = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
     return found | {f"job{'' if len(jobs) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(jobs)}
-
-
-def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
-    """Return warnings, as Markdown, about what has no valid privacy promise; "" for none.
-
-    `rows`: of the ledger. `messages`: the privacy part of each message that left the site.
-    """
-    seeded, void = sum(bool(one.get("seeded")) for one in messages), sum(map(is_void, messages))
-    void_rows = [row for row in rows if row.is_void]
-    jobs = ", ".join(sorted({shown(entry.job) for entry in void_rows}))
-    warnings = {
-        f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**": seeded,
-        f"**{void} messages of this run are {VOID}.**": void,
-        f"**{len(void_rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": void_rows,
-    }
-    return "".join(f"{one}\n\n" for one in only_true(warnings))
 
 
 def forget(

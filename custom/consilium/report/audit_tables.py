@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
-from consilium.privacy.ledger.audit_log import FILE
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.audit_log import FILE, is_void
 from consilium.report.tables import Table, columns, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import Number, as_finite_float
 
@@ -97,3 +98,36 @@ def _message_table(messages: Sequence[_Message], unread: int, run: str) -> Table
     }
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
     return Table(f"Messages that left this site{run}", heads, rows, only_true(notes))
+
+
+def privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what a record's messages have cost so far, or why nothing; then `privacy_warnings`.
+
+    Raises KeyError, TypeError or ValueError for a message of a form that no guard writes.
+    """
+    if private := [one["privacy"] for one in messages if one.get("privacy")]:
+        last = private[-1]
+        named = f"{last['unit']} level, {last['adjacency']}, trust {last['trust']}"
+        noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
+        spent = f"epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run"
+        return [f"privacy: {spent} ({named}; {noise})", *privacy_warnings(messages)]
+    left = [one for one in messages if one.get("tensors")]
+    if not left:
+        return ["privacy: no update and no model left"]
+    if not all("masked" in one for one in left):
+        return ["privacy: none; updates left as trained"]
+    sets = sorted({tuple(sites) for one in left if (sites := one["masked"].get("sites"))})
+    named = "; summed with: " + " / ".join(", ".join(one) for one in sets) if sets else ""
+    why = "which hide within this run; over many runs only noise protects"
+    return [f"privacy: no noise; updates left under masks, {why}{named}"]
+
+
+def privacy_warnings(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return warnings on a run's messages without a valid promise of privacy."""
+    private = [one["privacy"] for one in messages if one.get("privacy")]
+    seeded, void = sum(bool(one.get("seeded")) for one in private), sum(map(is_void, private))
+    warnings = {
+        f"NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)": seeded,
+        f"{void} messages are {VOID}": void,
+    }
+    return only_true(warnings)

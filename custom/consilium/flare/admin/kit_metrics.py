@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from consilium import __version__
+from consilium.config.privacy import BudgetConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
@@ -183,17 +184,22 @@ def _record_integrity(path: Path) -> tuple[int, bool]:
     return len(found["messages"]), found["broken_line"] is None
 
 
+def spent_budgets(site: SiteConfig, ledger: Ledger) -> Iterator[tuple[str, str, BudgetConfig, float]]:
+    """Yield (data set, unit, budget, spent epsilon) for each budget of a site. Raises ConsiliumError for an altered ledger."""
+    entries = ledger.entries()
+    for name in sorted({entry.dataset for entry in entries} or {site.privacy.dataset or ""}):
+        for unit, budget in site.privacy.budgets.items():
+            spent = epsilon_for(unit, [entry for entry in entries if entry.dataset == name], budget.delta)
+            yield name, str(unit), budget, spent
+
+
 def budget_samples(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
     """Yield the spent and the remaining epsilon per dataset and unit of privacy, and whether the ledger is intact."""
     try:
-        entries = ledger.entries()
-        sets = {entry.dataset for entry in entries} or {site.privacy.dataset or ""}
-        for name in sorted(sets):
-            for unit, budget in site.privacy.budgets.items():
-                of = {"dataset": name, "unit": str(unit)}
-                spent = epsilon_for(unit, [e for e in entries if e.dataset == name], budget.delta)
-                yield Sample("epsilon_spent", spent, of)
-                yield Sample("epsilon_left", max(budget.epsilon - spent, 0.0), of)
+        for dataset, unit, budget, spent in spent_budgets(site, ledger):
+            of = {"dataset": dataset, "unit": unit}
+            yield Sample("epsilon_spent", spent, of)
+            yield Sample("epsilon_left", max(budget.epsilon - spent, 0.0), of)
     except ConsiliumError:
         yield Sample("ledger_intact", 0)
     else:
