@@ -196,10 +196,10 @@ def test_the_command_shows_what_leaves_and_keeps_a_record(tmp_path: Path) -> Non
     code, shown = run(QUICKSTART, "--kit", kit, "--yes", "--format", "json")
     found = json.loads(shown)
     assert code == 0
-    assert found["name"] == "quickstart"
-    assert found["other files"] == []
-    assert found["privacy"] is None
-    assert found["leaves"]["tensors"] == 4 + 7 * 4
+    assert found["job"]["name"] == "quickstart"
+    assert found["review"]["code"] == ["none: the job is configuration only"]
+    assert found["review"]["privacy"] == ["none: the job asks for no noise"]
+    assert f"in {4 + 7 * 4} tensors" in found["review"]["leaves"][0]
     (digest,) = json.loads(run("--list", "--kit", kit, "--format", "json")[1])
     assert digest == found["approved"] == digest_of(QUICKSTART / "app")
     assert (kit / "local/approved.json").stat().st_mode & 0o777 == 0o600

@@ -6,9 +6,11 @@ job would. It writes nothing to the ledger and the records.
 
 import json
 import tempfile
+import textwrap
 import unicodedata
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,7 @@ from rich.cells import cell_len
 from consilium.client import approval
 from consilium.client.approval import JOB, other_files
 from consilium.client.build import build_guard, shares_scores
-from consilium.config.code_digest import plugins_of
 from consilium.config.job import JobConfig, load_job
-from consilium.config.privacy import BudgetConfig
 from consilium.config.site import SiteConfig, allowed_plugins, load_kit_site, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Kind
@@ -31,7 +31,7 @@ from consilium.federation.job import Job, assemble_job, checkpoint_of
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.job_context import check_federated
 from consilium.flare.kit.kit_contents import kit_name, kit_role, participant_role, private_key_path, read_settings
-from consilium.privacy.accounting.composition import Entry, epsilon_for
+from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import site_run_id
 from consilium.privacy.plan import Plan, make_plan
@@ -41,8 +41,6 @@ from consilium.strategies.strategy import Role
 WIDTH, MARGIN = 80, 11
 """Characters of a line of the review, and of the names at its left."""
 UNSUBMITTED = "not known: this folder was not submitted. The site checks the person when the job comes"
-REVIEWED = ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
-"""Sections of a job that `Review.to_dict` returns."""
 
 
 @dataclass(frozen=True)
@@ -79,44 +77,31 @@ class Review:
     approved: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values: the sections of the job that matter, and the review."""
-        config, cost = self.job.config, self.cost
-        found = config.model_dump(mode="json", exclude_none=True)
-        budgets = {  # JSON has no infinity
-            unit: {key: None if value == float("inf") else value for key, value in values.items()}
-            for unit, values in (cost.budgets if cost else {}).items()
-        }
-        return {
-            **{key: found.get(key) for key in REVIEWED},
-            **({"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}),
-            "leaves": _sent_counts(self.job),
-            "other files": other_files(self.app),
-            "submitter": self.submitter or None,
-            "data set": cost and cost.dataset,
-            "plan": cost and cost.plan and cost.plan.summary(),
-            "budgets": budgets,
-            "refusal": self.refusal or None,
-            "digest": self.digest,
-        }
+        """Return plain JSON values: the job, and the rows of the review by name."""
+        rows: dict[str, list[str]] = {}
+        for name, text in self._rows():
+            rows.setdefault(name, []).append(text)
+        job = self.job.config.model_dump(mode="json", exclude_none=True)
+        return {"job": job, "review": rows, "refusal": self.refusal or None, "digest": self.digest}
 
     def lines(self, width: int = WIDTH) -> Iterator[str]:
-        """Yield the review for a person. Control characters in the job's texts are escaped.
+        """Yield the review for a person, in lines of at most `width` columns, WIDTH at most, or one longer word.
 
-        A line has at most WIDTH columns, or one longer word.
-
-        `width`: the columns of the terminal. Only the first line of a row begins at the left. A word stays whole, so that a
-        path can be copied. It contains no blanks, so that its end on the terminal's next line does not look like a row.
+        Only the first line of a row begins at the left. A word stays whole, so that a path can be copied. It contains no
+        blanks, so that its end on the terminal's next line does not look like a row. Control characters in the job's texts, and
+        characters that are not one column wide, are escaped.
         """
         before = ""
         for name, text in self._rows():
-            line = f"{'' if name == before else name:<{MARGIN}}"
             visible = "".join(c if c.isascii() or _is_plain_character(c) else ascii(c)[1:-1] for c in shown(text, 600))
-            for word in visible.split():
-                if len(line) > MARGIN and cell_len(f"{line} {word}") > min(width, WIDTH):
-                    yield line
-                    line = " " * MARGIN
-                line += word if len(line) == MARGIN else f" {word}"
-            yield line
+            yield from textwrap.wrap(
+                " ".join(visible.split()),
+                min(width, WIDTH),
+                initial_indent=f"{'' if name == before else name:<{MARGIN}}",
+                subsequent_indent=" " * MARGIN,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
             before = name
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -190,11 +175,12 @@ def _identity(config: JobConfig, site: SiteConfig, kit: Path, name: str) -> Iden
 def _check_checkpoint(config: JobConfig, site: SiteConfig) -> None:
     """Raise ConfigError if the base model that the job names is not at this site, or is another one than the job names."""
     path, wanted = checkpoint_of(config.model, site), config.model.checkpoint_sha256
-    if path is not None and not path.exists():
-        raise ConfigError(f"model.checkpoint: {path}: is not there; ask the researcher for the model", Reason.CHECKPOINT)
-    if path is not None and wanted and (found := checkpoint_hash(path)) != wanted:
+    if path is None:
+        return
+    found = checkpoint_hash(path) if path.exists() else "none: it is not there"
+    if not path.exists() or (wanted and found != wanted):
         raise ConfigError(
-            f"model.checkpoint: {path}: has SHA-256 {found}, the job's model has {wanted}; ask the researcher for the model",
+            f"model.checkpoint: {path}: SHA-256 {found}, the job's model has {wanted or 'any'}; ask the researcher",
             Reason.CHECKPOINT,
         )
 
@@ -203,20 +189,17 @@ def _cost(guard: Guard, run: str, generated: bool) -> Cost:
     """Return what all rounds of a new run would spend at the site. `generated`: the job generates its data."""
     rows = guard.ledger.entries(guard.dataset)
     planned = [] if guard.test_only else guard.planned_rows(run)
-    budgets = {str(unit): _budget_forecast(str(unit), one, rows, planned) for unit, one in guard.policy.budgets.items()}
+    budgets = {}
+    for unit, budget in guard.policy.budgets.items():
+        spent, after = (epsilon_for(str(unit), of, budget.delta) for of in (rows, [*rows, *planned]))
+        budgets[str(unit)] = {"spent": spent, "after": after, "budget": budget.epsilon, "delta": budget.delta}
     dataset = "" if generated and guard.policy.dataset is None else guard.dataset
     return Cost(dataset, generated, guard.num_samples, guard.shown_samples, guard.plan if planned else None, budgets)
 
 
-def _budget_forecast(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[Entry]) -> dict[str, float]:
-    spent = epsilon_for(unit, rows, budget.delta)
-    after = epsilon_for(unit, [*rows, *planned], budget.delta)
-    return {"spent": spent, "after": after, "budget": budget.epsilon, "delta": budget.delta}
-
-
 def _is_plain_character(character: str) -> bool:
-    """Return whether a character has a width of its own and is written from left to right."""
-    return unicodedata.bidirectional(character) not in ("R", "AL", "AN") and cell_len(character) > 0
+    """Return whether a character has a width of one column and is written from left to right."""
+    return unicodedata.bidirectional(character) not in ("R", "AL", "AN") and cell_len(character) == 1
 
 
 def _submitter(app: Path, kit: Path) -> str:
@@ -226,15 +209,11 @@ def _submitter(app: Path, kit: Path) -> str:
     """
     if not app.resolve().is_relative_to(kit.resolve()):
         return ""
-    try:
+    with suppress(OSError, ValueError, AttributeError):
         meta = read_json(app.resolve().parent / "meta.json")
-        name, org, role = (
-            str(meta.get(key.value) or "")
-            for key in (JobMetaKey.SUBMITTER_NAME, JobMetaKey.SUBMITTER_ORG, JobMetaKey.SUBMITTER_ROLE)
-        )
-    except (OSError, ValueError, AttributeError):
-        return ""
-    return f"{name} ({role} of {org}), as the server says" if name else ""
+        if name := meta.get(JobMetaKey.SUBMITTER_NAME):
+            return f"{name} ({meta.get(JobMetaKey.SUBMITTER_ROLE)} of {meta.get(JobMetaKey.SUBMITTER_ORG)}), as the server says"
+    return ""
 
 
 def _work_text(config: JobConfig) -> str:
@@ -284,16 +263,21 @@ def _budget_texts(site: SiteConfig, cost: Cost | None) -> Iterator[str]:
 
 
 def _sent_lines(job: Job, site: SiteConfig, cost: Cost | None) -> Iterator[str]:
-    config, found = job.config, _sent_counts(job)
+    """Yield what a site sends: tensors, counts, its own model, scores."""
+    config = job.config
     if site.test_only:
         yield "no update: site.yaml says test_only"
     elif config.trains:
-        private, masked = config.privacy, config.secure_aggregation is not None
+        private = config.privacy
         noise = "without noise" if private is None else f"clipped to {private.clip:g}, with noise"
         if private is not None and private.trust == "central":
             noise = f"clipped to {private.clip:g}; the server adds the noise"
-        how = f"{noise}; masked, so that the server learns sums only" if masked else noise
-        yield f"each round: up to {found['numbers a phase']:,} trained numbers in {found['tensors']} tensors, {how}"
+        masked = "; masked, so that the server learns sums only" if config.secure_aggregation is not None else ""
+        places = [place for place in job.strategy.traits.phase_schedule() if place[0] < config.training.rounds]
+        sent = [job.strategy.names(job.initial, Role.SHARED, *place) for place in places]
+        numbers = max((sum(job.initial[name].numel() for name in names) for names in sent), default=0)
+        tensors = len({name for names in sent for name in names})
+        yield f"each round: up to {numbers:,} trained numbers in {tensors} tensors, {noise}{masked}"
     if config.statistics:
         least = max(config.statistics.minimum, site.statistics_minimum)
         yield f"once: counts of your data, none of fewer than {least} patients"
@@ -302,19 +286,3 @@ def _sent_lines(job: Job, site: SiteConfig, cost: Cost | None) -> Iterator[str]:
     scores = "scores of the models" if shares_scores(config, site) else "no scores"
     counted = cost is None or cost.shown_samples == cost.samples
     yield f"{scores}; {'the' if counted else 'no'} number of samples; versions of packages; if it fails, one word"
-
-
-def _sent_counts(job: Job) -> dict[str, Any]:
-    """Return how many tensors a site sends in all phases, the most numbers in a phase, and what else the job asks for."""
-    strategy, initial = job.strategy, job.initial
-    rounds = job.config.training.rounds if job.config.trains else 0
-    places = [place for place in strategy.traits.phase_schedule() if place[0] < rounds]
-    sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
-    numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
-    found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
-    section = job.config.statistics
-    if (asked := job.config.cross_site) and asked.personalized:
-        found |= {
-            "this site's own model, where site.yaml says share_personalized": sum(one.numel() for one in initial.values())
-        }
-    return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
