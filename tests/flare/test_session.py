@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
@@ -59,18 +58,9 @@ def job(number: int, **more: object) -> dict:
     return {"job_id": f"{number}-id", "name": "study", "submit_time": number, "status": "FINISHED:ABNORMAL"} | more
 
 
-def submitted(folder: Path, job_id: str, experiment: str | None) -> None:
-    path = folder / job_id / "job" / "study" / "app" / "config" / "job.yaml"
-    path.parent.mkdir(parents=True)
-    raw = yaml.safe_load((Path(__file__).parents[2] / "jobs/quickstart/app/config/job.yaml").read_text())
-    path.write_text(yaml.safe_dump(raw | {"experiment": experiment}))
-
-
-def test_job_is_found_by_its_file(tmp_path: Path) -> None:
+def test_job_is_found_by_its_experiment(tmp_path: Path) -> None:
     deployed = ["server: OK", "site-1: OK", "site-2: OK", "site-3: no GPU"]
-    jobs = [job(0, job_deploy_detail=deployed), job(1), job(2, experiment="other")]
-    submitted(tmp_path, "0-id", "same")
-    submitted(tmp_path, "1-id", None)
+    jobs = [job(0, job_deploy_detail=deployed, experiment="same"), job(1), job(2, experiment="other")]
     admin = Admin(Session(jobs, tmp_path))
     assert admin.find_job("same")["job_id"] == "0-id"
     assert admin.former_sites("same") == {"site-1", "site-2"}
@@ -181,10 +171,9 @@ def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
 
 
 def test_aborted_job_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
-    """FLARE gives the server no reason. The server's own text names logs of sites, which a lead cannot read."""
     hint = "`consilium resume ward --kit KIT` goes on from the last finished round"
-    told = f"aborted, or ended by FLARE; {hint}"
-    reasons = {"": told, f"{UNEXPLAINED} in round 2; see the logs of a": told, "no room": "no room"}
+    flares = f"{UNEXPLAINED} in round 2; see the logs of a"
+    reasons = {"": "aborted, or ended by FLARE; " + hint, flares: f"{flares}; {hint}", "no room": "no room"}
     reasons["aborted by lead@hub.example in round 2"] = f"aborted by lead@hub.example in round 2; {hint}"
     for number, (stopped, reason) in enumerate(reasons.items()):
         left(tmp_path / f"{number}-id" / "workspace", stopped)

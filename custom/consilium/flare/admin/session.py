@@ -59,7 +59,6 @@ FLARE_ERRORS: tuple[type[Exception], ...] = tuple(
 )
 NO_SESSION, INACTIVE = (api_spec.SessionClosed, api_spec.AuthenticationError), "session_inactive"
 """FLARE's exceptions for a session that the server no longer has; and the text of its other exceptions for the same."""
-NO_JOB: tuple[type[Exception], ...] = (*FLARE_ERRORS, ConfigError, ValueError, OSError)
 Job = dict[str, Any]
 
 
@@ -92,8 +91,8 @@ class Admin:
         """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
         jobs = self.jobs()
         found = (
-            next((job for job in jobs if job["job_id"] == name), None)  # first, because an experiment may cost downloads
-            or self._last_submission(name, jobs)
+            next((job for job in jobs if job["job_id"] == name), None)
+            or _last_submission(name, jobs)
             or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
         )
         if found is None:
@@ -108,28 +107,9 @@ class Admin:
         ends = time.monotonic() + LOST_SECONDS
         while (found := self.find_job(name))["status"] == LOST:
             if time.monotonic() > ends:
-                raise JobError(f"{shown(name)}: is LOST: {self._failure_line(found)}", ExitCode.LOST)
+                raise JobError(f"{shown(name)}: is LOST: {self._failure_line(found, {})}", ExitCode.LOST)
             time.sleep(2)
         return found
-
-    def _last_submission(self, experiment: str, jobs: list[Job]) -> Job | None:
-        """Return the metadata of an experiment's last job, None if there is none.
-
-        Jobs that FLARE's own tools submitted have no experiment in their metadata, so their job.yaml is downloaded and read.
-        """
-
-        def download_experiment_name(job_id: str) -> str | None:
-            with tempfile.TemporaryDirectory() as folder, suppress(*NO_JOB):
-                content = Path(self.session.download_job_result(job_id, folder)) / "job"
-                (file,) = content.glob("*/app/config/job.yaml")
-                return _experiment_in(file)
-            return None
-
-        by_metadata = (job for job in reversed(jobs) if experiment_of(job) == experiment)
-        by_files = (
-            job for job in reversed(jobs) if not job.get("experiment") and download_experiment_name(job["job_id"]) == experiment
-        )
-        return next(by_metadata, None) or next(by_files, None)
 
     def submit(self, folder: Path) -> str:
         """Submit a job folder; return FLARE's job id."""
@@ -158,7 +138,7 @@ class Admin:
 
     def former_sites(self, experiment: str) -> set[str]:
         """Return the sites of an experiment's last job. Raises ConfigError if this job still runs or waits."""
-        last = self._last_submission(experiment, self.jobs())
+        last = _last_submission(experiment, self.jobs())
         if last is None:
             return set()
         if not _has_ended(last["status"]):
@@ -176,9 +156,9 @@ class Admin:
         """
         meta = self.find_job(name)
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
-        found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
+        found["problems"] = _undeployed(meta)
         if meta["status"] == LOST:
-            return found | {"progress": None, "reason": self._failure_line(meta)}
+            return found | {"progress": None, "reason": self._failure_line(meta, {})}
         if not meta["status"].startswith(ENDED):
             waits = self._scheduler_text(meta["job_id"]) if meta["status"] == WAITING else ""
             try:
@@ -197,12 +177,10 @@ class Admin:
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._download_progress(meta["job_id"])
         if meta["status"] == ABORTED:
-            reason = found.get("reason", UNEXPLAINED)
-            if reason.startswith(UNEXPLAINED):  # a server of an earlier version records this for an abort too
-                reason = "aborted, or ended by FLARE"
-            found["reason"] = f"{reason}; {_resume_hint(meta)}" if reason.startswith(ABORTED_RUN) else reason
-        if _has_failed(meta["status"]) and not found["problems"] and "reason" not in found:
-            found["reason"] = self._scheduler_text(meta["job_id"]) or NO_REASON
+            reason = found.get("reason", "aborted, or ended by FLARE")
+            found["reason"] = f"{reason}; {_resume_hint(meta)}" if reason.startswith((ABORTED_RUN, UNEXPLAINED)) else reason
+        elif _has_failed(meta["status"]):
+            found["reason"] = self._failure_line(meta, found)
         return found
 
     def reasons(self, jobs: list[Job]) -> list[str]:
@@ -210,15 +188,15 @@ class Admin:
 
         The line is "" for a job that did not fail, and for all failed jobs except the newest MAX_REASONS.
         """
-        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _has_failed(job["status"])][-MAX_REASONS:]
-        return [self._failure_line(job) if job["job_id"] in failed else "" for job in jobs]
+        failed = [job for job in jobs if job["status"] == LOST or _has_failed(job["status"])][-MAX_REASONS:]
+        return [self._failure_line(job, self._download_progress(job["job_id"])) if job in failed else "" for job in jobs]
 
-    def _failure_line(self, job: Job) -> str:
+    def _failure_line(self, job: Job, result: Job) -> str:
+        """Return why a job failed. `result`: the value of `_download_progress`."""
         if job["status"] == LOST:
             return f"its server process is gone; {_resume_hint(job)}"
-        undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
-        reason = self._download_progress(job["job_id"]).get("reason") or "; ".join(undeployed)
-        return " ".join((reason or self._scheduler_text(job["job_id"]) or NO_REASON).split())
+        reason = result.get("reason") or "; ".join(_undeployed(job)) or self._scheduler_text(job["job_id"]) or NO_REASON
+        return " ".join(reason.split())
 
     def _scheduler_text(self, job_id: str) -> str:
         """Return the last lines of FLARE's scheduler about a job that has not started, joined by "; ". "" if there are none."""
@@ -258,6 +236,16 @@ class Admin:
         while not (ended := _has_ended(self.find_job(job_id)["status"])) and time.monotonic() < ends:
             time.sleep(2)  # FLARE writes each query to its audit.log
         return ended
+
+
+def _last_submission(experiment: str, jobs: list[Job]) -> Job | None:
+    """Return the metadata of an experiment's last job, None if there is none."""
+    return next((job for job in reversed(jobs) if experiment_of(job) == experiment), None)
+
+
+def _undeployed(job: Job) -> list[str]:
+    """Return a line for each participant at which FLARE could not deploy a job."""
+    return [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
 
 
 def _has_ended(status: str) -> bool:
@@ -324,18 +312,6 @@ def stored_reason(result: Path) -> str | None:
     return found[0].strip() if found else None
 
 
-def _open_session(user: str, kit: Path, seconds: float) -> Session:
-    """Return a FLARE session. Raises UnreachableError if the server has just started and sends no certificate yet."""
-    try:
-        return new_secure_session(user, str(kit.resolve()), timeout=seconds)
-    except KeyboardInterrupt:  # FLARE does not close its connection then, and its threads would keep this process alive
-        for cell in list(CoreCell.ALL_CELLS.values()):
-            cell.stop()
-        raise
-    except TypeError:  # FLARE raises it if the server's reply has no certificate
-        raise UnreachableError(f"{kit}: the server is only just starting; try again in a minute") from None
-
-
 @contextmanager
 def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     """Log in with an administrator's startup kit, and yield the session.
@@ -350,7 +326,14 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     user = read_json(config)["admin"]["username"]
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints lines, and a traceback if refused
-            session = _open_session(user, kit, seconds)
+            try:
+                session = new_secure_session(user, str(kit.resolve()), timeout=seconds)
+            except KeyboardInterrupt:  # FLARE does not close its connection, and its threads would keep this process alive
+                for cell in list(CoreCell.ALL_CELLS.values()):
+                    cell.stop()
+                raise
+            except TypeError:  # FLARE raises it if the server's reply has no certificate
+                raise UnreachableError(f"{kit}: the server is only just starting; try again in a minute") from None
         try:
             yield Admin(session)
         finally:

@@ -28,7 +28,6 @@ class LocalFederation:
 
     `sites`: for each site's name, the settings for its site.yaml. `bundles`: names of participants where jobs may bring code;
     "server" stands for the server. `make`: a function that makes the kits of a sites.yml in a folder, and returns their folder.
-    `port`: the server's; by default a port that is free now.
     """
 
     def __init__(
@@ -37,9 +36,8 @@ class LocalFederation:
         sites: Mapping[str, Mapping[str, Any]],
         bundles: Collection[str] = (),
         make: Callable[[Path, Path], Path] = provision,
-        port: int | None = None,
     ) -> None:
-        self.folder, self.sites, self.port = make_private_folder(folder.resolve()), list(sites), port or processes.free_port()
+        self.folder, self.sites, self.port = make_private_folder(folder.resolve()), list(sites), processes.free_port()
         self.file, state = self.folder / "sites.yml", make_private_folder(self.folder / "server-state")
         server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "bundles": "server" in bundles}
         entries = [

@@ -5,8 +5,8 @@ import shlex
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -111,18 +111,6 @@ def is_word(path: str) -> bool:
         return shlex.split(path, comments=True) == [path]
     except ValueError:
         return False
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """Reserve a free TCP port of this machine within the block, for a gRPC server that this user starts, and yield its number.
-
-    No other program gets the port: it is bound here and nothing listens. gRPC sets SO_REUSEPORT, which lets it bind too.
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("", 0))
-        yield int(held.getsockname()[1])
 
 
 def free_port() -> int:
