@@ -38,10 +38,10 @@ from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit import key_lock
+from consilium.flare.kit.certificates import root_fingerprint
 from consilium.flare.kit.evidence_archive import verify
 from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
-from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger import audit_log, ledger
 from consilium.privacy.ledger.audit_log import FILE, AuditLog

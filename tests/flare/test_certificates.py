@@ -28,6 +28,8 @@ from nvflare.lighter.utils import sign_content
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert
 
+from consilium.client.finding import Finding
+from consilium.client.machine_check import run_check
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.session import connect
@@ -52,6 +54,10 @@ from tests.deployment.network import Relay
 DAYS = 200
 LEAD_CRT, OLD_KIT = "kits/test/prod_00/a@hub.example/startup/client.crt", "kits/test/prod_00/clinic/startup"
 KEY = "clinic/startup/client.key"
+
+
+def server_finding(kit: Path) -> Finding:
+    return run_check("server", lambda: examine_server_connection(kit))
 
 
 def deployment(folder: Path, days: int = DAYS) -> Path:
@@ -147,7 +153,7 @@ def test_invalid_server_certificate_names_the_clock(kit: Path, monkeypatch: pyte
     aged = ssl.SSLCertVerificationError("certificate verify failed: certificate is not yet valid")
     aged.verify_code = 9
     monkeypatch.setattr("consilium.flare.kit.certificates.fetch_server_certificate", Mock(side_effect=aged))
-    found = examine_server_connection(kit)
+    found = server_finding(kit)
     assert "its certificate is not valid now, 20" in found.found
     assert found.remedy.startswith("set the clock, or at the hub: `consilium renew")
 
@@ -221,10 +227,10 @@ def test_doctor_uses_the_sites_proxy(kit: Path, answering: int, monkeypatch: pyt
     path.write_text(json.dumps(raw))
     with Relay(None, login="ward 3:p@ss:word") as proxy:
         monkeypatch.setenv("https_proxy", f"http://ward%203:p%40ss%3Aword@127.0.0.1:{proxy.port}")
-        assert "answers, and is of this project" in examine_server_connection(kit).found
+        assert "answers, and is of this project" in server_finding(kit).found
         assert proxy.asked == [f"CONNECT localhost:{answering}"]
         monkeypatch.setenv("no_proxy", "example.org, localhost")
-        assert "answers, and is of this project" in examine_server_connection(kit).found
+        assert "answers, and is of this project" in server_finding(kit).found
         assert len(proxy.asked) == 1
         monkeypatch.setenv("no_proxy", "example.org")
         for wrong in (
@@ -233,7 +239,7 @@ def test_doctor_uses_the_sites_proxy(kit: Path, answering: int, monkeypatch: pyt
             "http://u:hunter2@a..b:1",
         ):
             monkeypatch.setenv("https_proxy", wrong)
-            found = examine_server_connection(kit)
+            found = server_finding(kit)
             assert not found.ok
             assert "hunter2" not in found.found + found.remedy
             said = found.found.partition(": ")[2]  # the server's port may have these digits too

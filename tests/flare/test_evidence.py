@@ -23,9 +23,9 @@ from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
 from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.federation.run_folders import STATE
+from consilium.flare.kit.certificates import fingerprints
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, verify, verify_chains
 from consilium.flare.kit.provision import provision
-from consilium.flare.kit.root_ca import fingerprints
 from consilium.privacy.accounting.composition import DISCRETE
 from consilium.privacy.ledger.audit_log import FILE, AuditLog
 from consilium.privacy.ledger.ledger import Entry, Ledger

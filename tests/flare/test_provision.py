@@ -19,7 +19,7 @@ from consilium.cli.main import COMMANDS
 from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.flare.kit.certificates import root_fingerprint_finding
+from consilium.flare.kit.certificates import root_fingerprint_text
 from consilium.flare.kit.class_allow_list import CLASSES
 from consilium.flare.kit.kit_contents import kit_name
 from consilium.flare.kit.kit_hardening import (
@@ -118,7 +118,7 @@ def test_kits_are_private_and_the_fingerprint_is_printed(
         root = x509.load_pem_x509_certificate((kit / "startup/rootCA.pem").read_bytes())
         number = root.fingerprint(hashes.SHA256()).hex()
         assert number in printed.splitlines()
-        assert number in root_fingerprint_finding(kit).found
+        assert number in root_fingerprint_text(kit)
 
 
 @pytest.mark.parametrize(

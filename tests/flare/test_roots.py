@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.lighter.utils import Identity, generate_cert, serialize_cert, verify_folder_signature
 
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.provision import provision
-from consilium.flare.kit.renewal import renew, update_kit
-from consilium.flare.kit.root_ca import FORMER, replace_root
+from consilium.flare.kit.provision import FORMER, provision
+from consilium.flare.kit.renewal import renew, replace_root, update_kit
 from tests.conftest import run
 from tests.flare.test_certificates import deployment
 

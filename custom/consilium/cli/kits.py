@@ -17,8 +17,7 @@ from consilium.flare.kit import deploy_prepare, key_lock, processes, renewal, re
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.kit_contents import LOCKED, certificate_path, has_private_key, kit_role, participant_role
 from consilium.flare.kit.local_folder import apply_local, update_local
-from consilium.flare.kit.provision import provision as make_kits
-from consilium.flare.kit.root_ca import root_certificate_sha256 as root_fingerprint
+from consilium.flare.kit.provision import provision as make_kits, root_certificate_sha256 as root_fingerprint
 from consilium.report.prometheus_text import exposition_text
 
 

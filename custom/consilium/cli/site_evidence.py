@@ -16,9 +16,9 @@ from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_run_name
 from consilium.flare.admin.session import stored_jobs
+from consilium.flare.kit.certificates import root_fingerprint
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
 from consilium.flare.kit.kit_contents import kit_name, kit_role
-from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon as stored_record
 from consilium.privacy.ledger.ledger import Ledger, read_accepted_seals

@@ -1,4 +1,4 @@
-"""Checks whether certificates are valid: a kit's own, the root in the kit, and the server's, which is read by connecting."""
+"""Checks of certificates: a kit's own, the root in the kit with its fingerprints, and the server's, by connecting to it."""
 
 import os
 import socket
@@ -17,9 +17,11 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun
+from consilium.core.schema import fingerprint_digits
 from consilium.core.storage import read_json
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.kit_contents import certificate_path, load_certificate, private_key_path, relay_of
+from consilium.privacy.secagg.certificates import fingerprint as key_fingerprint
 
 WARN_DAYS, URGENT_DAYS = 60, 30
 """Days before a certificate expires from which the doctor warns (WARN_DAYS), and from which it reports a problem."""
@@ -73,49 +75,35 @@ def examine_root(kit: Path) -> Finding:
 def root_fingerprint_text(kit: Path) -> str:
     """Return the SHA-256 of the root's certificate, which `consilium provision` printed at the hub. Raises ConfigError."""
     root = load_certificate(kit / "startup" / "rootCA.pem")
-    return f"{root.fingerprint(SHA256()).hex()} (SHA-256; compare it with the hub by telephone)"
+    return f"{fingerprints(root)[0]} (SHA-256; compare it with the hub by telephone)"
 
 
-def examine_server_connection(kit: Path) -> Finding:
-    """Return whether the server replies, belongs to this project, and has a valid certificate.
+def examine_server_connection(kit: Path) -> Finding | str:
+    """Return whether the server's certificate is valid for long enough. Raises ConfigError as `check_server` does."""
+    until = examine_expiry("server", server_address(kit), check_server(kit), RENEW_SERVER)
+    return until if until.remedy or until.advice else f"{server_address(kit)}: answers, and is of this project"
+
+
+def check_server(kit: Path) -> x509.Certificate:
+    """Return the server's certificate. Raises ConfigError, with a remedy, if it cannot be reached or is of another project.
 
     This connects with the kit's certificates, as FLARE does. So it also detects a firewall that decrypts TLS, and a wrong
     server.
     """
-    found = _certificate_or_finding(kit)
-    if isinstance(found, Finding):
-        return found
-    until = examine_expiry("server", server_address(kit), found, RENEW_SERVER)
-    if until.ok and not until.advice:
-        return Finding("server", f"{server_address(kit)}: answers, and is of this project")
-    return until
-
-
-def _certificate_or_finding(kit: Path) -> x509.Certificate | Finding:
-    """Return the server's certificate, or what is wrong with it or with the connection. Raises ConfigError."""
-    target = server_address(kit)
     try:
         return fetch_server_certificate(kit)
-    except ssl.SSLError as error:
-        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
-            return Finding(
-                "server",
-                f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock",
-                f"set the clock, or {RENEW_SERVER}",
-            )
-        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OTHER_ROOT:
-            return Finding(
-                "server",
-                f"{target}: {Cause.PROJECT}: no root of this kit has signed its certificate ({error})",
-                f"{Cause.PROJECT.remedy}, or the network's people not to open TLS",
-            )
-        return Finding(
-            "server",
-            f"{target}: {error}",
-            "ask the hub whether the server's address has changed, the network's people not to open TLS",
-        )
     except OSError as error:
-        return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
+        code = getattr(error, "verify_code", None)
+        wrong, remedy = f"{error}", "start it, or open the firewall for outbound connections to it"
+        if code in OUT_OF_DATE:
+            wrong = f"its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
+            remedy = f"set the clock, or {RENEW_SERVER}"
+        elif code in OTHER_ROOT:
+            wrong = f"{Cause.PROJECT}: no root of this kit has signed its certificate ({error})"
+            remedy = f"{Cause.PROJECT.remedy}, or the network's people not to open TLS"
+        elif isinstance(error, ssl.SSLError):
+            remedy = "ask the hub whether the server's address has changed, the network's people not to open TLS"
+        raise ConfigError(f"{server_address(kit)}: {wrong}; {remedy}") from None
 
 
 def server_address(kit: Path) -> str:
@@ -175,6 +163,30 @@ def proxy_of(host: str) -> str:
     return "" if host.endswith(tuple(ends)) else proxy
 
 
+def fingerprints(root: x509.Certificate) -> tuple[str, str]:
+    """Return two SHA-256 in hex: of a root's certificate, and of its public key. Either identifies the root.
+
+    A renewal of the root keeps the key and so the second value.
+    """
+    return root.fingerprint(SHA256()).hex(), key_fingerprint(root.public_key())
+
+
+def parse_fingerprint(fingerprint: str) -> str:
+    """Return the value of `--fingerprint` as 64 hex digits. Raises ConfigError for other values."""
+    try:
+        return fingerprint_digits(fingerprint)
+    except ValueError as error:
+        raise ConfigError(f"--fingerprint: {error}") from None
+
+
+def root_fingerprint(kit: Path) -> str:
+    """Return the fingerprint of the root's key in any kit of the project. Raises ConfigError."""
+    path = kit / "startup" / "rootCA.pem"
+    if not path.is_file():
+        raise ConfigError(f"--kit: {kit}: no startup kit (no startup/rootCA.pem); give its folder")
+    return fingerprints(load_certificate(path))[1]
+
+
 def check_certificate_time(kit: Path) -> None:
     """Raise ConfigError if a kit's certificate is not valid now, or its key is locked. FLARE's own error names no remedy."""
     own = load_certificate(certificate_path(kit))
@@ -185,9 +197,12 @@ def check_certificate_time(kit: Path) -> None:
 
 
 def why_no_connection(kit: Path) -> str:
-    """Return why a kit cannot connect to its server, with a remedy; "" if it can. Raises ConfigError."""
-    found = _certificate_or_finding(kit)
-    return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
+    """Return why a kit cannot connect to its server, with a remedy; "" if it can."""
+    try:
+        check_server(kit)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def expiry_warnings(kit: Path) -> list[str]:

@@ -34,8 +34,8 @@ from nvflare.lighter.utils import (
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
+from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
 from consilium.flare.kit.kit_contents import certificate_path, kit_name, private_key_path
-from consilium.flare.kit.root_ca import fingerprints, parse_fingerprint
 from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
 

@@ -1,4 +1,4 @@
-"""A startup kit's folder local/: the participant's policies, made from templates in policies/ and its entry in sites.yml."""
+"""A startup kit's folder local/ with the participant's policies, made from templates and its entry in sites.yml; its readme."""
 
 import json
 import re
@@ -7,18 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from nvflare.lighter.constants import ProvFileName
 
 from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.core.errors import ConfigError
-from consilium.core.storage import read_json, write_atomic
+from consilium.core.storage import PUBLIC, read_json, write_atomic
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
-from consilium.flare.kit.kit_contents import ROLES, component_paths, kit_name, kit_role, read_settings
+from consilium.flare.kit.kit_contents import (
+    ROLES,
+    certificate_path,
+    component_paths,
+    kit_name,
+    kit_role,
+    participant_role,
+    read_settings,
+)
 from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, is_signed, shadow_job_settings
 from consilium.flare.kit.processes import check_stopped
-from consilium.flare.kit.readme import write_readme
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/site-settings.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
@@ -146,3 +154,55 @@ def _template(name: str) -> dict[str, Any]:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(values, indent=2).encode() + b"\n")
+
+
+# readme ----------------------------------------------------------------------------------------------------------------
+# The readme.txt of a startup kit: what the folder is, what must stay private, and the first commands.
+
+TEXT = """Startup kit of {name}, {what} of the federation {project}.
+
+Keep this folder private (mode 700). Its private key is startup/{key}.
+Anyone who holds this key can act as {name}.
+If others may have read it, tell the hub, which revokes it.
+
+{steps}
+
+KIT is this folder. The commands need Consilium (`consilium --version`).
+More: the page {page} of Consilium.
+"""
+COMPARE = """Then compare the line "root fingerprint" with the hub, by telephone."""
+STEPS = {
+    "site": f"""1. Write local/site.yaml: your data, your privacy budget, your rules for jobs.
+2. Check:    consilium doctor KIT
+   {COMPARE}
+3. Start:    KIT/startup/start.sh        (stop: consilium stop KIT)
+4. A job:    consilium approve JOB --kit KIT""",
+    "server": f"""1. Check:    consilium doctor KIT
+   {COMPARE}
+2. Start:    KIT/startup/start.sh        (stop: consilium stop KIT)
+3. Sites:    consilium sites --kit KIT""",
+    "relay": f"""1. Check:    consilium doctor KIT
+   {COMPARE}
+2. Start:    KIT/startup/start.sh        (stop: consilium stop KIT)
+3. A look:   consilium doctor KIT        (it then says whether the port listens)""",
+    "person": f"""1. Check:    consilium doctor KIT
+   {COMPARE}
+2. Submit:   consilium submit JOB --kit KIT
+3. Watch:    consilium status --kit KIT""",
+}
+WHAT = {"site": "a site", "server": "the server", "relay": "a relay", "person": "a person"}
+PAGES = {
+    "site": "provisioning/administrator.md",
+    "server": "provisioning/engineer.md",
+    "relay": "provisioning/engineer.md",
+    "person": "provisioning/engineer.md",
+}
+
+
+def write_readme(kit: Path, project: str) -> None:
+    """Write a kit's readme.txt, in place of FLARE's. `project`: the federation's name. Raises ConfigError if it is no kit."""
+    (kit / "startup" / ProvFileName.README_TXT).unlink(missing_ok=True)  # FLARE's, in a person's kit
+    role = participant_role(kit) or "site"
+    key = certificate_path(kit).with_suffix(".key").name
+    text = TEXT.format(name=kit_name(kit), what=WHAT[role], project=project, key=key, steps=STEPS[role], page=PAGES[role])
+    write_atomic(kit / ProvFileName.README_TXT, text.encode(), PUBLIC)

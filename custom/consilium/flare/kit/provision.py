@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.fuel.f3.comm_config import VarName
 from nvflare.lighter.constants import CommConfigArg, CtxKey, PropKey, ProvFileName
 from nvflare.lighter.entity import Project
@@ -20,11 +22,15 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.storage import make_private_folder, write_atomic
+from consilium.core.storage import make_private_folder, read_json, write_atomic
+from consilium.flare.kit.certificates import fingerprints
 from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, shadow_job_settings
-from consilium.flare.kit.local_folder import find_entry, make_private, write_local
-from consilium.flare.kit.readme import write_readme
-from consilium.flare.kit.root_ca import former_root, install_root_bridge
+from consilium.flare.kit.local_folder import find_entry, make_private, write_local, write_readme
+
+ROOT, ROOT_KEY = "root_cert", "root_pri_key"
+"""Keys in FLARE's cert.json."""
+FORMER = "former_root"
+"""Our key in cert.json while a root is being replaced: {"cert", "key", "bridge"}. "cert" and "key" are the former root's."""
 
 
 class KitBuilder(Builder):
@@ -124,3 +130,29 @@ def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Pat
 
 def _drop(message: str) -> None:
     """Log nothing, as FLARE's provisioner is to print errors only."""
+
+
+def former_root(state: Path) -> dict[str, str] | None:
+    """Return the former root from a project's folder `state`. None if no root is being replaced."""
+    path = state / "cert.json"
+    return read_json(path).get(FORMER) if path.is_file() else None
+
+
+def root_certificate_sha256(state: Path) -> str:
+    """Return the SHA-256 of the current root's certificate, which sites compare by telephone."""
+    root = read_json(state / "cert.json")[ROOT]
+    return fingerprints(x509.load_pem_x509_certificate(root.encode()))[0]
+
+
+def install_root_bridge(startup: Path, former: dict[str, str], server: bool) -> Any | None:
+    """Append the bridge to a kit's certificates, so that the kit sends it.
+
+    The `server`'s kit also gets the former root as its rootCA.pem. For it, return the former root's key, which must sign its
+    startup/; return None for other kits.
+    """
+    for path in startup.glob("*.crt"):
+        path.write_text(path.read_text(encoding="utf-8") + former["bridge"], encoding="utf-8")
+    if not server:
+        return None
+    (startup / "rootCA.pem").write_text(former["cert"], encoding="utf-8")
+    return load_pem_private_key(former["key"].encode(), password=None)

@@ -2,7 +2,13 @@
 
 The root keeps its key and its name and gets a new certificate. Certificates issued under the old root certificate are valid
 under the new one, and the reverse. So each hospital can change its kit at any time before the root in it expires. The server
-keeps its key too. For a root with another key see root_ca.py.
+keeps its key too.
+
+A replacement of the root by one with another key needs no day on which all kits change together. The former root signs a
+certificate of the new root: a cross-certificate (RFC 5280, section 3.2), here called the bridge. Each new kit sends the bridge
+beside its own certificate, so participants that trust only the former root accept the new kits too. FLARE 2.9 checks such
+chains wherever it checks a certificate. The server's kit trusts the former root until all kits are new, because old and new
+kits are valid under it.
 """
 
 import os
@@ -20,14 +26,17 @@ from nvflare.lighter.impl.cert import DEFAULT_CERT_VALID_DAYS
 from nvflare.lighter.utils import (
     Identity,
     generate_cert,
+    generate_keys,
     load_crt_chain,
     serialize_cert,
+    serialize_pri_key,
     verify_cert_chain,
 )
 
 from consilium.config.deployment import ServerEntry, load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
+from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
 from consilium.flare.kit.connection_refusals import note_cause
 from consilium.flare.kit.kit_contents import (
     LOCKED,
@@ -40,8 +49,7 @@ from consilium.flare.kit.kit_contents import (
 )
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
-from consilium.flare.kit.provision import check_names, provision
-from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, parse_fingerprint, replace_root
+from consilium.flare.kit.provision import FORMER, ROOT, ROOT_KEY, check_names, provision
 
 OLD, NEW = "startup.old", ".startup.new"
 """Folders beside a kit's startup/: OLD holds the replaced startup/, whose key is still valid; NEW the incomplete new copy."""
@@ -158,3 +166,25 @@ def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
         yield "its key is none of its certificate; ask the hub again"
     if is_signed(kit / "startup") and not is_as_signed(new / "startup"):
         yield "its startup/ is not as the hub signed it; ask the hub again"
+
+
+def replace_root(state: dict[str, Any], days: int) -> dict[str, Any]:
+    """Return a project's state with a new root, valid for `days`, and the bridge that the former root signs for it.
+
+    The new root has another key and another name. Raises ConfigError if the former root has expired, or if an earlier
+    replacement of the root has not ended.
+    """
+    former, now = x509.load_pem_x509_certificate(state[ROOT].encode()), datetime.now(UTC)
+    if FORMER in state:
+        raise ConfigError("--root new: a new root is being put in already; end that first, with --root only-new")
+    if former.not_valid_after_utc <= now:
+        raise ConfigError("--root new: the root has ended and vouches for nobody; make a new project in a new folder")
+    key, public = generate_keys()
+    before = Identity(get_cert_common_name(former))
+    stem, dash, number = (before.name or "").rpartition("-")  # two roots of one name would be taken for each other
+    name = f"{stem}-{int(number) + 1}" if dash and number.isdecimal() else f"{before.name}-2"
+    signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
+    bridge = generate_cert(Identity(name), before, signing, public, not_valid_after=former.not_valid_after_utc, ca=True)
+    root = generate_cert(Identity(name), Identity(name), key, public, valid_days=days, ca=True)
+    kept = {"cert": state[ROOT], "key": state[ROOT_KEY], "bridge": serialize_cert(bridge).decode()}
+    return state | {ROOT: serialize_cert(root).decode(), ROOT_KEY: serialize_pri_key(key).decode(), FORMER: kept}
