@@ -154,8 +154,8 @@ def old_signature(files: dict[str, bytes], hub: Path) -> None:
     [
         (changed_byte, r"audit-1\.jsonl: is not as it was signed"),
         (swapped, "is not as it was signed"),
-        (extra, r"approval-of-the-board\.pdf: is not in the manifest"),
-        (taken_out, r"ledger\.sqlite: is missing"),
+        (extra, r"approval-of-the-board\.pdf: is not as it was signed"),
+        (taken_out, r"ledger\.sqlite: is not as it was signed"),
         (other_manifest, r"manifest\.json is not as it was signed"),
         (old_signature, r"manifest\.json is not as it was signed"),
         (signed_by("other"), "says it is clinic's, and other has signed it"),

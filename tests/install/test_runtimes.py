@@ -87,14 +87,22 @@ def test_second_ledger_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("settings", ["state: {}/local/state", "{{state: /srv/x, privacy: {{ledger: {}/startup/l.sqlite}}}}"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "state: {}/local/state",
+        "{{state: /srv/x, privacy: {{ledger: {}/startup/l.sqlite}}}}",
+        "{{state: /srv/x, datasets: {{ward: {{datalist: lists/ward.json}}}}}}",
+        "{{state: /srv/x, datalist: {}/local/list.json}}",
+    ],
+)
 def test_state_in_a_folder_that_is_copied_is_refused(
     settings: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
     (kit / "local/site.yaml").write_text(settings.format(kit))
     assert run(monkeypatch, "prepare", kit, "--runtime", CONTAINER / "slurm.yaml", "-o", tmp_path / "out") == 2
-    assert "lies in a folder that is copied" in capsys.readouterr().err
+    assert "a ledger and a budget of its own" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

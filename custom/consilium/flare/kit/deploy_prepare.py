@@ -10,12 +10,13 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 
 from nvflare.tool.deploy.deploy_commands import prepare_deployment
 
-from consilium.config.site import SiteConfig, load_site
+from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
@@ -56,7 +57,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     if output.resolve().is_relative_to(kit.resolve()):
         raise ConfigError(f"--output: {output}: lies in the kit that is copied; give a folder outside of it")
     if kit_role(kit) == "site":
-        _check_ledger_is_shared(kit)
+        _check_paths_outside(kit)
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -80,59 +81,37 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
 def copy_without_run_files(kit: Path, target: Path) -> Path:
     """Copy a kit without the files of its use, such as logs, jobs, state, pid files and caches. Return the copy.
 
-    From local/ only settings are copied (LOCAL), and data lists that site.yaml names by a path in local/. Approvals are not: an
-    approval that is withdrawn in the kit would stay valid in the copy. So jobs are approved anew there.
+    From local/ only settings are copied (LOCAL). Approvals are not, because an approval that is withdrawn in the kit would stay
+    valid in the copy. So jobs are approved anew there.
     """
-    target.mkdir(mode=0o700)
-    shutil.copytree(kit / "startup", target / "startup", symlinks=True, ignore=RUN_FILES)
-    for name in FILES:
-        if (kit / name).is_symlink() or (kit / name).is_file():
-            shutil.copy2(kit / name, target / name, follow_symlinks=False)
-    local, copy = kit / "local", target / "local"
-    copy.mkdir(mode=0o700)
-    shutil.copystat(local, copy)
-    for path in {path for pattern in LOCAL for path in local.glob(pattern)}:
-        if path.is_dir():
-            shutil.copytree(path, copy / path.name, symlinks=True, ignore=RUN_FILES)
-        else:
-            shutil.copy2(path, copy / path.name, follow_symlinks=False)
-    for path in _lists_inside(local):
-        place = copy / path.relative_to(local)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, place, symlinks=True, ignore=RUN_FILES, dirs_exist_ok=True)
-        else:
-            shutil.copy2(path, place)
+    kept = {kit: (*FOLDERS, *FILES), kit / "local": LOCAL}
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        patterns = kept.get(Path(folder), ("*",))
+        return RUN_FILES(folder, names) | {name for name in names if not any(fnmatchcase(name, one) for one in patterns)}
+
+    shutil.copytree(kit, target, symlinks=True, ignore=left_out)
+    target.chmod(0o700)
     return target
 
 
-def _lists_inside(local: Path) -> list[Path]:
-    """Return the data lists that the site.yaml of a kit names by a path in its folder local/."""
-    settings = local / "site.yaml"
-    site = load_site(settings) if settings.is_file() else SiteConfig()
-    named = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
-    inside = [Path(os.path.abspath(path)) for path in named]
-    root = Path(os.path.abspath(local))
-    return [local / path.relative_to(root) for path in inside if path != root and path.is_relative_to(root) and path.exists()]
+def _check_paths_outside(kit: Path) -> None:
+    """Raise ConfigError unless `state`, ledger and data lists of a site are at absolute paths outside of the kit.
 
-
-def _check_ledger_is_shared(kit: Path) -> None:
-    """Raise ConfigError unless the kit and its copy share one ledger. With two ledgers a budget could be spent twice."""
+    The kit and its copy must share one ledger, or a budget could be spent twice. Data are not copied.
+    """
     path = kit / "local" / "site.yaml"
     load_site(path)
     raw = read_yaml(path) or {}
-    if not all(Path(place).is_absolute() for place in (raw.get("state", ""), raw.get("privacy", {}).get("ledger", "/"))):
-        raise ConfigError(
-            f"{path}: state: the copy would have a ledger and a budget of its own; "
-            f"move {kit / STATE}, if it is there, to a folder of its own, and write absolute paths"
-        )
-    found = [Path(place).resolve() for place in (raw["state"], raw.get("privacy", {}).get("ledger")) if place]
-    copied = [(kit / name).resolve() for name in FOLDERS]
-    if inside := [place for place in found if any(place.is_relative_to(folder) for folder in copied)]:
-        raise ConfigError(
-            f"{path}: {inside[0]}: lies in a folder that is copied, so the copy would hold the site's state; "
-            "move it out of there, and correct the path"
-        )
+    named = {"state": raw.get("state") or "", "privacy.ledger": (raw.get("privacy") or {}).get("ledger")}
+    lists = {"datalist": raw} | {f"datasets.{name}.datalist": one for name, one in (raw.get("datasets") or {}).items()}
+    named |= {field: one.get("datalist") for field, one in lists.items()}
+    for field, place in named.items():
+        if place is not None and (not Path(place).is_absolute() or Path(place).resolve().is_relative_to(kit.resolve())):
+            raise ConfigError(
+                f"{path}: {field}: {place or 'not given'}: the copy would have a ledger and a budget of its own, or lack data; "
+                f"move {place or kit / STATE}, if it is there, out of the kit, and write its absolute path"
+            )
 
 
 def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:

@@ -157,16 +157,11 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: a certificate in it cannot be read ({error})") from None
     _check_signature(path, manifest, files, own, root)
     content = {name: body for name, body in files.items() if name not in (MANIFEST, SIGNATURE)}
-    for name in sorted(content.keys() | manifest.files.keys()):
-        if name not in manifest.files:
-            problem = "is not in the manifest"
-        elif name not in content:
-            problem = "is missing"
-        elif hashlib.sha256(content[name]).hexdigest() != manifest.files[name]:
-            problem = "is not as it was signed"
-        else:
-            continue
-        raise ConsiliumError(f"{path}: {name}: {problem}; the archive was changed")
+    found = {name: hashlib.sha256(body).hexdigest() for name, body in content.items()}
+    if changed := sorted(name for name, _ in found.items() ^ manifest.files.items()):
+        raise ConsiliumError(
+            f"{path}: {changed[0]}: is not as it was signed: changed, added or taken out; the archive was changed"
+        )
     if wanted not in fingerprints(root):
         raise ConsiliumError(
             f"{path}: is intact and signed, "
@@ -189,15 +184,12 @@ def _read_archive(path: Path) -> dict[str, bytes]:
             names = [one.filename for one in listed]
             if len(names) > MAX_FILES or sum(one.file_size for one in listed) > MAX_BYTES:
                 raise ConfigError(f"{path}: over {MAX_FILES} files or {MAX_BYTES:,} bytes; not made by `consilium evidence`")
-            if [one for one in listed if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)]:
-                raise ConfigError(f"{path}: a file is packed in another way; not made by `consilium evidence`")
-            if wrong := [name for name in names if not _NAME.fullmatch(name) or names.count(name) > 1]:
-                raise ConfigError(f"{path}: {wrong[0][:80]!r}: a file twice, or with a path; not made by `consilium evidence`")
-            found = {}
-            for one in listed:
-                with archive.open(one) as file:
-                    found[one.filename] = file.read(one.file_size)  # at most the declared size, even if more is packed
-            return found
+            packed = {one.filename for one in listed if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)}
+            if wrong := [one for one in names if not _NAME.fullmatch(one) or names.count(one) > 1 or one in packed]:
+                what = "a file twice, with a path, or packed in another way"
+                raise ConfigError(f"{path}: {wrong[0][:80]!r}: {what}; not made by `consilium evidence`")
+            # at most the declared size, even if more is packed
+            return {one.filename: archive.open(one).read(one.file_size) for one in listed}
     except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"{path}: is not a readable archive ({error}); give what `consilium evidence` wrote") from None
 
