@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from consilium.cli.find_site_records import find_site_records, is_site
+from consilium.cli.options import find_site_records, is_site
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import markdown_cell, shown
 from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon

@@ -12,8 +12,7 @@ import typer
 import yaml
 from rich.text import Text
 
-from consilium.cli.find_site_records import find_site_records, is_site
-from consilium.cli.options import FormatOption, emit
+from consilium.cli.options import FormatOption, emit, find_site_records, is_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import rich_line
 from consilium.privacy.accounting.composition import VOID

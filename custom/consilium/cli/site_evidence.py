@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from consilium.cli.audit import markdown
-from consilium.cli.find_site_records import find_site_records
-from consilium.cli.options import FormatOption, emit
+from consilium.cli.options import FormatOption, emit, find_site_records
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
