@@ -5,6 +5,7 @@ All metrics are read from files, so FLARE does not need to run.
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,6 @@ from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.kit_contents import certificate_path, kit_name, kit_role, load_certificate
-from consilium.flare.kit.revocation import revoked_until
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit_log
 from consilium.privacy.ledger.ledger import Ledger
@@ -46,7 +46,6 @@ HELP = {
     "written_timestamp_seconds": "when this was written",
     "certificate_days_left": "whole days until a certificate in the kit expires",
     "disk_free_bytes": "free space of the disk with the participant's files",
-    "revoked_names": "number of names whose credentials are revoked",
     "refused": "1 if the server refuses a site, with the cause as label",
     "run_round": "rounds of a run that are finished",
     "run_rounds": "planned rounds of a run",
@@ -57,9 +56,7 @@ HELP = {
     "run_round_seconds": "duration of the last finished round",
     "run_refusals_total": "results of a site that were refused or did not arrive",
     "run_site_last_seen_timestamp_seconds": "when a site's last result or hello in a run was accepted",
-    "site_last_seen_timestamp_seconds": "when a site's last result or hello was accepted",
     "site_last_heartbeat_timestamp_seconds": "when a site's last heartbeat was accepted",
-    "site_info": "version of the package at a site, as label, at its last heartbeat",
     "site_clock_ahead_seconds": "how far a site's clock is ahead of the server's",
     "site_certificate_end_timestamp_seconds": "when a site's certificate expires",
     "site_disk_free_bytes": "free disk of a site that shares its health",
@@ -93,24 +90,20 @@ def collect_metrics(kit: Path) -> list[Sample]:
         return [*found, *_server_samples(kit, state)]
     found += budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     for run in all_runs(state):
-        records = [_record_integrity(path) for path in run.rglob(audit_log.FILE)]
-        found.append(Sample("record_intact", float(all(whole for _, whole in records)), {"run": run.name}))
-        found.append(Sample("messages_total", sum(count for count, _ in records), {"run": run.name}))
+        counts = [_intact_messages(path) for path in run.rglob(audit_log.FILE)]
+        found.append(Sample("record_intact", float(None not in counts), {"run": run.name}))
+        found.append(Sample("messages_total", sum(filter(None, counts)), {"run": run.name}))
     return found
 
 
 def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
-    yield Sample("revoked_names", len(revoked_until(kit / "local")))
-    seen: dict[str, float] = {}
     for folder in all_runs(state):
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
-            yield from _run_samples(folder, read_events(path)[0], seen)
+            yield from _run_samples(folder, read_events(path)[0])
     with suppress(ConfigError):  # no site was seen, or the file is damaged; `consilium sites` reports both
         for name, one in heartbeat_server.read_attendance(kit)["sites"].items():
             yield from _heartbeat_samples(name, one)
-    for site, when in sorted(seen.items()):
-        yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
 
 
 def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
@@ -120,8 +113,6 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("refused", 1, of | {"cause": one["cause"]})
     if "last_seen" in one:  # not for a site that was refused before its first heartbeat
         yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
-    if "version" in one:
-        yield Sample("site_info", 1, of | {"version": one["version"]})
     for fact, metric in SITE_FACTS.items():
         if fact in one | health:
             yield Sample(metric, float((one | health)[fact]), of)
@@ -131,8 +122,8 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("site_last_refusal_timestamp_seconds", health.get("refused_at", 0.0), of | {"code": health["refusal"]})
 
 
-def _run_samples(folder: Path, events: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
-    """Yield the metrics of one run. Store the time of each site's last message in `seen`."""
+def _run_samples(folder: Path, events: list[dict[str, Any]]) -> Iterator[Sample]:
+    """Yield the metrics of one run."""
     of = {"run": folder.name}
     done = [x for x in events if x["event"] == "concluded"]
     began = {(x["round"], x["phase"]): x["time"] for x in events if x["event"] == "started"}
@@ -148,16 +139,10 @@ def _run_samples(folder: Path, events: list[dict[str, Any]], seen: dict[str, flo
         yield Sample("run_last_event_timestamp_seconds", events[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
         yield Sample("run_round_seconds", done[-1]["time"] - start, of)
-    refused, here = dict[str, int](), dict[str, float]()
-    for line in events:
-        if line["event"] == "refused":
-            refused[line["site"]] = refused.get(line["site"], 0) + 1
-        elif line["event"] in ("joined", "result", "final"):
-            here[line["site"]] = max(here.get(line["site"], 0.0), line["time"])
+    here = {line["site"]: line["time"] for line in events if line["event"] in ("joined", "result", "final")}  # the last of each
     for site, when in sorted(here.items()):
-        seen[site] = max(seen.get(site, 0.0), when)
         yield Sample("run_site_last_seen_timestamp_seconds", when, of | {"site": site})
-    for site, count in sorted(refused.items()):
+    for site, count in sorted(Counter(line["site"] for line in events if line["event"] == "refused").items()):
         yield Sample("run_refusals_total", count, of | {"site": site})
 
 
@@ -175,13 +160,12 @@ def run_state(folder: Path, events: list[dict[str, Any]]) -> tuple[str, float | 
     return "running" if has_process(folder) else "lost", None, ""
 
 
-def _record_integrity(path: Path) -> tuple[int, bool]:
-    """Return the number of messages in a record, and whether it is unaltered."""
-    try:
+def _intact_messages(path: Path) -> int | None:
+    """Return the number of messages in a record; None if it was altered."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
         found = audit_log.load_record(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0, False
-    return len(found["messages"]), found["broken_line"] is None
+        return len(found["messages"]) if found["broken_line"] is None else None
+    return None
 
 
 def spent_budgets(site: SiteConfig, ledger: Ledger) -> Iterator[tuple[str, str, BudgetConfig, float]]:
