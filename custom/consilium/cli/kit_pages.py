@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from consilium.cli.options import SiteRecords, find_site_records
@@ -169,25 +169,17 @@ def health_page(kit: Path) -> str:
     return _page(f"{kit_name(kit)}: health", "The findings of consilium doctor", sections, "./")
 
 
-def write_evidence(kit: Path, name: str, folder: Path) -> Path:
-    """Write the signed archive of a site's run into `folder` and return its path.
+def make_evidence(kit: Path, name: str) -> bytes:
+    """Return the signed archive of a site's run.
 
     Raises UnknownRunError if the kit has no such run or is no site's.
     """
     if kit_role(kit) == "server":
         raise UnknownRunError(name)
     _run_folder(kit, name)
-    pack(kit, name, evidence_files(name, kit), path := folder / "evidence.zip")
-    return path
-
-
-def open_evidence(kit: Path, name: str) -> BinaryIO:
-    """Return the open archive of a site's run. Its file is deleted already, so that it is gone however the command ends.
-
-    Raises as `write_evidence` does.
-    """
     with tempfile.TemporaryDirectory(prefix="consilium-serve-") as folder:
-        return write_evidence(kit, name, Path(folder)).open("rb")
+        pack(kit, name, evidence_files(name, kit), path := Path(folder) / "evidence.zip")
+        return path.read_bytes()
 
 
 def _page(title: str, lead: str, sections: Sequence[Section], back: str = "") -> str:

@@ -14,12 +14,12 @@ without the cookie.
 
 import asyncio
 import hmac
-import os
 import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -58,8 +58,6 @@ MOST_CONNECTIONS, WAIT = 128, 10.0
 """Open connections, and seconds that one may wait for a request."""
 MOST_COOKIES = 2**20
 """Bytes of a header. Programs at other ports may set cookies, and a browser sends them all: 180 of 4096 bytes at most."""
-CHUNK = 2**18
-"""Bytes of an archive that are read at a time."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -112,8 +110,13 @@ class KitSite:
         """Serve all pages within the block."""
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(self._add_headers)
-        routes = {"": self._overview, "health": self._health, "runs/{run}": self._run, "evidence/{run}": self._evidence}
-        app.add_routes([web.get(self.root + path, handler) for path, handler in routes.items()])
+        pages: dict[str, tuple[asyncio.Lock, Callable[[web.Request], str]]] = {
+            "": (self.lock, lambda request: kit_pages.overview(self.kit)),
+            "health": (self.health_lock, lambda request: kit_pages.health_page(self.kit)),
+            "runs/{run}": (self.lock, lambda request: kit_pages.run_page(self.kit, request.match_info["run"])),
+        }
+        app.add_routes([web.get(self.root + path, partial(self._show, *page)) for path, page in pages.items()])
+        app.add_routes([web.get(self.root + "evidence/{run}", self._evidence)])
         runner = web.AppRunner(app, shutdown_timeout=2.0)
         await runner.setup()
         loop, server = asyncio.get_running_loop(), runner.server
@@ -175,31 +178,16 @@ class KitSite:
             Console(stderr=True, soft_wrap=True).print(rich_line(f"{type(error).__name__}: {error}", "red", limit=1000))
             return _error(500)
 
-    async def _overview(self, request: web.Request) -> web.Response:
-        async with self.lock:
-            return _page(await asyncio.to_thread(kit_pages.overview, self.kit))
+    async def _show(self, lock: asyncio.Lock, make: Callable[[web.Request], str], request: web.Request) -> web.Response:
+        async with lock:
+            return _page(await asyncio.to_thread(make, request))
 
-    async def _health(self, request: web.Request) -> web.Response:
-        async with self.health_lock:
-            return _page(await asyncio.to_thread(kit_pages.health_page, self.kit))
-
-    async def _run(self, request: web.Request) -> web.Response:
-        async with self.lock:
-            return _page(await asyncio.to_thread(kit_pages.run_page, self.kit, request.match_info["run"]))
-
-    async def _evidence(self, request: web.Request) -> web.StreamResponse:
-        """Make the archive in a private temporary folder outside the kit, and send it."""
+    async def _evidence(self, request: web.Request) -> web.Response:
         run = request.match_info["run"]
-        reply = web.StreamResponse(headers={"Content-Type": "application/zip"})
-        reply.headers["Content-Disposition"] = f"attachment; filename*=UTF-8''{quote(run, safe='')}.evidence.zip"
+        name = f"attachment; filename*=UTF-8''{quote(run, safe='')}.evidence.zip"
         async with self.lock:
-            file = await asyncio.to_thread(kit_pages.open_evidence, self.kit, run)
-        with file, suppress(ConnectionError):
-            reply.content_length = os.fstat(file.fileno()).st_size
-            await reply.prepare(request)
-            while request.method == "GET" and (part := file.read(CHUNK)):
-                await reply.write(part)
-        return reply
+            archive = await asyncio.to_thread(kit_pages.make_evidence, self.kit, run)
+        return web.Response(body=archive, content_type="application/zip", headers={"Content-Disposition": name})
 
 
 class _Connection(web.RequestHandler):

@@ -115,10 +115,6 @@ class Admin:
         """Submit a job folder; return FLARE's job id."""
         return self.session.submit_job(str(folder.resolve()))
 
-    def connected_sites(self) -> set[str]:
-        """Return the names of the connected sites."""
-        return {client.name for client in self.session.get_system_info().client_info}
-
     def attendance(self) -> dict[str, Any]:
         """Return the server's list of sites (see heartbeat_server.py). Raises ConsiliumError if the server's kit is too old."""
         found = self.session._do_command("check_status server")["meta"].get(KEY)
@@ -132,7 +128,9 @@ class Admin:
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
         """Wait at most `seconds` until the `wanted` sites are connected. Return those that still are not."""
         ends = time.monotonic() + seconds
-        while (missing := wanted - self.connected_sites()) and time.monotonic() < ends:
+        while missing := wanted - {client.name for client in self.session.get_system_info().client_info}:
+            if time.monotonic() >= ends:
+                break
             time.sleep(1)
         return missing
 

@@ -17,6 +17,7 @@ from consilium.federation.run_folders import check_run_name
 from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.recipe import export
 from consilium.flare.job.wire import MASKS
+from consilium.flare.kit.kit_contents import read_settings
 
 CONTROLLER = "consilium.flare.job.controller.RoundController"
 JSON_FILES = ("meta.json", "app/config/config_fed_server.json", "app/config/config_fed_client.json")
@@ -82,8 +83,12 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
     with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
         folder = Path(place) / "ready"
         if (job / "meta.json").is_file():
-            *_, tasks = (_read_json_object(job, name) for name in JSON_FILES)
-            if config.secure_aggregation is not None and f'"{MASKS}"' not in tasks:
+            try:
+                *_, tasks = (read_settings(job / name) for name in JSON_FILES)
+            except ConfigError as error:
+                why = str(error).partition(";")[0]
+                raise ConfigError(f"{why}; restore the file, or give {job}/app/config/job.yaml instead of the folder") from None
+            if config.secure_aggregation is not None and f'"{MASKS}"' not in json.dumps(tasks):
                 raise ConfigError(
                     f"secure_aggregation: {job}: is a ready job folder without secure aggregation, "
                     "so its sites would not answer; give its app/config/job.yaml instead"
@@ -98,18 +103,3 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
         write_json(folder / "meta.json", meta, indent=2)
         load_federated_job(job_file(folder), None)
         yield folder
-
-
-def _read_json_object(job: Path, name: str) -> str:
-    """Return the text of a JSON file in the FLARE job folder `job`. Raises ConfigError if it does not hold a JSON object."""
-    path = job / name
-    try:
-        text = path.read_text(encoding="utf-8")
-        why = "" if isinstance(json.loads(text), dict) else "holds no JSON object"
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-    except (ValueError, RecursionError) as error:
-        why = f"is not valid JSON ({error})"
-    if why:
-        raise ConfigError(f"{path}: {why}; restore the file, or give {job}/app/config/job.yaml instead of the folder")
-    return text

@@ -1,6 +1,5 @@
 """A startup kit's folder local/ with the participant's policies, made from templates and its entry in sites.yml; its readme."""
 
-import json
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +10,7 @@ from nvflare.lighter.constants import ProvFileName
 
 from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.core.errors import ConfigError
-from consilium.core.storage import PUBLIC, read_json, write_atomic
+from consilium.core.storage import PUBLIC, read_json, write_atomic, write_json
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
@@ -55,7 +54,7 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
     policy = _template("authorization.json")
     for role in MAY_BRING_CODE if entry.bundles else ():
         policy["permissions"][role]["byoc"] = "any"
-    _write_json(folder / "authorization.json", policy)
+    write_json(folder / "authorization.json", policy, indent=2)
     role = "server" if isinstance(entry, ServerEntry) else "site"
     resources = _template(f"resources_{role}.json") | {KEY: list(CLASSES[role])}
     if entry.bundles:  # the package may come with jobs only, and then the kit's own process cannot import our components
@@ -66,10 +65,10 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
         resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
     else:
         components["resource_manager"]["args"] |= {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
-    _write_json(folder / "resources.json", resources)
+    write_json(folder / "resources.json", resources, indent=2)
     if isinstance(entry, ServerEntry):
         return
-    _write_json(folder / "privacy.json", _template("privacy.json"))
+    write_json(folder / "privacy.json", _template("privacy.json"), indent=2)
     values = entry.site.model_dump(mode="json", exclude_unset=True)
     write_atomic(folder / "site.yaml", (SITE_HEADER + (yaml.safe_dump(values) if values else "{}\n")).encode())
 
@@ -86,7 +85,7 @@ def apply_local(sites: Path, kit: Path) -> Path:
     write_local(folder, find_entry(deployment, kit_name(kit), sites))
     harden_kit(kit)
     write_readme(kit, deployment.name)
-    make_private(kit)
+    kit.chmod(0o700)  # the keys are private in any case, but FLARE's logs and site.yaml are not
     return folder
 
 
@@ -113,7 +112,7 @@ def update_local(folder: Path) -> Path:
     if path.is_file() and (missing := missing_components(folder, role)):
         found = read_settings(path)
         added = [one for one in COMPONENTS[role] if one["id"] in missing]
-        _write_json(path, found | {"components": [*found.get("components", []), *added]})
+        write_json(path, found | {"components": [*found.get("components", []), *added]}, indent=2)
     return allow_classes(folder, role)
 
 
@@ -121,11 +120,6 @@ def missing_components(kit: Path, role: str) -> list[str]:
     """Return the ids of our components that a kit lacks, such as a kit of an earlier version. Raises ConfigError."""
     there = component_paths(kit)
     return [one["id"] for one in COMPONENTS[role] if one["path"] not in there]
-
-
-def make_private(kit: Path) -> None:
-    """Let only the owner enter a kit. Its keys are private in any case, but FLARE's logs and site.yaml are not."""
-    kit.chmod(0o700)
 
 
 def harden_kit(kit: Path) -> None:
@@ -141,19 +135,14 @@ def harden_kit(kit: Path) -> None:
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:
     """Return a site's or the server's entry by its name. Raises ConfigError if there is none."""
-    entries: dict[str, SiteEntry | ServerEntry] = {deployment.server.name: deployment.server}
-    entries |= {site.name: site for site in deployment.sites}
-    if name not in entries:
-        raise ConfigError(f"{source}: sites: none is named {name!r}, which a startup kit is for; add it")
-    return entries[name]
+    for entry in (deployment.server, *deployment.sites):
+        if entry.name == name:
+            return entry
+    raise ConfigError(f"{source}: sites: none is named {name!r}, which a startup kit is for; add it")
 
 
 def _template(name: str) -> dict[str, Any]:
     return read_json(files("consilium.flare.kit").joinpath("policies", name))
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    write_atomic(path, json.dumps(values, indent=2).encode() + b"\n")
 
 
 # readme ----------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.storage import make_private_folder, read_json, write_atomic
 from consilium.flare.kit.certificates import fingerprints
 from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, shadow_job_settings
-from consilium.flare.kit.local_folder import find_entry, make_private, write_local, write_readme
+from consilium.flare.kit.local_folder import find_entry, write_local, write_readme
 
 ROOT, ROOT_KEY = "root_cert", "root_pri_key"
 """Keys in FLARE's cert.json."""
@@ -59,7 +59,7 @@ class KitBuilder(Builder):
             harden_start_scripts(startup)
             add_unlock_prompt(startup)
             write_readme(startup.parent, deployment.name)
-            make_private(startup.parent)
+            startup.parent.chmod(0o700)
             if former:
                 key = install_root_bridge(startup, former, participant == project.get_server()) or key
             sign_folders(str(startup), key, signature_file=ProvFileName.SIGNATURE_JSON)

@@ -26,7 +26,7 @@ from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import InvalidAsserterCert, get_cn_from_cert
 
 from consilium.core.errors import ConfigError
-from consilium.core.storage import note, read_json, write_json
+from consilium.core.storage import read_json, write_json
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.kit.revocation import REFUSED, revoked_until
@@ -44,8 +44,6 @@ class RevocationCheck(FLComponent):
         self._verified: dict[str, float | None] = {}
         self._logins = WeakKeyDictionary[Session, float | None]()
         """For each session, the value of `revoked_at` for its person at the login."""
-        self._stored: dict[str, dict[str, Any]] = {}
-        """The entries of READMITTED that this process has written."""
         self._registering = threading.local()
         """FLARE's context of the registration that this thread handles. FLARE sends a site only a cause that is in it."""
         patches.CERTIFICATE.wrap(self._check_certificate)
@@ -105,30 +103,26 @@ class RevocationCheck(FLComponent):
 
     def _is_readmitted(self, name: str, token: str) -> bool:
         """Tell whether a token is of a registration, before the server's restart, with a certificate after the revocation."""
-        try:
-            until, stored = self.revoked_at(name), read_json(self._readmitted_file())
-        except (ConfigError, OSError, ValueError, RecursionError):
-            return False
-        if until is None or not isinstance(stored, dict) or stored.get(name) != _readmission(until, token):
-            return False
-        self._verified[name] = until
-        return True
+        with suppress(ConfigError):
+            until = self.revoked_at(name)
+            if until is not None and self._readmissions().get(name) == _readmission(until, token):
+                self._verified[name] = until
+                return True
+        return False
 
     def _store_readmission(self, name: str, until: float, token: str) -> None:
-        """Store the hash of a token, once. If the disk is full, the site must be restarted after a restart of the server."""
-        if self._stored.get(name) != (entry := _readmission(until, token)):
-            path = self._readmitted_file()
+        """Store the hash of a token. If the disk is full, the site must be restarted after a restart of the server."""
+        stored, entry = self._readmissions(), _readmission(until, token)
+        if self._local is not None and stored.get(name) != entry:
             with suppress(OSError):
-                try:
-                    note(path, name, entry)
-                except (ValueError, RecursionError):  # the file is damaged
-                    write_json(path, {name: entry})
-            self._stored[name] = entry
+                write_json(self._local.parent / STATE / READMITTED, stored | {name: entry})
 
-    def _readmitted_file(self) -> Path:
-        if self._local is None:
-            raise ConfigError("the server is not ready")
-        return self._local.parent / STATE / READMITTED
+    def _readmissions(self) -> dict[str, Any]:
+        """Return the content of READMITTED; {} if there is none, or if it is damaged."""
+        with suppress(OSError, ValueError, RecursionError):
+            if self._local is not None and isinstance(stored := read_json(self._local.parent / STATE / READMITTED), dict):
+                return stored
+        return {}
 
     def _must_register_again(self, name: str, registered: bool) -> bool:
         """Return whether a name must show a certificate again. If the list cannot be read, only `registered` names may stay."""
