@@ -240,11 +240,7 @@ def test_first_look_at_the_examples_kit_needs_no_gpu(tmp_path: Path, monkeypatch
 
 def test_connection_settings_are_checked(kit: Path) -> None:
     found = {one.check: one for one in examine(kit)}["settings"]
-    assert (found.ok, found.advice) == (True, "")
-    (kit / "comm_config.json").write_text('{"max_message_size": 1}')
-    found = {one.check: one for one in examine(kit)}["settings"]
     assert found.ok
-    assert "49 sites at a server at most" in found.advice
     (kit / "comm_config.json").write_text("{")
     assert "not valid JSON" in problems(kit)["settings"]
 

@@ -58,17 +58,14 @@ def markdown(found: dict[str, Any]) -> str:
     site = first.get("site", "this site")
     damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
     chain = damage if found["broken_line"] else "every line follows"
+    # code, in which nothing needs an escape, so that the path can be copied
+    file = markdown_cell(found["file"]) if "`" in found["file"] else f"`{shown(found['file'])}`"
     lines = [
         "# What left " + markdown_cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
         "",
-        f"- record: {_code_span(found['file'])} ({len(messages)} messages; {chain})",
+        f"- record: {file} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
         *(f"- {markdown_cell(text, 4000)}" for text in privacy_texts(messages)),
     ]
     tables = [one for one in message_and_tensor_tables(found, "", strict=True) if one is not None]
     return "\n".join([*lines, "", markdown_of(tables)])
-
-
-def _code_span(path: str) -> str:
-    """Return a path as Markdown code, in which nothing needs an escape, so that it can be copied."""
-    return f"`{shown(path)}`" if "`" not in path else markdown_cell(path)

@@ -23,6 +23,7 @@ from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon as stored
 from consilium.privacy.ledger.ledger import Ledger, read_accepted_seals
 from consilium.report.audit_tables import privacy_warnings
 from consilium.report.run_files import versions
+from consilium.report.untrusted_files import subfolders
 
 # evidence --------------------------------------------------------------------------------------------------------------
 # The commands `consilium evidence`, for signed archives of runs, and `forget`, which deletes runs.
@@ -100,27 +101,20 @@ def _read_attack(experiment: str, path: Path) -> bytes:
     return content
 
 
-def find_run_paths(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
-    """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError without such a run."""
-    settings = kit / "local" / "site.yaml"
-    if kit_role(kit) == "server" or not settings.is_file():
-        raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
-    records = find_site_records(kit)
-    return _find_run_folder(experiment, records.root), records.root, records.ledger
-
-
 def _find_run_folder(experiment: str, state: Path) -> Path:
     """Return a run's folder. Raises ConfigError if there is no such run."""
-    folder = state / RUNS / check_run_name(experiment)
-    if not folder.is_dir():
-        known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir() if p.is_dir())) if (state / RUNS).is_dir() else "none"
-        raise ConfigError(f"{experiment}: no such run here; there: {shown(known, 400)}")
+    folder, known = state / RUNS / check_run_name(experiment), [one.name for one in subfolders(state / RUNS)]
+    if experiment not in known:
+        raise ConfigError(f"{experiment}: no such run here; there: {shown(', '.join(known) or 'none', 400)}")
     return folder
 
 
 def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return the files of the archive, except its signature, by name."""
-    folder, state, ledger = find_run_paths(experiment, kit)
+    if kit_role(kit) != "site":
+        raise ConfigError(f"--kit: {kit}: not a site's startup kit; give its folder")
+    _, state, ledger = find_site_records(kit)
+    folder = _find_run_folder(experiment, state)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
     if not records:
         raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
@@ -183,8 +177,8 @@ def forget(
             folder = _find_run_folder(name, kit / STATE)
             one = delete_run.delete_at_server(folder, stored_jobs(kit, name), kit / STATE, reason)
         else:
-            folder, state, _ = find_run_paths(name, kit)
-            one = delete_run.delete_at_site(kit, folder, state, reason)
+            state = find_site_records(kit).root
+            one = delete_run.delete_at_site(kit, _find_run_folder(name, state), state, reason)
         found.append(one)
         lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
         lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]

@@ -266,33 +266,21 @@ def experiment_of(job: Job) -> str:
 def stored_jobs(kit: Path, experiment: str) -> list[Path]:
     """Return FLARE's folders of all jobs of an experiment, from the files of the server's kit. Unreadable jobs are left out.
 
-    A job's experiment is read from FLARE's metadata; if FLARE's own tools submitted the job, from its job.yaml. Raises
-    ConfigError if the kit's settings name no folder of jobs.
+    A job's experiment is in FLARE's metadata, or in its job.yaml if FLARE's own tools submitted the job. Raises ConfigError if
+    the kit's settings name no folder of jobs.
     """
     found = []
     for meta in sorted(server_folders(kit)[0].glob("*/meta")):
-        known = False
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            known = experiment_of(read_json(meta)) == experiment
-        if known or _archive_has_experiment(meta.with_name("data"), experiment):
+        names = set()
+        with suppress(Exception):
+            names.add(experiment_of(read_json(meta)))
+        with suppress(Exception), zipfile.ZipFile(meta.with_name("data")) as job:  # an author may submit anything
+            for name in [name for name in job.namelist() if name.endswith("/config/job.yaml")][:MAX_APPS]:
+                with suppress(Exception):
+                    names.add(read_yaml(zipfile.Path(job, name))["experiment"])
+        if experiment in names:
             found.append(meta.parent)
     return found
-
-
-def _archive_has_experiment(stored: Path, experiment: str) -> bool:
-    """Return whether any job.yaml in a job's archive names this experiment. Unreadable files in the archive are skipped."""
-    with suppress(Exception), zipfile.ZipFile(stored) as job:  # an author may submit anything
-        for name in [name for name in job.namelist() if name.endswith("/config/job.yaml")][:MAX_APPS]:
-            with suppress(Exception):
-                if _experiment_in(zipfile.Path(job, name)) == experiment:
-                    return True
-    return False
-
-
-def _experiment_in(file: Path | zipfile.Path) -> str | None:
-    """Return the experiment that a job.yaml names, None if it names none. Raises ConfigError."""
-    raw = read_yaml(file)
-    return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
 
 
 def stored_reason(result: Path) -> str | None:

@@ -98,15 +98,6 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
             yield run_check("admission", lambda: _examine_admission(kit))
 
 
-def _examine_path(kit: Path) -> str:
-    if not is_word(path := str(kit.resolve())):
-        raise ConfigError(
-            f"{path}: FLARE writes it into the commands of jobs without quotes, and every job fails; "
-            "move the kit to a path without spaces, quotes and #"
-        )
-    return "one word, as FLARE's commands of jobs need it"
-
-
 def _examine_server(kit: Path) -> Finding:
     """Return the finding of `examine_server_connection`. A locked kit cannot connect, as the finding about its key says."""
     if (kit / LOCKED).is_file() and not has_private_key(kit):
@@ -219,23 +210,6 @@ def _examine_key(kit: Path) -> str:
     return "locked, and open now" if locked else "for this user only; `consilium lock` puts it under a passphrase"
 
 
-def _examine_start_script(kit: Path) -> str:
-    if unsafe_scripts(kit / "startup"):
-        raise ConfigError(
-            "loads Python modules from the folder it is called in; run `consilium allow KIT`, or, where startup/ is signed, "
-            "start it from an empty folder; the hub can make a new kit"
-        )
-    return "starts Python in an empty folder of the kit"
-
-
-def _examine_job_settings(kit: Path) -> Finding:
-    if not shadows_job_settings(kit):
-        raise ConfigError("a job could bring its own for connections, and code with them; run `consilium allow KIT`")
-    narrow = "grpc" not in read_settings(kit / COMM)
-    advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
-    return Finding("settings", "a job cannot bring its own for connections or resources", advice=advice if narrow else "")
-
-
 def _examine_allow_list(kit: Path) -> Finding | str:
     """Return whether our entries of the allow-list are exactly the role's classes. A job can call every name on the list."""
     resources, role = read_settings(kit / "local" / "resources.json"), str(kit_role(kit))
@@ -266,14 +240,6 @@ def _is_wildcard(entry: str) -> bool:
         return find_spec(entry) is not None
     except (ImportError, ValueError, AttributeError):  # a class, not a module
         return False
-
-
-def _examine_log_streaming(kit: Path) -> str:
-    if read_settings(kit / "local" / "resources.json").get("allow_log_streaming", True):
-        raise ConfigError(
-            "on: error logs go to the server; set allow_log_streaming to false: error logs may name patients' files"
-        )
-    return "off"
 
 
 def _examine_scope(kit: Path) -> str:
@@ -354,13 +320,6 @@ def _examine_approval(site: SiteConfig, kit: Path) -> str:
     return f"by digest; {count_with_noun(len(read_approvals(kit / 'local')), 'job')} approved"
 
 
-def _examine_revocation(kit: Path) -> str:
-    """Return whether the server checks revocations, and how many names are revoked."""
-    if not has_revocation_check(kit):
-        raise ConfigError("the server takes revoked credentials; stop it, run `consilium allow KIT`, start it")
-    return f"{len(revoked_until(kit / 'local'))} names have had their credentials revoked"
-
-
 def _examine_components(kit: Path) -> Finding | str:
     """Return whether the kit has all components of this version."""
     if missing := missing_components(kit, str(kit_role(kit))):
@@ -368,33 +327,86 @@ def _examine_components(kit: Path) -> Finding | str:
     return "all of this version"
 
 
-def _examine_fingerprint(kit: Path) -> str:
-    own = certificate_path(kit).read_text(encoding="utf-8")
-    return f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)"
+def _require(is_well: Callable[[Path], bool], well: str, problem: str) -> Callable[[Path], str]:
+    """Return a check whose finding is the text `well` or, if `is_well` says no, a `problem` with its remedy."""
+
+    def look(kit: Path) -> str:
+        if not is_well(kit):
+            raise ConfigError(problem)
+        return well
+
+    return look
+
+
+def _own_fingerprint(kit: Path) -> str:
+    return fingerprint(public_key(certificate_path(kit).read_text(encoding="utf-8")))
 
 
 PARTICIPANTS, HOSTS = ("site", "server", "relay", "person"), ("site", "server")
 CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Path], Finding | str]], ...] = (
-    ("path", HOSTS, _examine_path),
+    (
+        "path",
+        HOSTS,
+        _require(
+            lambda kit: is_word(str(kit.resolve())),
+            "one word, as FLARE needs it in the commands of jobs",
+            "FLARE writes it into the commands of jobs without quotes, and every job fails; "
+            "move the kit to a path without spaces, quotes and #",
+        ),
+    ),
     ("signature", PARTICIPANTS, _examine_signature),
-    ("start script", HOSTS, _examine_start_script),
+    (
+        "start script",
+        HOSTS,
+        _require(
+            lambda kit: not unsafe_scripts(kit / "startup"),
+            "starts Python in an empty folder of the kit",
+            "loads Python modules from the folder it is called in; run `consilium allow KIT`, or, where startup/ is signed, "
+            "start it from an empty folder; the hub can make a new kit",
+        ),
+    ),
     ("key", PARTICIPANTS, _examine_key),
-    ("settings", HOSTS, _examine_job_settings),
+    (
+        "settings",
+        HOSTS,
+        _require(
+            lambda kit: shadows_job_settings(kit) and bool(read_settings(kit / COMM)),
+            "a job cannot bring its own for connections or resources",
+            "a job could bring its own for connections, and code with them; run `consilium allow KIT`",
+        ),
+    ),
     ("FLARE's code", HOSTS, lambda kit: patches.check(str(kit_role(kit)))),
     ("allow-list", HOSTS, _examine_allow_list),
     ("rights", HOSTS, _examine_rights),
-    ("log streaming", ("site",), _examine_log_streaming),
+    (
+        "log streaming",
+        ("site",),
+        _require(
+            lambda kit: not read_settings(kit / "local" / "resources.json").get("allow_log_streaming", True),
+            "off",
+            "on: error logs go to the server; set allow_log_streaming to false: error logs may name patients' files",
+        ),
+    ),
     ("privacy scope", ("site",), _examine_scope),
     ("components", HOSTS, _examine_components),
     ("clock", PARTICIPANTS, examine_own_certificate),
     ("root", PARTICIPANTS, examine_root),
     ("root fingerprint", PARTICIPANTS, root_fingerprint_text),
-    ("revocation", ("server",), _examine_revocation),
+    (
+        "revocation",
+        ("server",),
+        _require(
+            has_revocation_check,
+            "the server refuses revoked credentials",
+            "the server takes revoked credentials; stop it, run `consilium allow KIT`, start it",
+        ),
+    ),
+    ("revoked names", ("server",), lambda kit: ", ".join(sorted(revoked_until(kit / "local"))) or "none"),
     ("state", ("server",), _examine_state),
     ("disk", ("server",), lambda kit: examine_disk(server_folders(kit)[0], "sites.yml")),
     ("port", ("server", "relay"), _examine_port),
     ("relays", ("server",), _examine_relays),
-    ("fingerprint", ("site",), _examine_fingerprint),
+    ("fingerprint", ("site",), lambda kit: f"{_own_fingerprint(kit)} (for others' secure_aggregation.partners)"),
 )
 """The checks of a kit: name, the roles of the kits that have it, and what looks. A missing policy file is a problem, because
 FLARE's default allows too much. Kits of relays and people have no policies."""

@@ -7,13 +7,13 @@ job would. It writes nothing to the ledger and the records.
 import json
 import tempfile
 import textwrap
-import unicodedata
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import bidirectional
 
 from nvflare.apis.job_def import JobMetaKey
 from rich.cells import cell_len
@@ -93,7 +93,8 @@ class Review:
         """
         before = ""
         for name, text in self._rows():
-            visible = "".join(c if c.isascii() or _is_plain_character(c) else ascii(c)[1:-1] for c in shown(text, 600))
+            plain = (c.isascii() or (cell_len(c) == 1 and bidirectional(c) not in ("R", "AL", "AN")) for c in shown(text, 600))
+            visible = "".join(c if is_plain else ascii(c)[1:-1] for c, is_plain in zip(shown(text, 600), plain, strict=True))
             yield from textwrap.wrap(
                 " ".join(visible.split()),
                 min(width, WIDTH),
@@ -197,11 +198,6 @@ def _cost(guard: Guard, run: str, generated: bool) -> Cost:
     return Cost(dataset, generated, guard.num_samples, guard.shown_samples, guard.plan if planned else None, budgets)
 
 
-def _is_plain_character(character: str) -> bool:
-    """Return whether a character has a width of one column and is written from left to right."""
-    return unicodedata.bidirectional(character) not in ("R", "AL", "AN") and cell_len(character) == 1
-
-
 def _submitter(app: Path, kit: Path) -> str:
     """Return the person who submitted a job that a server has sent; "" for any other folder.
 
@@ -256,8 +252,6 @@ def _budget_texts(site: SiteConfig, cost: Cost | None) -> Iterator[str]:
         spent, after, whole = one["spent"], one["after"], one["budget"]
         left = f"{max(whole - after, 0):.3g} left" if after <= whole * (1 + 1e-6) else "over the budget"
         then = "with this job it has no bound" if after == float("inf") else f"{after:.3g} with this job, {left}"
-        if cost is None or cost.plan is None:
-            then = "nothing with this job"
         of = (cost and cost.dataset) or "the generated data"
         yield f"each {unit} of {of}: epsilon {spent:.3g} of {whole:g} spent (delta {one['delta']:g}); {then}"
 

@@ -59,7 +59,8 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
     certificate_path(kit)
     check_stopped(kit)
     path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), unlocked_key_files(kit)
-    opened = {folder for key in keys if (folder := _opened_folder(key))}
+    opened = {key.readlink().parent for key in keys if key.is_symlink()}  # of links that `unlock` made
+    opened = {folder for folder in opened if folder.name.startswith(PREFIX) and folder.is_dir()}
     searched = (*kit.glob("*"), *(kit / "startup").rglob("*"), *(kit / "local").rglob("*"), *kit.rglob("*.key"))
     others = [one for one in searched if one not in keys and one.parent not in opened and _is_clear_key(one)]
     if others:  # such as the former key that `update-kit` leaves in startup.old
@@ -88,12 +89,6 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
 def _opened_name(path: Path) -> str:
     """Return the name of the folder for the opened keys of the encrypted file `path`. No other user can know it."""
     return PREFIX + hashlib.sha256(_read_locked(path)).hexdigest()
-
-
-def _opened_folder(key: Path) -> Path | None:
-    """Return the folder of opened keys that a key in startup/ links to; None for other keys, and if the folder is gone."""
-    folder = key.readlink().parent if key.is_symlink() else key
-    return folder if folder.name.startswith(PREFIX) and folder.is_dir() else None
 
 
 def _remove_opened(kit: Path, more: Iterable[Path] = ()) -> None:

@@ -89,7 +89,7 @@ def stop(kits: Sequence[Path], number: int = signal.SIGTERM, jobs_only: bool = F
         if not (found := [one for kit in kits for one in processes(kit, jobs_only)]):
             break
         # Kill scripts first: FLARE's script restarts an ended participant. Process ids wrap around, so they give no order.
-        for one in sorted(found, key=_is_no_script):
+        for one in sorted(found, key=lambda one: os.path.basename((one.info["cmdline"] or [""])[0]) not in SHELLS):
             with suppress(psutil.Error):
                 one.send_signal(signal.SIGKILL if attempt else number)
         psutil.wait_procs(found, PATIENCE)
@@ -97,12 +97,6 @@ def stop(kits: Sequence[Path], number: int = signal.SIGTERM, jobs_only: bool = F
         raise ConsiliumError(f"{kits[0].parent}: processes {[one.pid for one in found]} do not end; see `ps -p PROCESS`")
     for path in () if jobs_only else (kit / mark for kit in kits for mark in MARKS):
         path.unlink(missing_ok=True)
-
-
-def _is_no_script(process: psutil.Process) -> bool:
-    """Return whether a process is no shell script. One that ended after it was found has no command line any more."""
-    words = process.info["cmdline"] or [""]
-    return os.path.basename(words[0]) not in SHELLS
 
 
 def is_word(path: str) -> bool:
