@@ -4,7 +4,7 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -77,16 +77,16 @@ def provision(
     if local and only:
         raise ConfigError("--only: is of kits that -o makes; leave it out")
     written = make_kits(sites, output, only or ()) if output else apply_local(sites, local or Path())
-    found: dict[str, Any] = {"local": str(written)}
-    text = f"{written}: policies written; restart the site to use them"
-    if output:
-        found = {"kits": str(written), "participants": sorted(p.name for p in written.iterdir())}
-        found["root"] = root_fingerprint(written.parent / "state")
-        others = ["all other kits stay as they are; a running server takes the new ones without a restart"] if only else []
-        root = f"{written.parent}/state holds the root key: keep it where no one else can read it"
-        told = f"SHA-256 of the root certificate, which each participant compares by telephone:\n{found['root']}"
-        text = "\n".join([f"{written}: kits of {', '.join(found['participants'])}", *others, root, told])
-    emit(found, text, format)
+    if not output:
+        emit({"local": str(written)}, f"{written}: policies written; restart the site to use them", format)
+        return
+    names, root = sorted(one.name for one in written.iterdir()), root_fingerprint(written.parent / "state")
+    text = f"""{written}: kits of {", ".join(names)}
+Other kits stay as they are; a running server takes new ones without a restart.
+{written.parent}/state holds the root key: keep it where no one else can read it
+SHA-256 of the root certificate, which each participant compares by telephone:
+{root}"""
+    emit({"kits": str(written), "participants": names, "root": root}, text, format)
 
 
 # renewal ---------------------------------------------------------------------------------------------------------------

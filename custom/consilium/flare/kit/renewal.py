@@ -13,7 +13,8 @@ kits are valid under it.
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from consilium.flare.kit.kit_contents import (
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import FORMER, ROOT, ROOT_KEY, check_names, provision
+from consilium.report.tables import only_true
 
 OLD, NEW = "startup.old", ".startup.new"
 """Folders beside a kit's startup/: OLD holds the replaced startup/, whose key is still valid; NEW the incomplete new copy."""
@@ -118,8 +120,8 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
         check_stopped(kit)
     elif kit_role(kit) != "site":
         raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
-    if problem := next(_renewal_problems(kit, new, parse_fingerprint(fingerprint) if fingerprint else ""), None):
-        raise ConfigError(f"{new}: {problem}")
+    if problems := _renewal_problems(kit, new, parse_fingerprint(fingerprint) if fingerprint else ""):
+        raise ConfigError(f"{new}: {problems[0]}")
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir(mode=0o700)  # others cannot read the key during the copy, whatever file modes the renewed kit has
     copied = Path(shutil.copytree(new / "startup", ready / "startup", symlinks=True, ignore=RUN_FILES))
@@ -138,34 +140,37 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
 
 
-def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
-    """Yield each reason why the kit `new` is no renewal of `kit`. `fingerprint`: of an accepted root with another key."""
+def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> list[str]:
+    """Return the reasons why the kit `new` is no renewal of `kit`. `fingerprint`: of an accepted root with another key."""
     before, after = load_certificate(certificate_path(kit)), load_certificate(certificate_path(new))
     root, next_root = (load_certificate(one / "startup" / "rootCA.pem") for one in (kit, new))
-    if before.subject != after.subject:
-        yield f"is of {after.subject.rfc4514_string()}, the kit of {before.subject.rfc4514_string()}; ask the hub for yours"
-    if certificate_path(kit).name != certificate_path(new).name:
-        yield "is of another role; ask the hub for yours"
-    if root.public_key() != next_root.public_key() and fingerprint not in fingerprints(next_root):
-        yield (
-            f"its root has another key than yours. Ask the hub by telephone for the root's fingerprint, and give it with "
-            f"--fingerprint; this one's is {fingerprints(next_root)[0]}"
-        )
-    if not after.not_valid_before_utc <= datetime.now(UTC) <= after.not_valid_after_utc:
-        yield f"its certificate is valid from {after.not_valid_before_utc} to {after.not_valid_after_utc}; look at the clock"
-    try:
+    same_root, is_named = root.public_key() == next_root.public_key(), fingerprint in fingerprints(next_root)
+    start, end = after.not_valid_before_utc, after.not_valid_after_utc
+    verified = False
+    with suppress(VerificationError, ValueError):  # ValueError: half a chain
         own, *chain = load_crt_chain(certificate_path(new))
         verify_cert_chain(own, chain, next_root)
-    except (VerificationError, ValueError):  # ValueError: half a chain
-        yield "its certificate is not signed by its root; ask the hub again"
-    if after.not_valid_after_utc <= before.not_valid_after_utc:
-        yield "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made"
-    if (kit / LOCKED).is_file() and not (new / LOCKED).is_file():
-        yield "its key is in clear, yours is locked; run `consilium lock` and `consilium unlock` on it first"
-    if not is_key_of(private_key_path(new), after):
-        yield "its key is none of its certificate; ask the hub again"
-    if is_signed(kit / "startup") and not is_as_signed(new / "startup"):
-        yield "its startup/ is not as the hub signed it; ask the hub again"
+        verified = True
+    whose = f"is of {after.subject.rfc4514_string()}, the kit of {before.subject.rfc4514_string()}; ask the hub for yours"
+    ask = "Ask the hub by telephone for the root's fingerprint, and give it with --fingerprint"
+    problems = {
+        whose: before.subject != after.subject,
+        "is of another role; ask the hub for yours": certificate_path(kit).name != certificate_path(new).name,
+        f"its root has another key than yours. {ask}; this one's is {fingerprints(next_root)[0]}": not (same_root or is_named),
+        f"its certificate is valid from {start} to {end}; look at the clock": not start <= datetime.now(UTC) <= end,
+        "its certificate is not signed by its root; ask the hub again": not verified,
+        "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made": (
+            end <= before.not_valid_after_utc
+        ),
+        "its key is in clear, yours is locked; run `consilium lock` and `consilium unlock` on it first": (
+            (kit / LOCKED).is_file() and not (new / LOCKED).is_file()
+        ),
+        "its key is none of its certificate; ask the hub again": not is_key_of(private_key_path(new), after),
+        "its startup/ is not as the hub signed it; ask the hub again": (
+            is_signed(kit / "startup") and not is_as_signed(new / "startup")
+        ),
+    }
+    return only_true(problems)
 
 
 def replace_root(state: dict[str, Any], days: int) -> dict[str, Any]:
