@@ -24,7 +24,7 @@ from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.job.recipe import export
-from consilium.flare.kit.class_allow_list import allow_classes
+from consilium.flare.kit.kit_hardening import allow_classes
 from consilium.privacy.guard.guard import Guard
 from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, small_config

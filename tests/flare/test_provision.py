@@ -20,9 +20,9 @@ from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.kit.certificates import root_fingerprint_text
-from consilium.flare.kit.class_allow_list import CLASSES
 from consilium.flare.kit.kit_contents import kit_name
 from consilium.flare.kit.kit_hardening import (
+    CLASSES,
     CONNECTED,
     STARTS,
     add_unlock_prompt,

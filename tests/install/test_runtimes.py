@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from consilium import __version__
-from consilium.flare.kit.class_allow_list import CLASSES
-from consilium.flare.kit.kit_hardening import shadows_job_settings
+from consilium.flare.kit.kit_hardening import CLASSES, shadows_job_settings
 from consilium.flare.kit.provision import provision
 from tests.conftest import run
 

@@ -13,7 +13,7 @@ from nvflare.fuel.utils.class_utils import instantiate_class
 
 import consilium
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.class_allow_list import CLASSES, KEY
+from consilium.flare.kit.kit_hardening import ALLOW_LIST, CLASSES
 from consilium.flare.kit.local_folder import update_local
 from tests.adversary.submitter.building import ROLES, Builder, make_kits
 
@@ -148,9 +148,9 @@ def test_an_old_kits_prefix_is_gone_after_allow(tmp_path: Path) -> None:
     for role, kit in make_kits(tmp_path).items():
         file = kit / "local/resources.json"
         old = ["consilium.", "consilium.flare.kit.provision", "consilium", "nvflare.app_common.workflows.fedavg.FedAvg"]
-        file.write_text(json.dumps(json.loads(file.read_text()) | {KEY: old}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | {ALLOW_LIST: old}))
         update_local(kit)
-        assert json.loads(file.read_text())[KEY] == [old[-1], *CLASSES[role]]
+        assert json.loads(file.read_text())[ALLOW_LIST] == [old[-1], *CLASSES[role]]
         builder = Builder(kit, role, EMPTY, tmp_path)
         assert not builder.build({"id": "x", "path": "consilium.flare.kit.provision.prepare_builders"})
 

@@ -25,7 +25,7 @@ from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, Resu
 from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.simulation_settings import IDENTITIES
 from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
-from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
+from consilium.flare.kit.kit_hardening import CLASSES, allow_classes
 from consilium.privacy.secagg.simulated_identities import make_simulated_identities
 
 TASK_REQUEST_INTERVAL = 0.2

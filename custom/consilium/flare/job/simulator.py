@@ -27,7 +27,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading_event
 from consilium.data.disk_cache import clear_cache_if_present
 from consilium.flare.job.simulation_settings import IDENTITIES, LOG, MARK, OUTPUT, write_settings
-from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
+from consilium.flare.kit.kit_hardening import CLASSES, allow_classes
 
 PROCESS = ("-P", "-m", "consilium.flare.job.simulator_main")
 """Python's arguments. -P: modules in the current folder are not imported."""

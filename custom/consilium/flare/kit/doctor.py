@@ -37,7 +37,6 @@ from consilium.flare.kit.certificates import (
     root_fingerprint_text,
     server_address,
 )
-from consilium.flare.kit.class_allow_list import CLASSES, allowed_classes, is_ours
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import unlocked_key_files
 from consilium.flare.kit.kit_contents import (
@@ -54,7 +53,16 @@ from consilium.flare.kit.kit_contents import (
     relay_of,
     server_folders,
 )
-from consilium.flare.kit.kit_hardening import COMM, altered_files, is_signed, shadows_job_settings, unsafe_scripts
+from consilium.flare.kit.kit_hardening import (
+    CLASSES,
+    COMM,
+    allowed_classes,
+    altered_files,
+    is_ours,
+    is_signed,
+    shadows_job_settings,
+    unsafe_scripts,
+)
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import has_revocation_check, revoked_until

@@ -1,19 +1,20 @@
-"""Hardening of a startup kit: no job can replace FLARE's settings, and Python starts in an empty folder."""
+"""Hardening of a startup kit: no job replaces FLARE's settings, Python starts in an empty folder, jobs name listed classes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
+from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.lighter.constants import ProvFileName
 from nvflare.lighter.utils import load_crt, verify_content
 
-from consilium.core.errors import ConsiliumError
-from consilium.core.storage import read_json, write_atomic
-from consilium.flare.kit.kit_contents import LOCKED, kit_role
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.storage import read_json, write_atomic, write_json
+from consilium.flare.kit.kit_contents import LOCKED, Settings, kit_role, read_settings
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"
@@ -134,3 +135,55 @@ def unsafe_scripts(startup: Path) -> list[Path]:
     """Return the scripts in startup/ that are not safe to call from any folder, see `harden_start_scripts`."""
     marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
     return [path for name, mark in marks.items() if (path := startup / name).is_file() and mark not in path.read_text("utf-8")]
+
+
+# allow-list ------------------------------------------------------------------------------------------------------------
+# The allow-list of the classes that a job may name, per role, and its file in a startup kit or simulator workspace.
+#
+# For each `path` in a job's configuration, FLARE 2.9 calls getattr(module, name)(**args) if the site's `class_allow_list`
+# permits the path. So a path can name any function and any imported name, not only a class. An entry that ends in a dot permits
+# every path that begins with it, and so does the name of a module. Therefore our entries are single classes.
+
+CLASSES = {
+    "server": (
+        "consilium.flare.job.controller.RoundController",
+        "consilium.flare.job.aggregator.StrategyAggregator",
+        "consilium.flare.job.filters.ResultCheckFilter",
+    ),
+    "site": (
+        "consilium.flare.job.executor.SiteExecutor",
+        "consilium.flare.job.filters.GuardTaskFilter",
+        "consilium.flare.job.filters.GuardResultFilter",
+    ),
+}
+"""All names of this package that a job may use, by role. `consilium allow` adds missing ones to an existing kit."""
+ALLOW_LIST = "class_allow_list"
+OURS = __name__.partition(".")[0]
+
+
+def is_ours(entry: str) -> bool:
+    """Return whether an entry of an allow-list belongs to this package."""
+    return entry.partition(".")[0] == OURS
+
+
+def allowed_classes(resources: Settings, default: Sequence[str]) -> Sequence[str]:
+    """Return the allow-list in the settings of a resources.json, or `default` if there is none. Raises ConfigError."""
+    listed = resources.get(ALLOW_LIST, default)
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"{ALLOW_LIST} is not a list of names; restore it from local/resources.json.default")
+    return listed
+
+
+def allow_classes(folder: Path, *roles: str) -> Path:
+    """Set our entries of the allow-list in FOLDER/local/resources.json to the classes of `roles`, and return the file's path.
+
+    Entries that are not ours stay. A missing file is created from resources.json.default, which FLARE would read in its place.
+    Raises ConfigError if the file cannot be read.
+    """
+    path = folder / "local" / RESOURCES
+    source = next((p for p in (path, path.with_name("resources.json.default")) if p.is_file()), None)
+    resources: Settings = read_settings(source) if source else {"format_version": 2}
+    others = [one for one in allowed_classes(resources, DEFAULT_CLASS_ALLOW_LIST) if not is_ours(one)]
+    resources[ALLOW_LIST] = [*others, *(name for role in roles for name in CLASSES[role])]
+    write_json(path, resources, indent=2)
+    return path

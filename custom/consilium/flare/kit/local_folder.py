@@ -14,7 +14,6 @@ from consilium.core.storage import PUBLIC, read_json, write_atomic, write_json
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
-from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
 from consilium.flare.kit.kit_contents import (
     ROLES,
     certificate_path,
@@ -24,7 +23,15 @@ from consilium.flare.kit.kit_contents import (
     participant_role,
     read_settings,
 )
-from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, is_signed, shadow_job_settings
+from consilium.flare.kit.kit_hardening import (
+    ALLOW_LIST,
+    CLASSES,
+    add_unlock_prompt,
+    allow_classes,
+    harden_start_scripts,
+    is_signed,
+    shadow_job_settings,
+)
 from consilium.flare.kit.processes import check_stopped
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/site-settings.md lists all fields.\n"
@@ -56,7 +63,7 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
         policy["permissions"][role]["byoc"] = "any"
     write_json(folder / "authorization.json", policy, indent=2)
     role = "server" if isinstance(entry, ServerEntry) else "site"
-    resources = _template(f"resources_{role}.json") | {KEY: list(CLASSES[role])}
+    resources = _template(f"resources_{role}.json") | {ALLOW_LIST: list(CLASSES[role])}
     if entry.bundles:  # the package may come with jobs only, and then the kit's own process cannot import our components
         resources["components"] = [one for one in resources["components"] if one not in COMPONENTS[role]]
     components = {one["id"]: one for one in resources["components"]}
