@@ -142,8 +142,8 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     # the job.yaml of each submission that FLARE still has
     ids = sorted({str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
     names = [name for name in ids if name.replace("-", "").isalnum()]
-    jobs = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
-    return found | {f"job{'' if len(jobs) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(jobs)}
+    stored = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
+    return found | {f"job{'' if len(stored) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(stored)}
 
 
 def forget(

@@ -106,7 +106,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
             yield run_check("admission", lambda: _examine_admission(kit))
 
 
-def _examine_server(kit: Path) -> Finding:
+def _examine_server(kit: Path) -> Finding | str:
     """Return the finding of `examine_server_connection`. A locked kit cannot connect, as the finding about its key says."""
     if (kit / LOCKED).is_file() and not has_private_key(kit):
         return Finding("server", "not asked", advice="unlock the kit, then run this check again")

@@ -154,7 +154,7 @@ def checked_facts(sent: Any, now: float) -> Facts:
 
     "skew" is how many seconds the site's clock is ahead of the server's.
     """
-    facts = {"last_seen": now} | valid_facts(sent, SENT)
+    facts: Facts = {"last_seen": now} | valid_facts(sent, SENT)
     if isinstance(sent, Mapping) and "health" in sent:  # the valid ones of its facts, even if others are not
         facts["health"] = valid_facts(sent["health"], HEALTH)
     clock = facts.pop("clock", None)

@@ -142,7 +142,8 @@ def harden_kit(kit: Path) -> None:
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:
     """Return a site's or the server's entry by its name. Raises ConfigError if there is none."""
-    for entry in (deployment.server, *deployment.sites):
+    entries: tuple[SiteEntry | ServerEntry, ...] = (deployment.server, *deployment.sites)
+    for entry in entries:
         if entry.name == name:
             return entry
     raise ConfigError(f"{source}: sites: none is named {name!r}, which a startup kit is for; add it")
