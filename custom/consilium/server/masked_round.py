@@ -7,6 +7,7 @@ stored answers.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from cryptography import x509
@@ -178,49 +179,29 @@ class MaskedRounds:
         sent = c.job.strategy.payload(c.state, SiteInfo("", 1, joined=False))
         order = layout(upload_shapes(c.job.strategy, sent))
         summed = Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
-        self._train(ask, summed, [name for name in summed.parties if name in present], payloads)
+        silent = [name for name in parties if name in present and attempt.load_masked(name) is None]
+        tasks = {name: replace(payloads[name], masking=attempt.train_question(name, parties)) for name in silent}
+        masked = set(parties) - set(silent)
+
+        def take_masked(name: str, result: Payload) -> None:
+            c.payload_answered(name, result)
+            attempt.take_masked(name, result)
+            masked.add(name)
+
+        ask(Kind.TRAIN, tasks, take_masked, lambda: len(masked) >= least)
         if not (survivors := attempt.close_masked(summed.parties)):
             return None
         there = [name for name in survivors if name in present]
-        if not attempt.has_threshold("confirm"):
-            self._confirm(ask, summed, survivors, there)
-        if attempt.has_threshold("confirm") and not attempt.has_threshold("reveal"):
-            self._reveal(ask, summed, there)
+        if not attempt.has_threshold("confirm"):  # the sites sign the sum
+            questions = {name: attempt.confirm_question(survivors) for name in attempt.silent_sites("confirm", there)}
+            take = partial(attempt.take_confirmed, survivors=survivors, masks=summed.masks)
+            ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("confirm"))
+        if attempt.has_threshold("confirm") and not attempt.has_threshold("reveal"):  # those that signed give their shares
+            signed = [name for name in there if name in attempt.answers.answers_to("confirm")]
+            questions = {name: attempt.reveal_question() for name in attempt.silent_sites("reveal", signed)}
+            take = partial(attempt.take_revealed, parties=parties, masks=summed.masks)
+            ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("reveal"))
         return (summed, survivors) if attempt.has_threshold("reveal") else None
-
-    def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
-        """Ask the survivors in `there`, the sites that are present, to sign the sum."""
-        attempt, silent = summed.attempt, summed.attempt.silent_sites("confirm", there)
-
-        def take(name: str, answer: Any) -> None:
-            attempt.take_confirmed(name, answer, survivors, summed.masks)
-
-        questions = {name: attempt.confirm_question(survivors) for name in silent}
-        ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("confirm"))
-
-    def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
-        """Ask the sites that signed the sum for their shares."""
-        attempt = summed.attempt
-        silent = attempt.silent_sites("reveal", [name for name in there if name in attempt.answers.answers_to("confirm")])
-
-        def take(name: str, answer: Any) -> None:
-            attempt.take_revealed(name, answer, summed.parties, summed.masks)
-
-        ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has_threshold("reveal"))
-
-    def _train(self, ask: Ask, summed: Sum, names: list[str], payloads: Mapping[str, Payload]) -> None:
-        attempt, c = summed.attempt, self.coordinator
-        silent = [name for name in names if attempt.load_masked(name) is None]
-        tasks = {n: replace(payloads[n], masking=attempt.train_question(n, summed.parties)) for n in silent}
-        count = len(summed.parties) - len(silent)
-
-        def take(name: str, result: Payload) -> None:
-            nonlocal count
-            c.payload_answered(name, result)
-            attempt.take_masked(name, result)
-            count += 1
-
-        ask(Kind.TRAIN, tasks, take, lambda: count >= attempt.terms.least)
 
     def _cancel_and_retry(self, ask: Ask, attempt: Attempt) -> Attempt:
         """Cancel an attempt and return a new one. Raises ConsiliumError if too few sites cancel.

@@ -22,10 +22,11 @@ from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.transport import REPLIED, Aborted, FlareTransport
+from consilium.flare.kit.audit_rotation import aborting_person
 from consilium.flare.patches import share_timers
 from consilium.report.live_view import progress
 from consilium.runtime.run_loop import RunLoop
-from consilium.server.coordinator import Coordinator
+from consilium.server.coordinator import FILE as SEALS, Coordinator, Seals
 from consilium.server.cross_site import CrossSites, scored_run_state
 from consilium.server.masked_round import MaskedRounds
 from consilium.server.run_start import check_start_folder
@@ -63,15 +64,12 @@ class RoundController(Controller):
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
-            folder, observe = (
-                job_context.open_server_folder(fl_ctx, job, self.resume),
-                job_context.observer(self, fl_ctx, "server"),
-            )
-            own = job_context.server_config(fl_ctx)
+            folder = job_context.open_server_folder(fl_ctx, job, self.resume)
+            observe, own = job_context.observer(self, fl_ctx, "server"), job_context.server_config(fl_ctx)
             if not job_context.is_simulated_process():
                 check_start_folder(job.config, own)
             saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
-            seals = job_context.ledger_seal_store(fl_ctx)
+            seals = Seals(None if job_context.is_simulated_process() else job_context.state_folder(fl_ctx) / SEALS)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.set_job(job), own, seals)
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
@@ -147,7 +145,7 @@ class RoundController(Controller):
         """Return why FLARE ends this job: a person's abort, or an error. FLARE's abort signal is the same for both."""
         place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
         place = place if c.sites else "before the first round"
-        if person := job_context.find_aborting_person(fl_ctx):
+        if person := aborting_person(Path(job_context.workspace(fl_ctx).get_root_dir()), fl_ctx.get_job_id()):
             return f"{ABORTED_RUN} by {person} {place}"
         if self._fatal:
             return f"{UNEXPLAINED} {place}: {self._fatal}"

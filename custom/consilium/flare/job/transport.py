@@ -16,13 +16,16 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
+from nvflare.private.fed.server.server_engine import ServerEngine
 
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import PROTOCOL, Hello, Kind, Payload
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions, warnings
-from consilium.flare.job import job_context, wire
+from consilium.flare.job import wire
 from consilium.flare.job.gc import collect_garbage
+from consilium.flare.job.late_join import Arrivals
+from consilium.flare.job.simulation_settings import is_simulated_process
 from consilium.flare.kit.revocation import REFUSED
 from consilium.runtime.run_loop import Take
 from consilium.server.coordinator import Coordinator
@@ -79,7 +82,11 @@ class FlareTransport:
         self.hellos: dict[str, Task] = {}
         self._pending: dict[str, Any] = {}
         self._taking, self._greeting = threading.Lock(), threading.Lock()
-        self._arrivals = job_context.watch_arrivals(fl_ctx, self.register_again)
+        engine = fl_ctx.get_engine()
+        kit = (
+            isinstance(engine, ServerEngine) and not is_simulated_process()
+        )  # in a simulation, all sites are there at the start
+        self._arrivals = Arrivals(engine, fl_ctx.get_job_id(), self.register_again) if kit else None
 
     @property
     def aborted(self) -> bool:
