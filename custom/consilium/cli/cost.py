@@ -23,7 +23,7 @@ from consilium.estimates.communication import bottleneck_counts, compare as cost
 from consilium.estimates.flops import Samples, flops_per_sample, generated_samples, run_flops, step_flops
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
-from consilium.federation.trainable_checks import describe_trained_tensors
+from consilium.federation.job_checks import describe_trained_tensors
 from consilium.report.tables import Table, columns, size_text
 from consilium.training.device import has_native_bf16
 

@@ -25,6 +25,7 @@ from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_checks import refuse_first
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.kit_contents import ANSWERED
@@ -76,12 +77,15 @@ def load_federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool =
 
 def check_federated(job: Job, path: Path) -> Job:
     """Return `job`, which was read from `path`. Raises ConfigError for a job that only the in-process engine can run."""
-    if job.strategy.traits.pools_data:
-        raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
-    if job.config.diagnostics.reads_site_tensors:
-        raise ConfigError(
-            f"{path}: diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them"
-        )
+    problems = {
+        f"strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can": (
+            job.strategy.traits.pools_data
+        ),
+        "diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them": (
+            job.config.diagnostics.reads_site_tensors
+        ),
+    }
+    refuse_first(path, problems)
     return job
 
 
