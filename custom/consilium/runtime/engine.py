@@ -23,7 +23,7 @@ from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool,
 from consilium.server import run_start
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_run, scored_run_state
-from consilium.server.masked_round import Asked, MaskedRounds, aggregate_for
+from consilium.server.masked_round import Asked, MaskedRounds
 
 Members = Mapping[str, SimulatedSite | RemoteSite]
 POOLED = "centralized"
@@ -69,7 +69,7 @@ def simulate(
             probe = SiteDiagnostics(job, {name: member.site for name, member in here.items()})
         own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
         saved = scored_run_state(job, former)
-        coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
+        coordinator = Coordinator(job, workspace, observer, resume, own=own)
         root = workspace / IDENTITIES / "rootCA.pem"
         masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
         crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None

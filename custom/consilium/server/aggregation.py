@@ -16,6 +16,8 @@ from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.linalg.norms import concat_small
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
+from consilium.privacy.guard.release import geometries, server_sees_only_sums
+from consilium.privacy.mechanism import Geometry, restore_update
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
 from consilium.server.checks import check_next_state
 from consilium.strategies.strategy import RoundResults, ServerState, SiteResult, Strategy, trained_names
@@ -246,6 +248,43 @@ class RoundAggregate:
         mean = robust_mean(self.server, updates) if self.server.is_robust else self._mean.value()
         self.reset()
         return mean
+
+
+class MaskedAggregate(RoundAggregate):
+    """An aggregate that is filled with the opened sum instead of single updates."""
+
+    def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
+        """Do nothing, because the update is already in the sum."""
+
+    def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
+        """Set the opened sums (int64, units), their divisor, and the maps from whitened coordinates back to updates."""
+        self._mean.set_sums(sums, divisor)
+        self._maps = dict(maps)
+
+    def take_mean(self) -> Tensors:
+        """Return the mean update, float64, and forget the sum."""
+        return restore_update(self._maps, super().take_mean())
+
+
+def with_divisor_and_maps(
+    job: Job, state: ServerState, sums: Tensors, weight: int
+) -> tuple[Tensors, float, dict[str, Geometry]]:
+    """Return the unmasked `sums` of a phase (int64, units) with their divisor and the whitening maps.
+
+    `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
+    drawn. The maps turn whitened coordinates into updates, by tensor name; {} if no tensor is whitened.
+    """
+    public = state.shared | state.initial
+    if not server_sees_only_sums(job.config):
+        return sums, weight, {}
+    divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
+    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
+
+
+def aggregate_for(job: Job) -> RoundAggregate:
+    """Return the aggregate that collects a job's results: masked or not."""
+    kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
+    return kind(job.strategy, job.config.server)
 
 
 def mean_penalty_losses(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:

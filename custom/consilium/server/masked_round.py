@@ -13,18 +13,15 @@ from typing import Any
 from cryptography import x509
 
 from consilium.core.errors import ConsiliumError
-from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
-from consilium.federation.job import Job
-from consilium.privacy.guard.release import geometries, server_sees_only_sums, upload_shapes
-from consilium.privacy.mechanism import Geometry, restore_update
+from consilium.core.messages import Kind, Payload, SiteInfo
+from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflatten
 from consilium.privacy.secagg.messages import needed_cancellations
 from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.terms import Message
-from consilium.server.aggregation import RoundAggregate
+from consilium.server.aggregation import MaskedAggregate, with_divisor_and_maps
 from consilium.server.checks import refusals_text, remedy_text
 from consilium.server.coordinator import Coordinator
-from consilium.strategies.strategy import ServerState
 
 FOLDER = "masks"
 Asked = Payload | Message
@@ -34,43 +31,6 @@ Ask = Callable[[Kind, Mapping[str, Asked], Callable[[str, Any], None], Callable[
 If `take` raises RefusedError, the answer is refused. The function returns when all sites have answered or failed, or some time
 after enough() returns True.
 """
-
-
-class MaskedAggregate(RoundAggregate):
-    """An aggregate that is filled with the opened sum instead of single updates."""
-
-    def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
-        """Do nothing, because the update is already in the sum."""
-
-    def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
-        """Set the opened sums (int64, units), their divisor, and the maps from whitened coordinates back to updates."""
-        self._mean.set_sums(sums, divisor)
-        self._maps = dict(maps)
-
-    def take_mean(self) -> Tensors:
-        """Return the mean update, float64, and forget the sum."""
-        return restore_update(self._maps, super().take_mean())
-
-
-def with_divisor_and_maps(
-    job: Job, state: ServerState, sums: Tensors, weight: int
-) -> tuple[Tensors, float, dict[str, Geometry]]:
-    """Return the unmasked `sums` of a phase (int64, units) with their divisor and the whitening maps.
-
-    `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
-    drawn. The maps turn whitened coordinates into updates, by tensor name; {} if no tensor is whitened.
-    """
-    public = state.shared | state.initial
-    if not server_sees_only_sums(job.config):
-        return sums, weight, {}
-    divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
-    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
-
-
-def aggregate_for(job: Job) -> RoundAggregate:
-    """Return the aggregate that collects a job's results: masked or not."""
-    kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
-    return kind(job.strategy, job.config.server)
 
 
 @dataclass(frozen=True)

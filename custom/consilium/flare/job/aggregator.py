@@ -14,9 +14,8 @@ from consilium.core.sanitize import shown
 from consilium.federation.job import Job
 from consilium.flare.job import job_context, wire
 from consilium.privacy.plan import make_plan
-from consilium.server.aggregation import RoundAggregate
+from consilium.server.aggregation import RoundAggregate, aggregate_for
 from consilium.server.checks import SAMPLES, check_update
-from consilium.server.masked_round import aggregate_for
 from consilium.strategies.strategy import Strategy
 
 
