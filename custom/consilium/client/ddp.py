@@ -191,13 +191,9 @@ class Ranks:
         if child is None:
             error, child = next(((found, one) for one in self.children if (found := _failure_of(one))), (error, None))
         rank = self.children.index(child) + 1 if child else 0
-        who = f"site.yaml: devices: rank {rank} on {self.site.devices[rank]}: " if child else "site.yaml: devices: "
+        who = f"rank {rank} on {self.site.devices[rank]}: " if child else ""
         self.end()
-        failure = error if isinstance(error, ConsiliumError) else as_failure(error)
-        found = ConsiliumError(f"{who}{failure}", Reason.TRAINING, failure.told and f"{who}{failure.told}")
-        for note in getattr(failure, "__notes__", ()):
-            found.add_note(note)
-        return found
+        return rank_error(who, error if isinstance(error, ConsiliumError) else as_failure(error))
 
     def end(self) -> None:
         """End all other ranks."""
@@ -216,6 +212,15 @@ def training_only(data: DataList) -> DataList:
     """Return a list with only the training samples, for the other ranks. They get shares of batches and open no data file."""
     training = {split: items if split == "training" else () for split, items in data.splits.items()}
     return replace(data, splits=training, loading=Loading(prechecked=True, ignore_unfit=data.loading.ignore_unfit))
+
+
+def rank_error(who: str, failure: ConsiliumError) -> ConsiliumError:
+    """Return the site's error for a failed rank. `who`: the rank, for the message."""
+    where = f"site.yaml: devices: {who}"
+    found = ConsiliumError(f"{where}{failure}", Reason.TRAINING, failure.told and f"{where}{failure.told}")
+    for note in getattr(failure, "__notes__", ()):
+        found.add_note(note)
+    return found
 
 
 def _failure_of(child: ChildProcess) -> ConsiliumError | None:
