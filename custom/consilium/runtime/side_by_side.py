@@ -89,7 +89,7 @@ class SideBySide:
     def __init__(self, sites: Mapping[str, Client], most: int, observer: Observer) -> None:
         self._most, self._observer = most, observer
         self._checked, self._refused, self._told = set[object](), False, False
-        self._running: dict[int, _Worker] = {}
+        self._running: dict[int | None, _Worker] = {}
         for site in sites.values():
             part = joined_part(site.context.model)
             vars(part)["forward"] = partial(self._forward, site.context.model, part, part.forward)
@@ -107,7 +107,9 @@ class SideBySide:
 
     def _run_together(self, workers: Sequence["_Worker"]) -> None:
         """Run the workers in turns. Those with the same kind of request continue in one joint pass."""
-        self._running = {worker.start_thread(): worker for worker in workers}
+        for worker in workers:
+            worker.thread.start()
+        self._running = {worker.thread.ident: worker for worker in workers}
         try:
             for worker in workers:
                 worker.run_until_request()
@@ -210,7 +212,7 @@ class _Worker:
         self.answer, self.outcome = Future[Any](), Future[Any]()
         self._work, self._backward_passes, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
         self._may, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def progress_key(self) -> tuple[int, int]:
@@ -221,12 +223,6 @@ class _Worker:
         if isinstance(self.request, str):
             return LAST
         return self._backward_passes, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
-
-    def start_thread(self) -> int:
-        """Start the thread, which waits for `run_until_request`; return the thread's identifier."""
-        self._thread.start()
-        assert self._thread.ident is not None
-        return self._thread.ident
 
     def run_until_request(self) -> None:
         """Let the site run until its next request or its end. Raises the error that ended it if this must end the run."""
@@ -242,7 +238,7 @@ class _Worker:
         self._stopping = True
         while not self._ended:
             self.run_until_request()
-        self._thread.join()
+        self.thread.join()
 
     def answer_alone(self) -> None:
         """Answer the request with the site's own model."""

@@ -54,30 +54,22 @@ FIRST, SECOND = "first", "second"
 """Prefixes of names in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
 
 
-def apply_server_optimizer(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
-    """Apply the job's server optimizer to a mean update. Return the state with new moments, and the step to add.
-
-    Tensors that are shared but not trained, such as FedDBE's mean of features, are added unchanged.
-    """
-    config = job.config
-    if config.dpsgd is not None and config.dpsgd.trust == "distributed":
-        return training_optimizer_step(config.training, state, mean)
-    if config.server is None:
-        return state, mean
-    trained = trained_names(job.strategy, job.initial, state.round, state.phase)
-    after, steps = server_optimizer_step(
-        config.server, state, {name: update for name, update in mean.items() if name in trained}
-    )
-    return after, {**mean, **steps}
-
-
 def aggregate_results(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
-    """Return the next state after aggregating `mean`. Raises ConsiliumError if the result has NaN or Inf, or an error occurs.
+    """Return the next state after the server optimizer's step, if the job has one, and the strategy's aggregation of `mean`.
 
-    `state` is not changed.
+    Tensors that are shared but not trained, such as FedDBE's mean of features, are added unchanged. Raises ConsiliumError if
+    the result has NaN or Inf, or an error occurs. `state` is not changed.
     """
+    config, before = job.config, state
+    if config.dpsgd is not None and config.dpsgd.trust == "distributed":
+        before, mean = training_optimizer_step(config.training, state, mean)
+    elif config.server is not None:
+        trained = trained_names(job.strategy, job.initial, state.round, state.phase)
+        descent = {name: update for name, update in mean.items() if name in trained}
+        before, steps = server_optimizer_step(config.server, state, descent)
+        mean = {**mean, **steps}
     try:
-        after = job.strategy.aggregate(*apply_server_optimizer(job, state, mean))
+        after = job.strategy.aggregate(before, mean)
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round + 1}: the results cannot be merged ({type(error).__name__}: {why})") from None
