@@ -188,8 +188,8 @@ def keep(folder: Path, sites: Any) -> None:
 @pytest.mark.parametrize(
     ("was", "options", "message"),
     [
-        (["/d/a"], [], "--data: generated data for a: the run in w has /d/a; give --data as for that run"),
-        ([], [], "--data: generated data for a: the run in w has no data list; give --data as"),
+        (["/d/a"], [], "--sites: site-1, site-2, site-3: the run in w has a; give its --sites and --data again"),
+        (["/d/a"], ["--sites", "a"], "--data: generated data for a: the run in w has /d/a; give --data as for that run"),
         (
             ["/d/a"],
             ["--data", "d", "--sites", "a"],
