@@ -12,6 +12,7 @@ from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Payload, SiteInfo
 from consilium.core.sanitize import shown
 from consilium.federation.job import Job
+from consilium.federation.job_checks import refuse_first
 from consilium.flare.job import job_context, wire
 from consilium.privacy.plan import make_plan
 from consilium.server.aggregation import RoundAggregate, aggregate_for
@@ -74,17 +75,21 @@ class StrategyAggregator(ModelAggregator):
         """Return the mean update, each tensor in its first dtype. Raises ConfigError for jobs that need more than a mean."""
         job = self._run_job()
         strategy, own, base = job.strategy, type(job.strategy), Strategy
-        if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
-            raise ConfigError(
-                f"strategy.name: {strategy.name!r}: FLARE's own workflows add the mean update to one model that they send "
-                "to all, and its server does more; use RoundController, or fedit"
-            )
-        if job.config.secure_aggregation is not None:
-            raise ConfigError("secure_aggregation: only RoundController opens masked sums; use it, or remove the section")
-        if self._plan is not None and self._plan.config.trust == "central":
-            raise ConfigError("privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local")
-        if job.config.server is not None and job.config.server.optimizer is not None:
-            raise ConfigError("server.optimizer: only RoundController keeps the optimizer's state; use it, or leave it out")
+        halves = own.aggregate is not base.aggregate or own.payload is not base.payload
+        problems = {
+            f"strategy.name: {strategy.name!r}: FLARE's own workflows add the mean update to one model that they send to all, "
+            "and its server does more; use RoundController, or fedit": strategy.traits.needs == "sites" or halves,
+            "secure_aggregation: only RoundController opens masked sums; use it, or remove the section": (
+                job.config.secure_aggregation
+            ),
+            "privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local": (
+                self._plan is not None and self._plan.config.trust == "central"
+            ),
+            "server.optimizer: only RoundController keeps the optimizer's state; use it, or leave it out": (
+                job.config.server is not None and job.config.server.optimizer is not None
+            ),
+        }
+        refuse_first("StrategyAggregator", problems)
         mean = {n: t.to(job.initial[n].dtype) for n, t in self._aggregate.take_mean().items()}
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 
