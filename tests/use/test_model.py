@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def _header(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> Ca
     def write(folder: Path) -> None:
         kept, card = change(*read_adapter_folder(folder))
         save_state(
-            folder / "consilium.safetensors", kept.values, {"forward": kept.stored_forward_settings, "card": card.to_dict()}
+            folder / "consilium.safetensors", kept.values, {"forward": kept.stored_forward_settings, "card": asdict(card)}
         )
 
     return write
