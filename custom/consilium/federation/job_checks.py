@@ -194,23 +194,20 @@ def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
 
 def describe_trained_tensors(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
     """Return a description of the trained tensors with their counts. A comparison of methods is fair if this is equal."""
+    whole = {n for n in initial if n.startswith(f"{WHOLE_BASE}.")}
     parts = {
         "LoRA": [n for n in initial if factor(n)],
         "local LoRA": [n for n in initial if is_local(n)],
         f"{bottleneck_count(initial)} bottlenecks": [n for n in initial if bottleneck_position(n) is not None],
         f"mask decoder ({getattr(adapter, 'decoder', '')})": [
-            n for n in initial if is_base(n) and not _is_whole_base(n) and not is_magnitude(n)
+            n for n in initial if is_base(n) and n not in whole and not is_magnitude(n)
         ],
         "lengths of rows": [n for n in initial if is_magnitude(n)],
-        "whole model": [n for n in initial if _is_whole_base(n)],
+        "whole model": [n for n in initial if n in whole],
         "head": [n for n in initial if is_head(n)],
     }
     sizes = {part: sum(math.prod(initial[n].shape) for n in names) for part, names in parts.items()}
     return " + ".join(f"{part} {size:,}" for part, size in sizes.items() if size)
-
-
-def _is_whole_base(name: str) -> bool:
-    return name.startswith(f"{WHOLE_BASE}.")
 
 
 def name_base_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

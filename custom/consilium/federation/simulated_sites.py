@@ -40,20 +40,17 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         count = int(sites) if len(sites) < 9 else MOST_SITES + 1
         if not 1 <= count <= MOST_SITES:
             raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
-        if there is None:
-            return _numbered_names(count)
-        if count > len(there):
+        if there is not None and count > len(there):
             raise ConfigError(
                 f"--sites: {count}: --data {data} has folders for {len(there)} ({_format_names(there)}); "
                 f"ask for at most {len(there)}"
             )
-        _check_names(there[:count], f"--data: {data}")
-        return there[:count]
-    if sites:
+        names = (_numbered_names(count) if there is None else there)[:count]
+    elif sites:
         names = [name.strip() for name in sites.split(",") if name.strip()]
     else:
-        names = there if there is not None else _numbered_names(3)
-    _check_names(names, "--sites" if sites else f"--data: {data}")
+        names = _numbered_names(3) if there is None else there
+    _check_names(names, f"--data: {data}" if there is not None and not sites else "--sites")
     if there is not None and (unknown := [name for name in names if name not in there]):
         raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_format_names(there)}")
     return names
