@@ -13,8 +13,7 @@ from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from consilium.config.inline_model_config import read_job_bytes
-from consilium.config.job import JobConfig, job_file
+from consilium.config.job import JobConfig, job_file, read_job_bytes
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
 from consilium.core.storage import read_json, write_atomic
