@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -15,13 +15,11 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn
 from rich.text import Text
 
-from consilium.config.job import JobConfig, job_file, load_job
-from consilium.config.overrides import parse_override
-from consilium.config.site import SiteConfig, load_site, plugins_allowed_by_kit
+from consilium.config.job import JobConfig, job_file, load_job, parse_override
+from consilium.config.site import plugins_allowed_by_kit
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.sanitize import LONGEST_LINE, shown
-from consilium.federation.run_folders import STATE
 from consilium.report.tables import Table, terminal_table
 
 FILE_WIDTH = 140
@@ -151,24 +149,3 @@ def load_for_data(job: Path | None, overrides: list[str], kit: Path | None) -> J
             raise ConfigError("--set: is of a job; give --job too")
         return None
     return load(job, overrides, plugins_allowed_by_kit(kit / "local") if kit else NO_PLUGINS, author=kit is None)[0]
-
-
-class SiteRecords(NamedTuple):
-    """A site's settings, its folder of records, and the file of its ledger."""
-
-    site: SiteConfig
-    root: Path
-    ledger: Path
-
-
-def is_site(where: Path) -> bool:
-    """Tell whether a path is a site.yaml or a startup kit that has one."""
-    return where.suffix in (".yaml", ".yml") or (where / "local" / "site.yaml").is_file()
-
-
-def find_site_records(where: Path) -> SiteRecords:
-    """Return the records of the site whose site.yaml or startup kit is `where`. Raises ConfigError."""
-    settings = where / "local" / "site.yaml" if where.is_dir() else where
-    site = load_site(settings)
-    root = site.state or settings.parent.parent / STATE  # in the kit, beside FLARE's folders of jobs
-    return SiteRecords(site, root, site.privacy.ledger_in(root))
