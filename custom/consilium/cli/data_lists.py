@@ -256,7 +256,7 @@ def data_split(
                 rows.append([split, labels, str(counts["samples"]), str(counts["groups"])])
             headings = ("split", "samples by label", "samples", "groups")
             heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
-            yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
+            yield Table(f"{summary['groups']} groups", heads, rows)
             yield from (f"note: {note}" for note in summary["notes"])
             yield f"{place}: datalist.json and split.json"
             yield from site_yaml_lines([place / "datalist.json"])

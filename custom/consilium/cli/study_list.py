@@ -7,7 +7,7 @@ import typer
 
 from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, emit, gpu_hours
 from consilium.core.lazy import call
-from consilium.report.tables import Column, Table, wrapping_grid
+from consilium.report.tables import Column, Table
 from consilium.study.definition import Study, load, studies_folder
 from consilium.study.records import current_record, known_flops, read_flops_cache
 
@@ -27,7 +27,7 @@ def study_list(
         hours = "-" if one["gpu_hours"] is None else hours_text(one["gpu_hours"])
         rows.append([one["study"], one["table"] or "-", str(one["cells"]), str(one["done"]), hours, one["needs"] or "-"])
     note = f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count"
-    emit(found, [wrapping_grid(Table("", heads, rows)), note], format)
+    emit(found, [Table("", heads, rows), note], format)
 
 
 def hours_text(hours: float) -> str:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, count_with_noun, rich_line, shown
 from consilium.report.run_fraction import RunFraction
-from consilium.report.tables import Column, Table, only_true, terminal_table
+from consilium.report.tables import Column, Table, only_true, shorten_names, terminal_table
 from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events
 from consilium.tasks.registry import Scores, task_scores
 
@@ -300,8 +300,9 @@ class LiveView(LiveScreen):
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
         said = {self.scores.label(self.score): self.scores.pixel_grid(self.score), f"and {left.total()} more: {others}": left}
+        short = shorten_names(first[:room], 24)
         rows = [
-            [name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
+            [short[name], row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
             for name, row in ((name, self.sites[name]) for name in sorted(first[:room]))
         ]
         heads = [

@@ -10,7 +10,7 @@ from rich.console import Console
 from consilium.core.lazy import figure, matplotlib
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_figure
-from consilium.report.tables import Column, Table, wrapping_grid
+from consilium.report.tables import Column, Table, terminal_table
 
 WIDTH = 80
 Answers = Mapping[str, Mapping[str, Any]]
@@ -22,11 +22,9 @@ def statistics_text(job: str, sites: Answers) -> str:
     rows = [
         [name if number == 0 else "", *pair] for name, told in sites.items() for number, pair in enumerate(_rows_of_site(told))
     ]
-    grid = wrapping_grid(
-        Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows)
-    )
+    table = Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows)
     console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
-    console.print(grid)
+    console.print(terminal_table(table, WIDTH))
     return file.getvalue()
 
 

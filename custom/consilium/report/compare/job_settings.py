@@ -43,7 +43,7 @@ def _settings(group: Group, about: str) -> list[Table]:
     own = [[method, _own_text(one, differing)] for method, one in firsts.items()]
     heads = [Column("method", right=False), Column("settings", right=False)]
     title = group.with_group_name("Settings that differ by method")
-    return found + ([Table(title, heads, own, ["fields as in job.yaml"], whole=True, appendix=True)] if differing else [])
+    return found + ([Table(title, heads, own, ["fields as in job.yaml"], appendix=True)] if differing else [])
 
 
 def _own_text(settings: Mapping[str, Any], fields: Sequence[str]) -> str:
