@@ -86,7 +86,7 @@ def test_a_pretrained_model_that_is_best_is_bold_and_named(tmp_path: Path) -> No
     assert {row for row, column in table.best if column == 3} == {2}
     assert "the pretrained model is the best in: s0" in table.notes
     assert [note for note in table.notes if "scored:" in note] == ["images scored: s0 10, s1 10; 20 in all"]
-    assert "The pretrained model is the best in: s0." in table.detail_caption
+    assert "The pretrained model is the best in: s0." in latex_text([table])
 
 
 def test_a_frozen_model_has_no_spread_over_seeds(tmp_path: Path) -> None:
@@ -267,24 +267,6 @@ def test_pooled_data_are_no_other_set_of_parameters(tmp_path: Path) -> None:
     assert said in cost_table(group_of(*folders, other)).notes
 
 
-def test_pooled_data_that_see_less_than_all_sites_are_told_of(tmp_path: Path) -> None:
-    """Two sites of 5 steps of batch 4 see 40 samples a round; 10 steps of batch 4 or 5 of batch 8 see as many."""
-
-    def run(name: str, strategy: str, **training: int) -> Path:
-        whole = small_cells(strategy).model_dump()["training"] | {"batch_size": 4} | training
-        return make(tmp_path / name, {"s0": 0.5, "s1": 0.7}, strategy, training=whole)
-
-    together = run("a", "fedit", local_steps=5)
-    said = (
-        "centralized: pooled data train 5 steps of batch 4 a round, the sites together 10 steps of batch 4: no upper bound; "
-        "set training.local_steps to the sites' sum"
-    )
-    assert said in cost_table(group_of(together, run("b", "centralized", local_steps=5))).notes
-    for name, training in {"c": {"local_steps": 10}, "d": {"local_steps": 5, "batch_size": 8}, "e": {}}.items():
-        notes = cost_table(group_of(together, run(name, "centralized", **training))).notes
-        assert not any("no upper bound" in note for note in notes), name
-
-
 def test_diagnostics_and_scores_are_correlated_over_ten_runs_of_one_method(tmp_path: Path) -> None:
     """By hand: of ten ranks, the first two are exchanged, so rho is -(1 - 6 * 2 / 990)."""
     scores = (0.8, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
@@ -322,14 +304,14 @@ def test_captions_define_the_models_and_count_finished_seeds(tmp_path: Path) -> 
     )
     runs = [read_finished_run(folder, "a", {"method": "alone"})]
     groups, _ = group_comparable(runs, [MissingRun({"method": "alone"}, 1, "not done (waiting)")])
-    table = comparison_tables(groups, Stage.GLOBAL)[0]
+    text = latex_text(comparison_tables(groups, Stage.GLOBAL)[:1])
     for part in (
         "Global: the aggregate that the server sends at the end",
         "pretrained: the frozen model, not adapted.",
         "Alone: nothing is shared, so the global model is each site's own.",
-        "Means are over 2 sites, of 1 of 2 seeds.",
+        "Means are over 2 sites, of 1 of 2 seeds; seeds: those with all sites",
     ):
-        assert part in table.caption
+        assert part in text
 
 
 def test_settings_and_samples_are_in_tables_for_the_appendix(tmp_path: Path) -> None:

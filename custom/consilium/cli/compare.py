@@ -15,7 +15,7 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text, rich_line, shown
 from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_errors, write_atomic
 from consilium.report.best_worst_cases import CASES
-from consilium.report.compare import COLUMN, PAGE, Test
+from consilium.report.compare import COLUMN, PAGE
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
 from consilium.report.compare.job_settings import settings_tables
 from consilium.report.compare.published import Published, method_of, read_published
@@ -57,7 +57,6 @@ def compare(
     metric: Annotated[
         str, typer.Option(help="score to compare, such as f1 or dice/cup; default: the task's leading score")
     ] = "",
-    test: Annotated[Test, typer.Option(help="paired test over seeds and sites")] = "wilcoxon",
     against: Annotated[str, typer.Option(metavar="METHOD", help="test all other methods against this one only")] = "",
     smoke: Annotated[bool, typer.Option("--smoke", help="compare the runs of `study run --smoke`")] = False,
     small: Annotated[bool, typer.Option("--small", help="compare the runs of `study run --small`")] = False,
@@ -71,7 +70,7 @@ def compare(
     notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
     _check_metric_and_method(groups, metric, against)
-    tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
+    tables = comparison_tables(groups, stage, metric or None, against or None, published)
     if pictures is not None:
         with name_path_in_errors(pictures):
             width = COLUMN if columns == 1 else PAGE

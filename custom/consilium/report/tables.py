@@ -50,9 +50,8 @@ class Column:
 class Table:
     """A table of texts. The first column names the rows.
 
-    `best`: cells (row, column) in bold. `sums`: rows of means or sums. `caption`, `detail_caption`: whole sentences that LaTeX
-    prints in place of title and notes, for the table and for its table of details. `appendix`: LaTeX puts the table into the
-    appendix.
+    Title and notes are the sentences of LaTeX's caption. `best`: cells (row, column) in bold. `sums`: rows of means or sums.
+    `appendix`: LaTeX puts the table into the appendix.
     """
 
     title: str
@@ -61,8 +60,6 @@ class Table:
     notes: Sequence[str] = ()
     best: Set[tuple[int, int]] = frozenset()
     sums: Set[int] = frozenset()
-    caption: str = ""
-    detail_caption: str = ""
     appendix: bool = False
 
 
@@ -236,14 +233,12 @@ def latex_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
         details = [i for i, column in enumerate(table.columns) if column.detail]
         empty = [i for i in range(1, len(table.columns)) if table.rows and all(row[i] in ("-", "") for row in table.rows)]
         rest = [i for i in range(1, len(table.columns)) if i not in (*details, *empty)]
-        for page, places, about in (
-            (more if table.appendix else main, rest, table.caption),
-            (more, details, table.detail_caption),
-        ):
-            about = about or " ".join(map(sentence, [table.title, *table.notes]))
+        for page, places in ((more if table.appendix else main, rest), (more, details)):
+            title = f"{table.title}, by site" if places is details else table.title
+            about = " ".join(map(sentence, [title, *table.notes]))
             for piece in _pieces(table, places) if places or places is rest else ():
                 for start in range(0, max(len(table.rows), 1), MOST_ROWS):
-                    label = tex_label("tab", table.title + " by site" * (places is details), labels)
+                    label = tex_label("tab", title, labels)
                     page += _environment(table, piece, range(start, min(start + MOST_ROWS, len(table.rows))), about, label)
     parts = [
         *main,

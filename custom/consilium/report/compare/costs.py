@@ -69,7 +69,6 @@ def cost_table(group: Group) -> Table:
     notes += only_true(
         {"the methods do not all train the same set of parameters": len(sets) > 1}
         | dict.fromkeys(unequal_steps(group), True)
-        | dict.fromkeys(_fewer_pooled_samples_lines(group), True)
         | {f"{MARK} without runs that have not all of it on record": marked}
         | dict.fromkeys(early[:MOST_LISTED], True)
         | {f"and {len(early) - MOST_LISTED} more that ended early": len(early) > MOST_LISTED}
@@ -85,8 +84,7 @@ def steps_of(runs: Sequence[RunRecord]) -> list[float | None]:
 def unequal_steps(group: Group) -> list[str]:
     """Return [] if all methods make equally many steps at a site, else a line with their steps, and one with the remedy.
 
-    Runs on pooled data are left out, because `_fewer_pooled_samples_lines` compares them. There is no remedy for runs that
-    ended early.
+    Runs on pooled data are left out, because they have no sites. There is no remedy for runs that ended early.
     """
     runs = {m: group.runs_of(m) for m in group.methods if group.runs_of(m) and not group.runs_of(m)[0].is_pooled}
     made = {m: n for m, some in runs.items() if (n := mean([one for one in steps_of(some) if one is not None]))}
@@ -99,25 +97,6 @@ def unequal_steps(group: Group) -> list[str]:
     return [f"the methods do not make the same number of steps at a site: {said}"] + (
         [f"for equal steps set training.rounds: {remedy}"] if remedy else []
     )
-
-
-def _fewer_pooled_samples_lines(group: Group) -> list[str]:
-    """Return a line per method on pooled data that sees fewer samples per round than all sites of another method together."""
-
-    def samples_per_round(run: RunRecord, site_count: float) -> tuple[float, str]:
-        """Return the samples that `site_count` sites of a run see per round, and its words; (0, "") without local_steps."""
-        steps, batch = run.config.training.local_steps, run.config.training.batch_size
-        return (site_count * steps * batch, f"{site_count * steps:.0f} steps of batch {batch}") if steps else (0.0, "")
-
-    firsts = {method: group.runs_of(method)[0] for method in group.methods if group.runs_of(method)}
-    sites = {method: len(one.sites) * one.config.federation.fraction_train for method, one in firsts.items()}
-    most, said = max(
-        (samples_per_round(one, sites[method]) for method, one in firsts.items() if not one.is_pooled), default=(0.0, "")
-    )
-    found = {method: samples_per_round(one, 1) for method, one in firsts.items() if one.is_pooled}
-    less = {method: own for method, (seen, own) in found.items() if 0 < seen < most}
-    what = "no upper bound; set training.local_steps to the sites' sum"
-    return [f"{method}: pooled data train {own} a round, the sites together {said}: {what}" for method, own in less.items()]
 
 
 def _known_mean_text(values: Sequence[float | None], digits: int) -> str:
