@@ -116,7 +116,7 @@ def test_a_papers_main_table_has_means_and_an_appendix_has_the_sites(tmp_path: P
     assert re.search(r"^method & (north & south|.*north.*south) \\\\$", appendix, re.MULTILINE)
     # by hand: sites' means over seeds .6 and .6 for ffa_lora, over both .55, .6, .65: .6 with deviation .05
     assert r"ffa\_lora & 3/3 & \textbf{0.600 $\pm$ 0.050}" in main
-    captions = [one for one in re.findall(r"\\caption{(.*)}\\smallskip", main + appendix) if "Accuracy, of" in one]
+    captions = [one for one in re.findall(r"\\caption{(.*)}\\smallskip", main + appendix) if "Accuracy, global" in one]
     assert len(captions) == 2
     for caption, words in zip(captions, (("2 sites", "3 seeds", "percentile bootstraps"), ("by site", "3 seeds")), strict=True):
         assert all(one in caption for one in words)

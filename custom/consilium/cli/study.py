@@ -79,7 +79,7 @@ def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | 
     yield from (_line(f"{labels_text(labels)}: left out: {reason}") for labels, reason in study.excluded())
     if None in sizes.values():
         yield _line("MiB: `counts` in the study's file tells how many sites there are")
-    if older := orphaned_cells(study.workspace, study.title, (cell.id for cell in cells)):
+    if older := orphaned_cells(study.workspace, (cell.id for cell in cells)):
         yield _line(f"{count_with_noun(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     yield from _outdated_lines({cell.display_name: (records[cell.id], strategy_code_digest(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
@@ -122,7 +122,7 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     show(_changed_data(cells, given))
-    save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
+    save_cells(study.workspace, {cell.id: cell.labels for cell in study.cells()})
     there = {
         one.cell.display_name: (record, one.code)
         for one in cells

@@ -19,16 +19,12 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 
 from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.sanitize import shown
 from consilium.core.schema import Section, did_you_mean, read_yaml, validate
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.run_record import RUNS
@@ -38,8 +34,6 @@ from consilium.tasks.registry import TASKS
 # A study's file: a base job, axes of named overrides, excluded cells with reasons, and published numbers.
 
 MOST_CELLS = 10_000
-MOST = 1e300
-"""Largest published number, because a larger integer may not fit into a float."""
 
 
 def _parse_axis(raw: Any) -> Any:
@@ -63,26 +57,22 @@ def _name_as_text(name: Any) -> str:
     return str(name)
 
 
-def _describing_validator(words: str) -> WrapValidator:
-    """Return a validator whose error message is `words`, a description of the texts that a pattern accepts."""
-
-    def check(raw: Any, inner: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return inner(raw)
-        except ValidationError:
-            raise ValueError(words) from None
-
-    return WrapValidator(check)
+def _check_label(label: str) -> str:
+    """Return a name of a value. Raises ValueError if it does not fit into lists of AXIS=VALUE or into a path."""
+    if not (label and len(label) <= 40 and label.isprintable() and label == label.strip() and not set("=,/") & set(label)):
+        raise ValueError("a name of 1 to 40 printable characters without = and , and /, with no blank at an end")
+    return label
 
 
-LABEL = "a name of 1 to 40 printable characters without = and , and /, with no blank at an end"
-AXIS = "a name of 1 to 40 small letters a to z, digits and _, with a letter first"
-Label = Annotated[
-    str,
-    Field(pattern=r"^[^=,/\p{C}\p{Z}]([^=,/\p{C}\p{Zl}\p{Zp}]*[^=,/\p{C}\p{Z}])?$", max_length=40),
-    _describing_validator(LABEL),
-]
-AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _describing_validator(AXIS)]
+def _check_axis_name(name: str) -> str:
+    """Return a name of an axis. Raises ValueError if it could be no keyword."""
+    if not re.fullmatch("[a-z][a-z0-9_]{0,39}", name):
+        raise ValueError("a name of 1 to 40 small letters a to z, digits and _, with a letter first")
+    return name
+
+
+Label = Annotated[str, AfterValidator(_check_label)]
+AxisName = Annotated[str, AfterValidator(_check_axis_name)]
 Overrides = dict[str, Any]
 Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_parse_axis)]
 Labels = Annotated[
@@ -91,22 +81,14 @@ Labels = Annotated[
 Choice = dict[AxisName, Labels]
 
 
-def _check_row(raw: Any) -> Any:
-    """Return a row unchanged. Raises ValueError for a value that is neither text nor a finite number, such as true."""
-    for name, value in raw.items() if isinstance(raw, Mapping) else ():
-        if not isinstance(name, str) or not (
-            isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
-        ):
-            raise ValueError(f"names with texts and finite numbers, as in {{dice: 0.5}}; {name!r} has {shown(value, 60)}")
-        if name == "site" and not isinstance(value, str):
-            raise ValueError(f"the name of a site as text; put {value} in quotes")
-    return raw
+_Number = (
+    Annotated[int, Field(strict=True, ge=-(10**300), le=10**300)] | Annotated[float, Field(strict=True, allow_inf_nan=False)]
+)
+Row = dict[str, str | _Number]
+"""Texts and numbers of a published result by name: a value on an axis, a site, or a metric."""
 
 
-Row = Annotated[dict[str, str | int | float], BeforeValidator(_check_row)]
-
-
-def _check_floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
+def _check_floor(raw: dict[str, str | float]) -> dict[str, str | float]:
     """Return a floor unchanged. Raises ValueError unless it has a text `about` and numbers."""
     metrics = [value for name, value in raw.items() if name != "about"]
     if raw and (not isinstance(raw.get("about"), str) or not metrics or any(isinstance(one, str) for one in metrics)):
@@ -180,8 +162,6 @@ class StudyConfig(Section):
                 f"published: {wrong!r} is an axis of seeds, and published numbers are compared with means over seeds; "
                 "leave it out"
             )
-        if empty := next((row for row in self.published if not any(k not in self.axes and k != "site" for k in row)), None):
-            raise ValueError(f"published: {empty}: has no number; give one, or take the row out")
         for name, value in (pair for row in self.published for pair in row.items()):
             if isinstance(value, str) and name not in {*self.axes, "site"}:
                 raise ValueError(
@@ -403,11 +383,7 @@ def cell_digest(config: JobConfig, sites: str, data: str) -> str:
 
 
 def _check_published(study: Study, cells: list[Cell]) -> None:
-    """Raise ConfigError for a published number that fits several cells, is given twice, or is no score of its cells.
-
-    Also for a floor of a score that no cell has.
-    """
-    seen: set[tuple[str, str, str]] = set()
+    """Raise ConfigError for a published number that fits several cells or is no score of its cells, and for such a floor."""
 
     def check(where: str, names: Set[str], known: Set[str]) -> None:
         if wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known}):
@@ -426,10 +402,6 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         places = [{axis: one.labels[axis] for axis in study.config.compared_axes} for one in fitting] or [labels]
         if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
             raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
-        numbers = {(labels_text(places[0]), str(row.get("site", "")), name) for name in names}
-        if twice := sorted(name for *_, name in numbers & seen):
-            raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
-        seen |= numbers
 
 
 def fits_choice(labels: Mapping[str, str], when: Choice) -> bool:
