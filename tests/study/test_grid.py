@@ -148,11 +148,11 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
             "write one such as 0.5, without quotes",
         ),
         *(
-            ({"axes": {"method": METHODS}, "published": [{"dice": value}]}, "published[0].dice")
+            ({"axes": {"method": METHODS}, "published": [{"dice": value}]}, "expected a text or a finite number, such as 0.5")
             for value in (True, math.nan, 10**400, None)
         ),
-        ({"axes": {"method": METHODS}, "floor": {"dice": math.inf, "about": "x"}}, "floor.dice"),
-        ({"axes": {"method": METHODS}, "published": [{"dice": 0, 5: None}]}, "published[0]"),
+        ({"axes": {"method": METHODS}, "floor": {"dice": math.inf, "about": "x"}}, "expected a text or a finite number"),
+        ({"axes": {"method": METHODS}, "published": [{"dice": 0, 5: None}]}, "5: None: expected a text"),
         ({"axes": {"method": METHODS}, "published": [{"dice": 0.5, "site": 1}]}, "'site' is not a score of these cells"),
         (
             {"axes": {"method": METHODS, "lr": {"training.lr": [0.1, 0.5]}}, "published": [{"methd": 5, "dice": 0.5}]},

@@ -81,10 +81,14 @@ Labels = Annotated[
 Choice = dict[AxisName, Labels]
 
 
-_Number = (
-    Annotated[int, Field(strict=True, ge=-(10**300), le=10**300)] | Annotated[float, Field(strict=True, allow_inf_nan=False)]
-)
-Row = dict[str, str | _Number]
+def _check_value(value: Any) -> str | float:
+    """Return a text or a finite number unchanged. Raises ValueError for other values, such as true."""
+    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300):
+        return value
+    raise ValueError("a text or a finite number, such as 0.5")
+
+
+Row = dict[str, Annotated[str | int | float, BeforeValidator(_check_value)]]
 """Texts and numbers of a published result by name: a value on an axis, a site, or a metric."""
 
 
