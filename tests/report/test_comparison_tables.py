@@ -11,10 +11,14 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import MissingRun, group_comparable
-from consilium.report.compare.costs import cost_table, trained_set
-from consilium.report.compare.diagnostics import correlate_diagnostics_with_score, diagnostics_table
-from consilium.report.compare.job_settings import settings_tables
 from consilium.report.compare.published import published_for, published_table, read_published
+from consilium.report.compare.run_tables import (
+    correlate_diagnostics_with_score,
+    cost_table,
+    diagnostics_table,
+    settings_tables,
+    trained_set,
+)
 from consilium.report.compare.score_statistics import scores_of
 from consilium.report.compare.tables import as_csv, comparison_tables, records, scores_table
 from consilium.report.run_record import read_finished_run

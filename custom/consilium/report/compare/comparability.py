@@ -43,14 +43,13 @@ class Group:
     """Comparable runs, by method and seed.
 
     `name`: "" if there is one group only. `left`: a line per run that was left out. `absent`: why a run is missing, by method
-    and seed. `data_axes`: axes of the study that choose data; a group has one value on each.
+    and seed.
     """
 
     name: str
     runs: Mapping[tuple[str, str], RunRecord]
     left: tuple[str, ...] = ()
     absent: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    data_axes: frozenset[str] = frozenset()
 
     @property
     def first(self) -> RunRecord:
@@ -187,7 +186,7 @@ def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = (
             named[method, str(one.seed)] = one.why
         counted, left = _without_repeats(group, labels)
         lacking = {key: why for key, why in named.items() if key not in counted}
-        made.append(Group(name, counted, tuple(left), lacking, frozenset(data_axes)))
+        made.append(Group(name, counted, tuple(left), lacking))
     why = []
     for group in found[1:]:
         reasons = (why_not_comparable(first, one) for one in group for first in found[0])

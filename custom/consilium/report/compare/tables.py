@@ -10,9 +10,8 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import count_with_noun, first_names_text
 from consilium.report.compare import MARK, MOST_LISTED
 from consilium.report.compare.comparability import Group, frozen_model
-from consilium.report.compare.costs import cost_table, steps_of, unequal_steps
-from consilium.report.compare.diagnostics import diagnostics_table
 from consilium.report.compare.published import Published, published_for, published_table
+from consilium.report.compare.run_tables import cost_table, diagnostics_table, steps_of, unequal_steps
 from consilium.report.compare.score_statistics import (
     FEWEST,
     FEWEST_SEEDS,
