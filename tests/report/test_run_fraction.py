@@ -2,15 +2,15 @@
 
 import pytest
 
-from consilium.report import run_fraction
-from consilium.report.run_fraction import RunFraction
+from consilium.report import live_view
+from consilium.report.live_view import RunFraction
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of the monotonic clock."""
     now = [1000.0]
-    monkeypatch.setattr(run_fraction.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live_view.time, "monotonic", lambda: now[0])
     return now
 
 

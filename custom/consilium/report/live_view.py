@@ -1,4 +1,7 @@
-"""Progress of a run: as JSON for admins, and in a terminal as a bar with a live table or as plain lines."""
+"""Progress of a run: as JSON for admins, and in a terminal as a bar with a live table or as plain lines.
+
+`RunFraction` counts a run's steps, for this view and that of studies.
+"""
 
 import statistics
 import time
@@ -15,7 +18,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, count_with_noun, rich_line, shown
-from consilium.report.run_fraction import RunFraction
 from consilium.report.tables import Column, Table, only_true, shorten_names, terminal_table
 from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events
 from consilium.tasks.registry import Scores, task_scores
@@ -139,6 +141,57 @@ def _progress_by_site(lines: list[Line]) -> dict[str, Any]:
 
 # live view -------------------------------------------------------------------------------------------------------------
 
+
+class RunFraction:
+    """An observer that counts the steps of a run of `rounds` rounds.
+
+    Each site is weighted by its number of steps in the round. Before a site's first step in the run, the mean of the other
+    sites' numbers is used.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.round, self.phase, self.phases = rounds, 0, 0, 1
+        self._asked: set[str] = set()
+        self._done: dict[str, int] = {}
+        self._finished: set[str] = set()
+        self._steps: dict[str, int] = {}
+        self._first: tuple[float, float] | None = None
+        """The fraction and the monotonic time at the first round. A resumed run begins with a fraction above 0."""
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event of a Coordinator or a Site."""
+        match event["event"]:
+            case "round":
+                self.round, self.phase, self.phases = event["round"], event["phase"], event["phases"]
+                self._asked, self._done, self._finished = set(event["sites"]), {}, set()
+                self._first = self._first or (self.fraction, time.monotonic())
+            case "step":
+                self._steps[event["site"]], self._done[event["site"]] = event["steps"], event["step"]
+            case "metrics" if TRAIN_LOSS in event["metrics"]:  # without it, they are of the final evaluation
+                self._finished.add(event["site"])
+            case "refused":
+                self._finished.add(event["site"])
+            case "ended":
+                self.rounds = event["round"]
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the rounds that is done, from 0 to 1."""
+        known = [self._steps[name] for name in self._asked if name in self._steps]
+        mean = statistics.fmean(known) if known else 1.0
+        steps = {name: self._steps.get(name, mean) for name in self._asked}
+        done = sum(n if name in self._finished else min(self._done.get(name, 0), n) for name, n in steps.items())
+        part = done / total if (total := sum(steps.values())) else 0.0
+        return min((self.round + (self.phase + part) / self.phases) / self.rounds, 1.0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimated seconds until the last round ends; None before the first step. The time of loading does not count."""
+        if self._first is None or (done := self.fraction) <= (first := self._first[0]):
+            return None
+        return (time.monotonic() - self._first[1]) * (1 - done) / (done - first)
+
+
 LINE = 2000
 """Characters of a line, at most. Names and reasons in it have limits of their own."""
 AROUND = 10
@@ -204,61 +257,45 @@ class LiveView(LiveScreen):
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
         self.run(event)
-        if handler := getattr(self, f"_on_{event['event']}", None):
-            handler(event)
+        row = self.sites.setdefault(shown(event["site"]), {"state": ""}) if event.get("site") else {}
+        match event["event"]:
+            case "site":
+                row["state"] = READY
+            case "loading":  # of one site, or for all sites; without a terminal it is printed once
+                row["state"] = what = f"loading {shown(event['what'])}"
+                self.loading = self.loading if event["site"] else f"{what} ..."
+                if not self._live and what not in self._said:
+                    self._said.add(what)
+                    self.say(f"{what} ...")
+            case "round":
+                self.loading = ""
+                states = dict.fromkeys(self.sites, "") | {shown(name): WAITING for name in event["sites"]}
+                for name, state in states.items():
+                    self.sites.setdefault(name, {})["state"] = state
+            case "privacy":
+                self.say(f"privacy: {event['claim']}")
+                for warning in event["warnings"]:
+                    self.say(f"privacy: {warning}", "yellow")
+            case "ended":
+                self.say(early_stop_text(event))
+            case "step":
+                row |= {"state": f"step {event['step']}/{event['steps']}", "loss": event["loss"]}
+            case "evaluate":
+                row["state"] = f"scoring {event['stage'].rpartition('/')[2]}"
+            case "refused":
+                row["state"] = "refused"
+                when = refusal_time_text(event, self.run.rounds)
+                self.say(f"{shown(event['site'])}: refused {when}: {shown(event['reason'])}", "red")
+            case "metrics":
+                self._take_metrics(event, row)
         if event["event"] in SAID:
             words, field, style = SAID[event["event"]]
             text = shown(event[field], LIMIT if "site" in event else LINE)
             self.say(words.format(text, site=shown(event.get("site", ""))), style)
 
-    def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        return self.sites.setdefault(shown(event["site"]), {"state": ""})
-
-    def _on_site(self, event: Mapping[str, Any]) -> None:
-        self._row(event)["state"] = READY
-
-    def _on_loading(self, event: Mapping[str, Any]) -> None:
-        """Show what a site loads, or what is loaded for all sites ("site" is ""). Without a terminal, print it once."""
-        what = f"loading {shown(event['what'])}"
-        if event["site"]:
-            self._row(event)["state"] = what
-        else:
-            self.loading = f"{what} ..."
-        if not self._live and what not in self._said:
-            self._said.add(what)
-            self.say(f"{what} ...")
-
-    def _on_round(self, event: Mapping[str, Any]) -> None:
-        self.loading = ""
-        for row in self.sites.values():
-            row["state"] = ""
-        for name in event["sites"]:
-            self._row({"site": name})["state"] = WAITING
-
-    def _on_privacy(self, event: Mapping[str, Any]) -> None:
-        self.say(f"privacy: {event['claim']}")
-        for warning in event["warnings"]:
-            self.say(f"privacy: {warning}", "yellow")
-
-    def _on_ended(self, event: Mapping[str, Any]) -> None:
-        self.say(early_stop_text(event))
-
-    def _on_step(self, event: Mapping[str, Any]) -> None:
-        row = self._row(event)
-        row |= {"state": f"step {event['step']}/{event['steps']}", "loss": event["loss"]}
-
-    def _on_evaluate(self, event: Mapping[str, Any]) -> None:
-        self._row(event)["state"] = f"scoring {event['stage'].rpartition('/')[2]}"
-
-    def _on_refused(self, event: Mapping[str, Any]) -> None:
-        self._row(event)["state"] = "refused"
-        self.say(
-            f"{shown(event['site'])}: refused {refusal_time_text(event, self.run.rounds)}: {shown(event['reason'])}", "red"
-        )
-
-    def _on_metrics(self, event: Mapping[str, Any]) -> None:
+    def _take_metrics(self, event: Mapping[str, Any], row: dict[str, Any]) -> None:
         """Take a site's scores. Without a terminal, print its training loss and leading score, if there are any."""
-        metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
+        metrics, closing = event["metrics"], TRAIN_LOSS not in event["metrics"]
         if found := reported_scores(metrics):  # a round may go without validation
             self.score = self.scores.leading_name(found)
         scored = {stage: value for stage in Stage if (value := score_of(metrics, stage, self.score)) is not None}
@@ -300,7 +337,7 @@ class LiveView(LiveScreen):
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
         said = {self.scores.label(self.score): self.scores.pixel_grid(self.score), f"and {left.total()} more: {others}": left}
-        short = shorten_names(first[:room], 24)
+        short = shorten_names(first[:room], max(16, self.console.width - 54))
         rows = [
             [short[name], row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
             for name, row in ((name, self.sites[name]) for name in sorted(first[:room]))

@@ -85,12 +85,13 @@ class RunLog:
                 self._figures.setdefault(event["title"], []).append(event)
             if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
                 self._curves.append(event["values"])
-        self._write_event({"event": "resumed", "round": state.round, "phase": state.phase})
+        self.record("resumed", round=state.round, phase=state.phase)
         return self._write_job_and_versions()
 
-    def record_phase_start(self, state: ServerState, sites: list[str]) -> None:
-        """Record that a phase begins, and the sites that are asked for a result."""
-        self._write_event({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
+    def record(self, event: str, **fields: Any) -> None:
+        """Write one event with the current time. `LINES` in untrusted_files.py has the fields of those that are read again."""
+        self._file.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\n")
+        self._file.flush()
 
     def _write_job_and_versions(self) -> list[str]:
         """Write job.yaml and versions.json. Return a line for each version that has changed since the run began.
@@ -110,11 +111,7 @@ class RunLog:
         self._write_job_and_versions()
         roles = roles_of(strategy, initial)
         counts = {role.value: sum(initial[name].numel() for name, one in roles.items() if one is role) for role in Role}
-        self._write_event({"event": "parameters", "round": 0, "phase": 0, **counts})
-
-    def record_start_adapter(self, sha256: str) -> None:
-        """Record the SHA-256 of the adapter with which all sites begin."""
-        self._write_event({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
+        self.record("parameters", round=0, phase=0, **counts)
 
     def record_join(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
         """Record that a site takes part, and the last seal of its privacy ledger. Each later result brings a newer seal.
@@ -124,7 +121,7 @@ class RunLog:
         marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
         line = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
         self._note_site_marks(line)
-        self._write_event(line)
+        self.record(**line)
 
     def _note_site_marks(self, joined: dict[str, Any]) -> None:
         """Note whether a site only tests, and whether its noise comes from a seed."""
@@ -140,18 +137,10 @@ class RunLog:
         """Record one accepted result and its weight in the mean."""
         up, down = payload_bytes(result.tensors), self._down.get(site, 0)
         values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
-        place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
-        self._write_event(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
+        place = {"site": site, "round": result.round, "phase": result.phase}
+        self.record("result", **place, weight=weight, metrics=values, ledger=result.ledger)
         self._write_scalars(site, values | ({"update/norm": norm(result.tensors)} if self._sizes else {}), result.round)
         self._phase.append(values)
-
-    def record_refusal(self, refusal: dict[str, Any]) -> None:
-        """Record why a site's message was refused; see Coordinator.refuse."""
-        self._write_event(refusal)
-
-    def record_stop(self, reason: str) -> None:
-        """Record why the run stopped before it was finished."""
-        self._write_event({"event": "stopped", "reason": reason})
 
     def record_phase_end(
         self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: RoundResults | None = None
@@ -161,7 +150,7 @@ class RunLog:
         `sites`: sites whose results are in the phase's `mean`. The norm of `mean` goes to TensorBoard if it is tensors by name.
         """
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
-        self._write_event({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
+        self.record("concluded", round=state.round, phase=state.phase, sites=sites, **told)
         if isinstance(mean, dict) and all(isinstance(tensor, torch.Tensor) for tensor in mean.values()):
             told["update/norm"] = norm(mean)
         self._write_scalars("server", told, state.round)
@@ -171,7 +160,7 @@ class RunLog:
     def record_diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
         """Record the numbers that a strategy measured in a phase. `finish` draws them as curves."""
         if values:
-            self._write_event({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
+            self.record("diagnostics", round=state.round, phase=state.phase, values=values)
             self._write_scalars("server", values, state.round)
             self._curves.append(values)
 
@@ -187,24 +176,19 @@ class RunLog:
                 "staleness": stale,
                 "values": matrix.tolist(),
             }
-            self._write_event(line)
+            self.record(**line)
             self._figures.setdefault(title, []).append(line)
-
-    def record_held_out_scores(self, site: str, result: Payload) -> None:
-        """Record the scores, before the round's training, of a site that did not train in this round."""
-        self._write_event({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
 
     def record_final_scores(self, site: str, result: Payload) -> None:
         """Record a site's final evaluation."""
         self.results[site] = result.metrics
-        line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
-        self._write_event(line | {"ledger": result.ledger})
+        self.record("final", site=site, round=result.round, metrics=result.metrics, ledger=result.ledger)
         self._write_scalars(site, result.metrics, result.round)
 
     def record_early_end(self, ending: Mapping[str, Any]) -> None:
         """Record that the rounds ended early, see server/coordinator.py."""
         self._rounds = ending["round"]
-        self._write_event({"event": "ended", "phase": 0, **ending})
+        self.record("ended", phase=0, **ending)
 
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, the pictures and, for a private run, privacy.json. Called only at the end of a finished run."""
@@ -229,10 +213,6 @@ class RunLog:
         self._lock.release()
         if self._tracker:
             self._tracker.close(self._finished)
-
-    def _write_event(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
-        self._file.flush()
 
     def _write_scalars(self, site: str, values: dict[str, float], step: int) -> None:
         self._events.setdefault(site, EventFile(self.folder / FOLDER / site)).add_scalars(values, step)

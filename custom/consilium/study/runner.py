@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.storage import open_private
-from consilium.report.run_fraction import RunFraction
+from consilium.report.live_view import RunFraction
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, log_of
 from consilium.study.run_cell import is_finished, record_failure, run_cell, update_record
