@@ -191,7 +191,8 @@ class CrossSiteMatrix:
 
     def write(self, folder: Path) -> None:
         """Write the matrix as a picture and as JSON."""
-        figures.plot_cross_sites(folder / PICTURE, np.array(self.values, float), self.models, self.sites, self.title)
+        found = figures.Matrix(self.title, np.array(self.values, float), self.models, self.sites)
+        figures.plot_matrices(folder / PICTURE, [found], "tested on", "model of", bar=True)
         write_atomic(folder / VALUES, json.dumps(asdict(self), indent=1).encode())
 
 
@@ -232,6 +233,16 @@ def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray
         if key is not None and key.metric in pairs and key.split == split_of(results):
             found.setdefault(str(key.stage), np.zeros((len(classes), len(classes))))[pairs[key.metric]] += count
     return {str(stage): found[stage] for stage in Stage if stage in found}
+
+
+def plot_confusions(path: Path, results: Results, classes: Sequence[str]) -> None:
+    """Draw the share of each true class that was predicted as each class, by model, if there are confusion counts."""
+    shown = []
+    for stage, counts in confusions(results, classes).items():
+        shares, texts = counts / np.maximum(counts.sum(1, keepdims=True), 1), [[f"{n:.0f}" for n in row] for row in counts]
+        shown.append(figures.Matrix(stage, shares, classes, classes, texts))
+    if shown:
+        figures.plot_matrices(path, shown, "predicted", "true", cmap="Blues", vmin=0, vmax=1)
 
 
 def confusion_tables(results: Results, classes: Sequence[str]) -> dict[str, list[Table]]:

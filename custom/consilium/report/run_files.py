@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import yaml
 from filelock import FileLock, Timeout
 
@@ -27,7 +28,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import file_lock, make_private_folder, open_private, write_atomic
 from consilium.privacy.plan import Plan
 from consilium.report import figures
-from consilium.report.results_table import confusions
+from consilium.report.results_table import plot_confusions
 from consilium.report.run_record import PACKAGES, roles_of
 from consilium.report.tensorboard_file import FOLDER, EventFile
 from consilium.report.tracking import Tracker
@@ -197,11 +198,14 @@ class RunLog:
         if plan is not None:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self.seeded).summary(), indent=1).encode())
         for title, rounds in self._figures.items():
-            figures.plot_matrices(self.folder / f"{title}.png", rounds)
+            of_rounds = [
+                figures.Matrix(f"round {one['round'] + 1}", np.asarray(one["values"]), one["sites"], one["sites"])
+                for one in figures.pick_evenly(rounds)
+            ]
+            figures.plot_matrices(self.folder / f"{title}.png", of_rounds, "gives", "receives", vmin=0, vmax=1)
         if self._curves:
             figures.plot_curves(self.folder / "diagnostics.png", self._curves)
-        if tables := confusions(self.results, self._classes):
-            figures.plot_confusions(self.folder / "confusion.png", tables, self._classes)
+        plot_confusions(self.folder / "confusion.png", self.results, self._classes)
         trained = [one for site, one in self.results.items() if site not in self._test_only]
         self._write_scalars(MEANS, mean_metrics(trained), self._rounds)
         write_atomic(self.folder / "results.json", json.dumps(self.results, indent=1, sort_keys=True).encode())

@@ -1,15 +1,12 @@
-"""The result of a statistics job: a table of 80 columns and a picture that compare the sites' data."""
+"""The result of a statistics job: a table of 80 columns that compares the sites' data."""
 
 from collections.abc import Iterator, Mapping
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from consilium.core.lazy import figure, matplotlib
 from consilium.core.sanitize import shown
-from consilium.core.storage import write_figure
 from consilium.report.tables import Column, Table, terminal_table
 
 WIDTH = 80
@@ -70,42 +67,3 @@ def quantile_cells(portions: list[Mapping[str, Any]], quantile: float) -> str:
             break
     first, last = portion["names"][0], portion["names"][-1]
     return first if first == last else f"{first.split()[0]} to {last.split()[-1]}"
-
-
-def plot(path: Path, sites: Answers) -> None:
-    """Draw the classes, sizes and grey levels of each site. Sites that did not report a measure are marked as "not told"."""
-    told, colours = {shown(name, 30): one for name, one in sites.items()}, matplotlib.colormaps["tab20"]
-    picture = figure.Figure(figsize=(12, max(3.0, 1.6 + 0.35 * len(told))), layout="constrained")
-    *bars, greys = picture.subplots(1, 3)
-    classes = {
-        name: None if "refused" in one else (one["splits"]["training"] or {}).get("classes") for name, one in told.items()
-    }
-    measures = {
-        "samples of each class": classes,
-        "longest side in pixels": {name: one.get("sizes") for name, one in told.items()},
-    }
-    for axis, (title, rows) in zip(bars, measures.items(), strict=True):
-        cells = {
-            name: [(_join_cell_names(one["names"]), one["samples"]) for one in groups or ()] for name, groups in rows.items()
-        }
-        labels = list(dict.fromkeys(label for row in cells.values() for label, count in row if count))
-        axis.set_title(title, fontsize=9)
-        axis.set_yticks(range(len(rows)), [name if rows[name] else f"{name} (not told)" for name in rows], fontsize=7)
-        axis.invert_yaxis()
-        for place, row in enumerate(cells.values()):
-            left = 0
-            for label, count in ((label, count) for label, count in row if count):
-                axis.barh(place, count, left=left, color=colours(labels.index(label) % 20), edgecolor="white")
-                left += count
-        for number, label in enumerate(labels[:12]):
-            axis.plot([], [], "s", color=colours(number % 20), label=label)
-        if labels:
-            axis.legend(fontsize=6)
-    greys.set_title("grey levels", fontsize=9)
-    for name, portions in ((name, one["greys"]) for name, one in told.items() if one.get("greys")):
-        names = [one for portion in portions for one in portion["names"]]
-        shares = [portion["share"] / len(portion["names"]) for portion in portions for _ in portion["names"]]
-        greys.step([int(one.split()[0]) for one in names], shares, where="post", label=name)  # merged cells share equally
-    if greys.lines:
-        greys.legend(fontsize=6)
-    write_figure(path, picture, dpi=110)

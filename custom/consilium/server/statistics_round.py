@@ -11,7 +11,7 @@ from consilium.core.storage import write_atomic, write_json
 from consilium.data.datalist import SPLITS
 from consilium.data.stats import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
 from consilium.privacy.disclosure_control import Group, Portion, SiteStatistics
-from consilium.report import site_statistics
+from consilium.report.site_statistics import statistics_text
 
 FILE = "statistics.json"
 SLACK = 0.02
@@ -21,7 +21,7 @@ SLACK = 0.02
 class StatisticsRound:
     """The statistics of one run. The order of calls is begin -> (accept or decline)* -> finish.
 
-    `finish` writes statistics.json, statistics.txt and statistics.png.
+    `finish` writes statistics.json and statistics.txt.
     """
 
     def __init__(self, config: JobConfig, folder: Path, observer: Observer) -> None:
@@ -55,15 +55,14 @@ class StatisticsRound:
             self.refused[name] = reason
 
     def finish(self) -> None:
-        """Write the statistics of all sites as JSON, text and picture."""
+        """Write the statistics of all sites as JSON and text."""
         refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
         silent = {name: "no answer" for name in self._asked - self.found.keys() - refused.keys()}
         said = {name: {"refused": why} for name, why in (refused | silent).items()}
         told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
         sites = {name: told[name] for name in sorted(told)}
         self._asked = set()
-        write_atomic(self.folder / "statistics.txt", site_statistics.statistics_text(self.config.name, sites).encode())
-        site_statistics.plot(self.folder / "statistics.png", sites)
+        write_atomic(self.folder / "statistics.txt", statistics_text(self.config.name, sites).encode())
         write_json(self.folder / FILE, {"job": self.config.name, "sites": sites}, indent=1)
 
 
