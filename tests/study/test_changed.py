@@ -88,9 +88,6 @@ def test_a_workspace_that_does_not_say_names_both_runs_of_one_name(study_file: M
 def test_show_and_compare_name_the_cell_and_the_folder(
     study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = study_file(axes={"method": {"A": RATES["A"], "FedSCA": {"strategy": "fedsca"}}})
-    assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w") == 2
-    assert "method=FedSCA: " in capsys.readouterr().err
     path = study_file(axes={"method": RATES})
     assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "w") == 2
     said = " ".join(capsys.readouterr().err.split())

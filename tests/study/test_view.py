@@ -92,14 +92,7 @@ def test_in_a_pipe_running_cells_are_a_line_now_and_then(
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
     records = {cell.id: CellRecord("done", seconds=3600.0) for cell in cells}
-    text = printed(80, False, terminal_table(cells_table("t", cells, records, {cell.id: 5 * 2**19 for cell in cells}), 80))
+    text = printed(80, False, terminal_table(cells_table("t", cells, records), 80))
     assert max(map(cell_len, text.splitlines())) <= 80
-    assert text.count("2.50") == len(cells)
+    assert text.count("60.0 min") == len(cells)
     assert all(cell.id in text for cell in cells)
-
-
-def test_the_column_of_bytes_names_the_number_of_sites(study_file: MakeStudy, tmp_path: Path) -> None:
-    cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
-    records = {cell.id: CellRecord("waiting") for cell in cells}
-    for sites, heading in (([3, 3], "MiB, 3 sites"), ([2, 5], "MiB, 2–5 sites"), ([1], "MiB, 1 site"), ([0], "MiB")):
-        assert cells_table("t", cells, records, {}, sites).columns[-2].heading == heading

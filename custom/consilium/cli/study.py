@@ -26,8 +26,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun, first_names_text, rich_line
 from consilium.report.run_record import orphaned_cells, save_cells
 from consilium.report.tables import Table, duration_text
-from consilium.study.cost import assumed_sites, bytes_of
-from consilium.study.definition import GridErrors, Study, labels_text, load, pick
+from consilium.study.definition import Study, labels_text, load, pick
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, current_record, log_of, stored_record
 from consilium.study.run_cell import has_other_data, is_restorable
@@ -47,15 +46,10 @@ def study_show(
     workspace: WorkspaceOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Show a study's cells: each cell's state, run time and communicated MiB; and the excluded cells with reasons."""
+    """Show a study's cells: each cell's state and run time; and the excluded cells with reasons."""
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records = {cell.id: current_record(cell.folder) for cell in cells}
-    errors, sizes = GridErrors([cell.labels for cell in cells]), dict[str, int | None]()
-    for cell in cells:
-        with errors.collect_errors(cell.labels):
-            sizes[cell.id] = bytes_of(cell)
-    errors.raise_if_any()
     rows = []
     for cell in cells:
         one = records[cell.id]
@@ -64,21 +58,18 @@ def study_show(
             "labels": cell.labels,
             "folder": str(cell.folder),
         }
-        rows.append(vars(one) | more | {"bytes": sizes[cell.id]})
+        rows.append(vars(one) | more)
     told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
-    emit(told, _lines(chosen, records, sizes), format)
+    emit(told, _lines(chosen, records), format)
 
 
-def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> Iterator[Table | Text]:
+def _lines(study: Study, records: dict[str, CellRecord]) -> Iterator[Table | Text]:
     """Yield a study's cells as a table, and notes as lines."""
     cells = study.cells()
-    sites = [assumed_sites(cell, cell.load()) for cell in cells]
-    yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes, sites)
+    yield cells_table(f"{study.heading}: {study.config.about}", cells, records)
     for cell in (one for one in cells if records[one.id].state == "failed"):
         yield _line(f"{cell.display_name}: failed: {records[cell.id].reason}")
     yield from (_line(f"{labels_text(labels)}: left out: {reason}") for labels, reason in study.excluded())
-    if None in sizes.values():
-        yield _line("MiB: `counts` in the study's file tells how many sites there are")
     if older := orphaned_cells(study.workspace, (cell.id for cell in cells)):
         yield _line(f"{count_with_noun(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     yield from _outdated_lines({cell.display_name: (records[cell.id], strategy_code_digest(cell.load())) for cell in cells})

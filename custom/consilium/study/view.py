@@ -98,26 +98,13 @@ class StudyView(LiveScreen):
         return Group(bar, *lines)
 
 
-def cells_table(
-    title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], sites: Sequence[int] = ()
-) -> Table:
-    """Return a row per cell: its values on the axes, its state, its run time, the MiB that it communicates, its folder.
-
-    `sizes`: estimated bytes by cell id, None if unknown. `sites`: the numbers of sites that the estimates assume.
-    """
-    known = sorted({count for count in sites if count})
-    assumed = f", {'–'.join(map(str, dict.fromkeys((known[0], known[-1]))))} site{'s' * (known[-1] > 1)}" if known else ""
-    heads = [
-        *(Column(axis, right=False) for axis in cells[0].labels),
-        Column("state", right=False),
-        Column("took"),
-        Column(f"MiB{assumed}"),
-        Column("folder", right=False),
-    ]
+def cells_table(title: str, cells: Sequence[Cell], records: Records) -> Table:
+    """Return a row per cell: its values on the axes, its state, its run time, its folder."""
+    axes = [Column(axis, right=False) for axis in cells[0].labels]
+    heads = [*axes, Column("state", right=False), Column("took"), Column("folder", right=False)]
     rows = []
     for cell in cells:
-        record, size = records[cell.id], sizes.get(cell.id)
+        record = records[cell.id]
         took = duration_text(record.seconds) if record.seconds else ""
-        sent = "" if size is None else f"{size / 2**20:,.2f}"
-        rows.append([*cell.labels.values(), record.state, took, sent, cell.id])
+        rows.append([*cell.labels.values(), record.state, took, cell.id])
     return Table(title, heads, rows)
