@@ -72,7 +72,7 @@ def test_lines_without_scores_and_of_the_final_evaluation() -> None:
         view({"event": "metrics", "site": LONG[0], "round": 2, "metrics": {}})
         view({"event": "metrics", "site": LONG[1], "round": 2, "metrics": {"validation/global/dice": 0.5}})
     first, second, third = console.file.getvalue().splitlines()
-    assert first.startswith(f"round 1/2  {LONG[0]}: loss 0.750  ETA")
+    assert first.startswith(f"round 1/2  {LONG[0]}: loss 0.750")
     assert second == f"final evaluation  {LONG[0]}: nothing to score"
     assert third == f"final evaluation  {LONG[1]}: Dice global 0.500"
     assert view.losses == {LONG[0]: 0.75}

@@ -120,7 +120,7 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
         if (record := current_record(one.cell.folder)).data == one.data
     }
     show(_outdated_lines({name: stands for name, stands in there.items() if stands[0].state != "done"}))
-    with StudyView(Console(), study.heading, cells, workers) as view:
+    with StudyView(Console(), study.heading, cells) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.display_name for one in cells if ended[one.cell.id].state == "failed"]
     done = sum(ended[one.cell.id].state == "done" for one in cells)

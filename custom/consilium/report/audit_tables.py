@@ -1,7 +1,7 @@
 """Tables of the messages that left a site and of their tensors, for a site's page and for `consilium audit`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -63,12 +63,7 @@ def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool 
         seen.setdefault(key, []).append(tensor.norm)
     rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
     heads = columns("tensor", "shape", "type", "times", "norm")
-    left = Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
-    return _message_table(messages, unread, run), left
-
-
-def _message_table(messages: Sequence[_Message], unread: int, run: str) -> Table:
-    """Return a row per message that left the site."""
+    tensors = Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
     rows = []
     for one in messages[:MOST_ROWS]:
         epsilon, there = as_finite_float(one.privacy.get("epsilon")), one.tensors.values()
@@ -96,4 +91,4 @@ def _message_table(messages: Sequence[_Message], unread: int, run: str) -> Table
         f"{unread} messages are not as we write them; see consilium audit.": unread,
     }
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
-    return Table(f"Messages that left this site{run}", heads, rows, only_true(notes))
+    return Table(f"Messages that left this site{run}", heads, rows, only_true(notes)), tensors

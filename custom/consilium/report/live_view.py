@@ -3,6 +3,7 @@
 `RunFraction` counts a run's steps, for this view and that of studies.
 """
 
+import math
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -14,11 +15,11 @@ from typing import Any, Self
 import yaml
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, count_with_noun, rich_line, shown
-from consilium.report.tables import Column, Table, only_true, shorten_names, terminal_table
+from consilium.report.tables import Column, Table, duration_text, only_true, shorten_names, terminal_table
 from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events
 from consilium.tasks.registry import Scores, task_scores
 
@@ -155,8 +156,6 @@ class RunFraction:
         self._done: dict[str, int] = {}
         self._finished: set[str] = set()
         self._steps: dict[str, int] = {}
-        self._first: tuple[float, float] | None = None
-        """The fraction and the monotonic time at the first round. A resumed run begins with a fraction above 0."""
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
@@ -164,7 +163,6 @@ class RunFraction:
             case "round":
                 self.round, self.phase, self.phases = event["round"], event["phase"], event["phases"]
                 self._asked, self._done, self._finished = set(event["sites"]), {}, set()
-                self._first = self._first or (self.fraction, time.monotonic())
             case "step":
                 self._steps[event["site"]], self._done[event["site"]] = event["steps"], event["step"]
             case "metrics" if TRAIN_LOSS in event["metrics"]:  # without it, they are of the final evaluation
@@ -183,13 +181,6 @@ class RunFraction:
         done = sum(n if name in self._finished else min(self._done.get(name, 0), n) for name, n in steps.items())
         part = done / total if (total := sum(steps.values())) else 0.0
         return min((self.round + (self.phase + part) / self.phases) / self.rounds, 1.0)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """The estimated seconds until the last round ends; None before the first step. The time of loading does not count."""
-        if self._first is None or (done := self.fraction) <= (first := self._first[0]):
-            return None
-        return (time.monotonic() - self._first[1]) * (1 - done) / (done - first)
 
 
 LINE = 2000
@@ -213,8 +204,9 @@ class LiveScreen(ABC):
     def __init__(self, console: Console, title: str, total: int) -> None:
         self.console = console
         text = TextColumn("{task.description}", markup=False)
-        self._bar = Progress(text, BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn(), expand=True)
-        self._task = self._bar.add_task(shown(title, 40), total=total, eta="")
+        times = (TextColumn("ETA"), TimeRemainingColumn(), TimeElapsedColumn())
+        self._bar = Progress(text, BarColumn(None), *times, expand=True, speed_estimate_period=math.inf)
+        self._task = self._bar.add_task(shown(title, 40), total=total)
         live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.render)
         self._live = live if console.is_terminal else None
 
@@ -231,10 +223,16 @@ class LiveScreen(ABC):
     def render(self) -> Group:
         """Return the bar and the lines below it."""
 
-    def update_bar(self, done: float, now: str, eta: str) -> Progress:
-        """Set the bar to `done` units of work, with the texts `now` and `eta`, and return it."""
-        self._bar.update(self._task, completed=done, description=now, eta=f"ETA {eta}" if eta else "")
+    def update_bar(self, done: float, now: str) -> Progress:
+        """Set the bar to `done` units of work, with the text `now`, and return it."""
+        self._bar.update(self._task, completed=done, description=now)
         return self._bar
+
+    @property
+    def eta(self) -> str:
+        """The estimated time until all work is done, as "ETA 12.0 s"; "" if it is unknown, and at the end."""
+        left = self._bar.tasks[0].time_remaining
+        return f"ETA {duration_text(left)}" if left else ""
 
     def say(self, text: str, style: str = "") -> None:
         """Print a whole line. A terminal wraps it; in a file it stays one line."""
@@ -252,11 +250,12 @@ class LiveView(LiveScreen):
         self.sites: dict[str, dict[str, Any]] = {}
         self.losses: dict[str, float] = {}
         self.score, self.loading, self._said = scores.leading[0], "", set[str]()
-        super().__init__(console, title, rounds)  # calls render, so it comes last
+        super().__init__(console, title, 1)  # calls render, so it comes last
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
         self.run(event)
+        self.update_bar(self.run.fraction, "")
         row = self.sites.setdefault(shown(event["site"]), {"state": ""}) if event.get("site") else {}
         match event["event"]:
             case "site":
@@ -311,19 +310,14 @@ class LiveView(LiveScreen):
             told = told or "nothing to score"
         else:
             phase = f" phase {self.run.phase + 1}/{self.run.phases}" if self.run.phases > 1 else ""
-            when, eta = f"round {event['round'] + 1}/{self.run.rounds}{phase}", self._eta_text()
-            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, eta and f"ETA {eta}") if part)
+            when = f"round {event['round'] + 1}/{self.run.rounds}{phase}"
+            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, self.eta) if part)
         self.say(f"{when}  {shown(event['site'])}: {told}")
-
-    def _eta_text(self) -> str:
-        left = self.run.seconds_left
-        return "" if left is None else f"{left:.0f} s"
 
     def render(self) -> Group:
         """Return the bar and a row per site."""
         rounds = self.run.rounds
-        now = self.loading or f"round {min(self.run.round + 1, rounds)}/{rounds}"
-        bar = self.update_bar(self.run.fraction * rounds, now, self._eta_text())
+        bar = self.update_bar(self.run.fraction, self.loading or f"round {min(self.run.round + 1, rounds)}/{rounds}")
         return Group(
             bar, *([terminal_table(self._table(), self.console.width, "a wider terminal has them")] if self.sites else [])
         )

@@ -7,6 +7,7 @@ from several sites, and `compare` can join the predictions from several runs.
 import colorsys
 import io
 import math
+import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -19,7 +20,6 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from rich.cells import cell_len
 
 from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
@@ -145,6 +145,8 @@ PANEL, GAP, MARGIN = 300, 12, 16
 """Pixels of a tile's width, of the gap between tiles, and of the margin around a page."""
 LINE, POINTS = 40, 24
 """Pixels of a line of text, and of its letters. A tile is PANEL + LINE high: a picture and a line for its score."""
+LETTERS = 18
+"""Letters per line of a heading. Most fit a tile; wider ones are cut."""
 EDGE = 48
 """Width in pixels of the strip for a site's name."""
 KEYS = 24
@@ -259,33 +261,17 @@ def _draw_legend(classes: tuple[str, ...], width: int, grid: str) -> Image.Image
 def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
     """Return a picture of the tiles under their headings, with the rows' `names` upright at the left; and its layout."""
     (columns, key), step, high = page, PANEL + GAP, PANEL + LINE + GAP
-    face, titles = font(POINTS, True), list(columns)
-    for cells in range(max(map(cell_len, titles)), 0, -1):  # until each title fits over a tile in two lines
-        short = shorten_names(titles, cells)
-        if all(fit_text(text, PANEL, face) == shown(text) for title in short.values() for text in _two_lines(title)):
-            break
-    lines = [_two_lines(short[title]) for title in titles]
-    top, left, rows = LINE * (1 + any(second for _, second in lines)) + 8, EDGE * bool(names), len(columns[PICTURE])
+    short = shorten_names(list(columns), 2 * LETTERS)
+    lines = [textwrap.wrap(short[title], LETTERS) or [""] for title in columns]
+    top, left, rows = LINE * max(map(len, lines)) + 8, EDGE * bool(names), len(columns[PICTURE])
     parts = []
     for x, heading, tiles in zip(range(left, left + 100 * step, step), lines, columns.values(), strict=False):
-        parts += [
-            *(
-                (x, y, draw_text(line, (PANEL, LINE), POINTS, bold=True))
-                for y, line in zip((0, LINE), heading, strict=True)
-                if line
-            ),
-            *((x, top + row * high, tile) for row, tile in enumerate(tiles)),
-        ]
+        parts += [(x, y * LINE, draw_text(line, (PANEL, LINE), POINTS, bold=True)) for y, line in enumerate(heading)]
+        parts += [(x, top + row * high, tile) for row, tile in enumerate(tiles)]
     for row, name in enumerate(names):
         upright = draw_text(name, (PANEL, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
         parts.append((0, top + row * high, upright))
     return arrange([*parts, (left, top + rows * high, key)]), Layout(list(columns), rows, top)
-
-
-def _two_lines(name: str) -> tuple[str, str]:
-    """Return a name in two lines. The second is empty if the name fits into one."""
-    half = name if len(name) <= 20 else name[:20].rpartition(" ")[0] or name[:20]
-    return half, name[len(half) :].strip()
 
 
 def write_page(path: Path, page: Page, names: Sequence[str] = ()) -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,13 +40,8 @@ def _parse_axis(raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return raw
     if len(raw) == 1 and isinstance(values := next(iter(raw.values())), list):
-        pairs = [(_name_as_text(value), {next(iter(raw)): value}) for value in values]
-    else:
-        pairs = [(_name_as_text(name), {} if value is None else value) for name, value in raw.items()]
-    counts = Counter(name for name, _ in pairs)  # 1 and "1" are different keys with the same name
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"{twice[0]!r} is there twice; keep one, or give it another name")
-    return dict(pairs)
+        return {_name_as_text(value): {next(iter(raw)): value} for value in values}
+    return {_name_as_text(name): {} if value is None else value for name, value in raw.items()}
 
 
 def _name_as_text(name: Any) -> str:
@@ -353,15 +347,11 @@ class Study:
             values = {
                 field: value for field, value in values.items() if field not in more
             } | more  # a later override replaces an earlier one and moves to the end
-        given = {name: values.pop(name, "") for name in ("sites", "folder")}
-        for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, str | int):
-                raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
-        sites, data = map(str, given.values())
+        sites, data = (str(values.pop(name, "")) for name in ("sites", "folder"))
         counts = self.config.counts
         if "counts" in values:
             counts = validate(CountsConfig, values.pop("counts"), Path("counts"))
-        texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
+        texts = [f"{field}={json.dumps(value, default=str)}" for field, value in values.items()]  # YAML has dates
         base, raw = self._base
         try:
             config = make_job(raw, base, dict(map(parse_override, texts)), plugins=None, author=True)
@@ -371,13 +361,6 @@ class Study:
             raise ConfigError(line.sub(lambda _: str(self.path), str(error))) from None
         name, metrics = cell_digest(config, sites, data), TASKS[config.task.name].metric_names(config.task)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
-
-
-def _json(field: str, value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except TypeError:  # YAML has dates
-        raise ConfigError(f"{field}: {value}: a {type(value).__name__} is not a job's value; put it in quotes") from None
 
 
 def cell_digest(config: JobConfig, sites: str, data: str) -> str:

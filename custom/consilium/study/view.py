@@ -25,14 +25,13 @@ Records = Mapping[str, CellRecord]
 class StudyView(LiveScreen):
     """Shows the progress of `run_study`: a bar, an ETA, and a line per running cell."""
 
-    def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
-        self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
+    def __init__(self, console: Console, title: str, cells: Sequence[Planned]) -> None:
+        self.title, self.cells = title, [one.cell for one in cells]
         self.records = {one.cell.id: current_record(one.cell.folder) if is_finished(one) else CellRecord() for one in cells}
         self.parts: dict[str, tuple[float, str]] = {}  # fraction done, round as a text
-        self.first: dict[str, tuple[float, float]] = {}
-        """Of each running cell the fraction at its first report, which is above 0 if the cell was resumed, and the time."""
         self.said_at = time.monotonic()
         super().__init__(console, title, len(cells))  # calls render, so it comes last
+        self._update()
 
     def __enter__(self) -> Self:
         if (done := self._count("done")) and not self._live:
@@ -44,19 +43,19 @@ class StudyView(LiveScreen):
         cell = planned.cell
         if not isinstance(said, CellRecord):
             self.parts[cell.id] = said
-            self.first.setdefault(cell.id, (said[0], time.monotonic()))
+            self._update()
             if not self._live and time.monotonic() - self.said_at >= OFTEN:
                 running = ", ".join(f"{c.display_name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts)
-                self.say(f"{self._done_of_total()} {running}{self._eta_text()}")
+                self.say(f"{self._done_of_total()} {running}{self._comma_eta()}")
             return
         before = self.records[cell.id].state
         self.records[cell.id] = said
         self.parts.pop(cell.id, None)
-        self.first.pop(cell.id, None)
+        self._update()
         if said.state == "failed":
             self.say(f"{self._done_of_total()} {cell.display_name}: failed: {said.reason}", "red")
         elif said.state == "done" and not self._live:
-            self.say(f"{self._done_of_total()} {cell.display_name}: done in {duration_text(said.seconds)}{self._eta_text()}")
+            self.say(f"{self._done_of_total()} {cell.display_name}: done in {duration_text(said.seconds)}{self._comma_eta()}")
         elif said.state == "locked" != before:
             self.say(f"{cell.display_name}: another process runs this cell; waiting", "yellow")
 
@@ -71,31 +70,20 @@ class StudyView(LiveScreen):
         self.said_at = time.monotonic()
         super().say(text, style)
 
-    def _eta_text(self) -> str:
-        return f", ETA {eta}" if (eta := self.eta()) else ""
+    def _comma_eta(self) -> str:
+        return f", {self.eta}" if self.eta else ""
 
-    def eta(self) -> str:
-        """Return the estimated time until all cells are done; "" if unknown.
-
-        It follows from the mean time of finished cells. Before a cell has finished, it follows from the running cells.
-        """
-        took = [one.seconds for one in self.records.values() if one.state == "done"]
-        if not took:
-            ran = [(self.parts[cell][0] - part, time.monotonic() - began) for cell, (part, began) in self.first.items()]
-            took = [seconds / part for part, seconds in ran if part > 0.05]
-        if not took:
-            return ""
-        left = len(self.cells) - self._count("done", "failed") - sum(part for part, *_ in self.parts.values())
-        return duration_text(max(left, 0.0) * sum(took) / len(took) / max(min(self.workers, left), 1))
+    def _update(self) -> None:
+        """Set the bar to the number of cells that have ended, and the parts that are done of those that run."""
+        failed = f", {count} failed" if (count := self._count("failed")) else ""
+        done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
+        self.update_bar(done, f"{shown(self.title, 40)} {self._done_of_total()}{failed}")
 
     def render(self) -> Group:
         """Return the bar and a line per running cell."""
-        done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
-        failed = f", {count} failed" if (count := self._count("failed")) else ""
-        bar = self.update_bar(done, f"{shown(self.title, 40)} {self._done_of_total()}{failed}", self.eta())
         running = [f"{c.display_name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
-        return Group(bar, *lines)
+        return Group(self._bar, *lines)
 
 
 def cells_table(title: str, cells: Sequence[Cell], records: Records) -> Table:
