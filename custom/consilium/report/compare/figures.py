@@ -1,4 +1,4 @@
-"""Pictures of a comparison: learning curves, sites x methods, scores along an axis, against bytes, and against epsilon.
+"""Pictures of a comparison: learning curves, sites x methods, scores along an axis, and against bytes.
 
 Colours are those of M. Okabe and K. Ito, "Color Universal Design" (2002), which colour-blind readers can distinguish. Each
 method has a marker and a line style too, for prints without colours.
@@ -7,7 +7,7 @@ method has a marker and a line style too, for prints without colours.
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -40,7 +40,7 @@ from consilium.report.predictions import (
     read_page,
     write_page,
 )
-from consilium.report.run_record import Curve, RunRecord
+from consilium.report.run_record import Curve
 from consilium.report.tables import csv_text, escape_tex, number_text, shorten_names, tex_label
 from consilium.report.untrusted_files import subfolders
 
@@ -359,41 +359,19 @@ def _cell_text(values: Sequence[float], mark: str) -> str:
 
 
 def bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw mean scores against MiB sent and received."""
+    """Draw mean scores against MiB sent and received, on a logarithmic scale. A method that sends none is a horizontal line.
 
-    def mebibytes(run: RunRecord) -> float | None:
-        return None if run.bytes is None and not run.is_pooled else (run.bytes or 0.0) / 2**20
-
-    return _scatter(scores, width, mebibytes, "MiB sent and received", "no run sent anything", "by all sites")
-
-
-def epsilon_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw mean scores against epsilon. Runs with different units of privacy are never in one figure."""
-    units = {run.settings["privacy.unit"] for run in scores.group.runs.values() if run.epsilon is not None}
-    if len(units) > 1:
-        return "epsilon of sites and of records are no one scale"
-    label = f"epsilon ({next(iter(units), '')} level)"
-    return _scatter(
-        scores, width, lambda run: run.epsilon if run.is_private else 0.0, label, "no run is private", "at the job's delta"
-    )
-
-
-def _scatter(
-    scores: GroupScores, width: float, measure: Callable[[RunRecord], float | None], label: str, why: str, scope: str
-) -> Drawn:
-    """Draw means against a measure on a logarithmic scale. A method whose measure is 0 is a horizontal line.
-
-    A method without a complete seed, or with an unknown measure, is named in the legend only. `why`: returned if no measure is
-    positive. `scope`: words that follow the label in the caption.
+    A method without a complete seed, or with unknown bytes, is named in the legend only.
     """
     points: dict[str, tuple[float, list[float]]] = {}
     for method in scores.methods:
-        sizes = [measure(scores.group.runs[method, seed]) for seed in scores.complete_seeds(method)]
-        there = [size for size in sizes if size is not None]
+        runs = [scores.group.runs[method, seed] for seed in scores.complete_seeds(method)]
+        sizes = [0.0 if run.is_pooled else run.bytes for run in runs]
+        there = [size / 2**20 for size in sizes if size is not None]
         if there and len(there) == len(sizes):
             points[method] = fmean(there), scores.means(method)
     if not any(x > 0 for x, _ in points.values()):
-        return why
+        return "no run sent anything"
     figure = Figure(figsize=(width, 2.3 + _legend_height(scores.methods, width)), layout="constrained")
     axis = figure.subplots()
     for index, (method, (x, values)) in enumerate(points.items()):
@@ -410,14 +388,14 @@ def _scatter(
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    _label_axes(axis, scores, f"{label}, log scale", width)
+    _label_axes(axis, scores, "MiB sent and received, log scale", width)
     rows = [
-        {"method": method, label: x, "seed": seed, "value": value}
+        {"method": method, "MiB sent and received": x, "seed": seed, "value": value}
         for method, (x, values) in points.items()
         for seed, value in zip(scores.complete_seeds(method), values, strict=True)
     ]
-    caption = _caption(scores, f"The mean over sites against {label}, {scope}", BARS)
-    return Plot(figure, caption, rows)
+    what = "The mean over sites against MiB sent and received, by all sites"
+    return Plot(figure, _caption(scores, what, BARS), rows)
 
 
 def _label_axes(axis: Any, scores: GroupScores, label: str, width: float, value: str = "") -> None:
@@ -453,5 +431,5 @@ def _caption(scores: GroupScores, text: str, of_seeds: str, more: str = "") -> s
     return f"{text}. {score} {of_seeds if count > 1 else ''}".strip() + f" {more}" * bool(more)
 
 
-PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": bytes_figure, "epsilon": epsilon_figure}
+PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": bytes_figure}
 """Functions that draw a picture or return the reason why they cannot, by file name."""

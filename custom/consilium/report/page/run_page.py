@@ -365,7 +365,6 @@ SHOWS = {
     "along": "Scores along the study's axis",
     "sites": "Scores by method and site",
     "bytes": "Scores against bytes sent and received",
-    "epsilon": "Scores against epsilon",
 }
 
 
