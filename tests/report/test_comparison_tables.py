@@ -11,7 +11,6 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import MissingRun, group_comparable
-from consilium.report.compare.published import published_for, published_table, read_published
 from consilium.report.compare.run_tables import (
     correlate_diagnostics_with_score,
     cost_table,
@@ -20,7 +19,15 @@ from consilium.report.compare.run_tables import (
     trained_set,
 )
 from consilium.report.compare.score_statistics import scores_of
-from consilium.report.compare.tables import as_csv, comparison_tables, records, scores_table
+from consilium.report.compare.tables import (
+    as_csv,
+    comparison_tables,
+    published_for,
+    published_table,
+    read_published,
+    records,
+    scores_table,
+)
 from consilium.report.run_record import read_finished_run
 from consilium.report.tables import latex_text
 from tests.conftest import small_cells

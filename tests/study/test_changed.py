@@ -20,7 +20,7 @@ from consilium.report.run_record import LIST, cell_folder, orphaned_cells, save_
 from consilium.study.definition import Cell, Study, load
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, current_record
-from consilium.study.run_cell import is_finished, run_cell, running_record as begun_record, swap_stored_run
+from consilium.study.runner import is_finished, run_cell, running_record as begun_record, swap_stored_run
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
 from tests.report.pages import Page
@@ -220,7 +220,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
             log.write(planned.code)
         raise end
 
-    monkeypatch.setattr("consilium.study.run_cell.simulate_cell", simulate)
+    monkeypatch.setattr("consilium.study.runner.simulate_cell", simulate)
     first = planned("old")
     for _ in range(2):  # by the same code it goes on
         with suppress(Gone):

@@ -12,7 +12,7 @@ from consilium.config.site import Given
 from consilium.study.definition import Cell, Size, load
 from consilium.study.preflight import Planner
 from consilium.study.records import read_flops_cache
-from consilium.study.run_cell import run_cell
+from consilium.study.runner import run_cell
 from tests.conftest import JOBS
 
 STUDIES = sorted((JOBS / "studies").glob("*.yaml"))

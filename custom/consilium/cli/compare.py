@@ -17,9 +17,8 @@ from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_err
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
-from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.run_tables import settings_tables
-from consilium.report.compare.tables import as_csv, as_json, comparison_tables
+from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
 from consilium.report.tables import Table, latex_text, markdown_text, terminal_table
 from consilium.report.untrusted_files import subfolders

@@ -43,8 +43,7 @@ from consilium.data.partition import split_list
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
 from consilium.data.text import has_texts
-from consilium.report.data_stats import tables, write_stats
-from consilium.report.page.check_page import write_report
+from consilium.report.page.data_pages import tables, write_report, write_stats
 from consilium.report.tables import Column, Table
 from consilium.tasks.registry import TASKS
 

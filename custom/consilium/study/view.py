@@ -13,8 +13,7 @@ from consilium.report.tables import Column, Table, duration_text
 from consilium.study.definition import Cell
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, current_record
-from consilium.study.run_cell import is_finished
-from consilium.study.runner import Progress as Part
+from consilium.study.runner import Progress as Part, is_finished
 
 OFTEN = 30.0
 """Seconds between two lines about running cells where there is no terminal, at least."""

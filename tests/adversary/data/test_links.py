@@ -18,8 +18,8 @@ from consilium.data.datalist import SPLITS
 from consilium.data.settings import PictureSettings
 from consilium.federation import diagnostics
 from consilium.privacy import mechanism
-from consilium.report import data_stats
-from consilium.report.page.check_page import write_report
+from consilium.report.page import data_pages
+from consilium.report.page.data_pages import write_report
 from consilium.report.results_table import CrossSiteMatrix
 from consilium.report.run_files import RunLog
 from consilium.strategies.strategy import ServerState
@@ -97,8 +97,8 @@ def matrix(folder: Path) -> None:
 def look_at_a_site(folder: Path) -> None:
     """Write statistics of a site's pictures."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(data_stats, "draw", lambda *_: Figure())
-        data_stats.write_stats(folder, {}, {}, PictureSettings())
+        monkeypatch.setattr(data_pages, "draw", lambda *_: Figure())
+        data_pages.write_stats(folder, {}, {}, PictureSettings())
 
 
 @pytest.mark.parametrize("write", [finish_a_run, draw_a_site, share_out, matrix, look_at_a_site])
