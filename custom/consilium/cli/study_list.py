@@ -42,6 +42,6 @@ def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
     flops = known_flops(study, read_flops_cache())
     if flops is None and count:
-        flops = call("consilium.study.cost:count_and_cache_flops", study)
+        flops = call("consilium.study.preflight:count_and_cache_flops", study)
     hours = None if flops is None else gpu_hours(flops, tflops)
     return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}

@@ -59,9 +59,8 @@ def results_table(
     inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
     means: dict[str, dict[str, float]] = {}
     for which in [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]:
-        found = {
-            str(key): mean_of(inside, str(key), which == BY_N) for key, heading, _ in there if heading not in (INTERVAL, COUNT)
-        }
+        keys = [str(key) for key, heading, _ in there if heading not in (INTERVAL, COUNT)]
+        found = {key: mean_of(inside, key, which == BY_N) for key in keys}
         if which == BY_N:
             found[str(there[0][0])] = sum(one.get(str(there[0][0]), 0) for one in inside.values())
         means[which] = {name: value for name, value in found.items() if value is not None}
