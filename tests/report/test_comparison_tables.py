@@ -47,16 +47,6 @@ def test_each_frozen_model_has_its_row(tmp_path: Path) -> None:
     ]
 
 
-def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> None:
-    draws = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
-    runs = [*read(*draws), *read(make(tmp_path / "open", {"s": 0.9}, "ffa_lora"))]
-    found = comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)
-    assert not any("Missing" in sheet.title for sheet in found)
-    assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
-    assert found[0].best == {(2, 2), (2, 3), (2, 6), (2, 7)}  # the site, the mean, the mean by n, the rank
-    assert "*" not in "".join(found[0].rows[2])
-
-
 @pytest.mark.parametrize(
     ("scores", "rows"), [((0.5004, 0.5001, 0.49), {1, 2}), ((0.5004, 0.4996, 0.4994), {1, 2}), ((0.5006, 0.5004, 0.5), {1})]
 )

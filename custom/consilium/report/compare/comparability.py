@@ -25,8 +25,6 @@ UNNAMED = ("name", "experiment", "training.seed", "training.validate.every", "tr
 """Fields that never distinguish methods."""
 SAME = 0.01
 """Two machines' scores of one frozen model on the same images differ by less than this."""
-AGAIN = " again"
-"""Suffix of the seed of a private run that repeats another one with new noise."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,6 @@ class Group:
     def runs_of(self, method: str) -> list[RunRecord]:
         """Return a method's runs."""
         return [run for (name, _), run in self.runs.items() if name == method]
-
-    def expected_seeds(self, method: str) -> list[str]:
-        """Return the seeds that a method should have. A repeated draw of noise counts only for methods that have one."""
-        return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
 
     def with_group_name(self, text: str) -> str:
         """Return a title with the group's name before it, if the group has a name."""
@@ -184,7 +178,10 @@ def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = (
             own = next((labels[run.name] for run in group if run.labels == one.labels), "")
             method = own or _join_labels(one.labels, unnamed) or _join_labels(one.labels)
             named[method, str(one.seed)] = one.why
-        counted, left = _without_repeats(group, labels)
+        counted, left = dict[tuple[str, str], RunRecord](), list[str]()
+        for run in group:
+            if (first := counted.setdefault((labels[run.name], str(run.seed)), run)) is not run:
+                left.append(f"{run.name}: repeats {first.name} (same settings and seed), so it is not counted")
         lacking = {key: why for key, why in named.items() if key not in counted}
         made.append(Group(name, counted, tuple(left), lacking))
     why = []
@@ -244,33 +241,6 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
                 parts.append(f"{key if last.count(word) > 1 else word} {value}")
         found[run.name] = _join_labels(run.labels, unnamed) or ", ".join(parts)
     return found
-
-
-def _without_repeats(
-    runs: Sequence[RunRecord], labels: Mapping[str, str]
-) -> tuple[dict[tuple[str, str], RunRecord], list[str]]:
-    """Return runs by method and seed, and a line per run that is left out because it repeats another one.
-
-    A private run with the same method and seed has other noise, so it repeats another run only if all scores are equal.
-    """
-    found: dict[tuple[str, str], RunRecord] = {}
-    left = []
-
-    def scores(run: RunRecord) -> str:
-        return json.dumps(run.latest_scores, sort_keys=True)  # compared as text, because NaN != NaN
-
-    for run in runs:
-        method = labels[run.name]
-        alike = {key: one for key, one in found.items() if key[0] == method and one.seed == run.seed}
-        twin = next((key for key, one in alike.items() if not run.is_private or scores(one) == scores(run)), None)
-        if twin is not None:
-            kept, out = (run, found[twin]) if len(run.latest_scores) > len(found[twin].latest_scores) else (found[twin], run)
-            found[twin] = kept
-            left.append(f"{out.name}: repeats {kept.name} (same settings and seed), so it is not counted")
-            continue
-        draw = "" if not alike else AGAIN if len(alike) == 1 else f"{AGAIN} {len(alike) + 1}"
-        found[method, f"{run.seed}{draw}"] = run
-    return found, left
 
 
 def mixed_code_notes(group: Group) -> list[str]:

@@ -318,9 +318,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
         (m for m in first.scored_methods if len(models) == 1 and all(first.scores_at_site(m, site) for site in sites)), ""
     )
     found = [("pretrained", [first.scores_at_site(frozen, site) for site in sites], 0)] if frozen else []
-    found += [
-        (m, [scores.scores_at_site(m, site) for site in sites], len(scores.group.expected_seeds(m))) for m in scores.methods
-    ]
+    found += [(m, [scores.scores_at_site(m, site) for site in sites], len(scores.group.seeds)) for m in scores.methods]
     methods, at = [name for name, *_ in found], [one for _, one, _ in found]
     values = np.array([[mean(one) for one in row] for row in at], dtype=np.float64)
     texts = [[_cell_text(one, MARK if 0 < len(one) < most else "") for one in row] for _, row, most in found]

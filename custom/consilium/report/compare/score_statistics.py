@@ -148,7 +148,7 @@ class GroupScores:
 def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     """Return the scores of a group for one model and metric, and the missing ones.
 
-    A score is expected for each method, each of its expected seeds, and each site that has a score in any run.
+    A score is expected for each method, each seed, and each site that has a score in any run.
     """
     values = {
         (method, seed, site): run.score(site, stage, metric) for (method, seed), run in group.runs.items() for site in run.sites
@@ -158,7 +158,7 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     without = tuple(m for m in group.methods if group.runs_of(m) and not any(key[0] == m for key in scored))
     missing = {}
     for method in (method for method in group.methods if method not in without):
-        for key in itertools.product([method], group.expected_seeds(method), sorted({site for *_, site in scored})):
+        for key in itertools.product([method], group.seeds, sorted({site for *_, site in scored})):
             if key not in cells:
                 there = "not scored there" if values.get(key) is None else "not finite"
                 missing[key] = there if key[:2] in group.runs else group.absent.get(key[:2], "no run with this seed")

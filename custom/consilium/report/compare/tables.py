@@ -177,7 +177,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     columns = [METHOD, Column("seeds", 1), *of_sites, *rest]
 
     def row(of: GroupScores, method: str, name: str) -> list[Cell]:
-        means, expected = of.means(method), of.group.expected_seeds(method)
+        means, expected = of.means(method), of.group.seeds
 
         def scored(values: Sequence[float]) -> Cell:
             """Return the mean over seeds ± the standard deviation (n - 1 in the denominator) for two seeds or more."""
