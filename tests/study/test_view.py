@@ -13,7 +13,7 @@ from consilium.report.tables import terminal_table
 from consilium.study.definition import load
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord
-from consilium.study.view import OFTEN, StudyView, cells_table
+from consilium.study.runner import LINE_EVERY, StudyView, cells_table
 from tests.study.conftest import MakeStudy
 
 METHODS = {"a method with quite a long name " + c: {"training.lr": 1 / n} for n, c in enumerate("abcdefgh", 2)}
@@ -82,7 +82,7 @@ def test_in_a_pipe_running_cells_are_a_line_now_and_then(
     cells, console = planned(study_file, tmp_path, seeds=1)[:2], Console(file=io.StringIO(), width=80)
     view = StudyView(console, "tiny", cells)
     view(cells[0], (0.01, "round 1/4"))
-    monkeypatch.setattr(view, "said_at", view.said_at - OFTEN)
+    monkeypatch.setattr(view, "said_at", view.said_at - LINE_EVERY)
     view(cells[0], (0.02, "round 2/4"))
     view(cells[0], (0.03, "round 2/4"))
     said = console.file.getvalue()  # type: ignore[attr-defined]

@@ -14,11 +14,11 @@ from consilium.core.lazy import call
 from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text, rich_line, shown
 from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_errors, write_atomic
-from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
 from consilium.report.compare.run_tables import settings_tables
 from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
+from consilium.report.predictions import CASES
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
 from consilium.report.tables import Table, latex_text, markdown_text, terminal_table
 from consilium.report.untrusted_files import subfolders

@@ -29,8 +29,7 @@ from consilium.report.tables import Table, duration_text
 from consilium.study.definition import Study, labels_text, load, pick
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, current_record, log_of, stored_record
-from consilium.study.runner import has_other_data, is_restorable, run_study
-from consilium.study.view import StudyView, cells_table
+from consilium.study.runner import StudyView, cells_table, has_other_data, is_restorable, run_study
 
 StudyArgument = Annotated[Path, typer.Argument(help="a study's file, or its name in jobs/studies")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="take seconds: a tiny model and generated data")]

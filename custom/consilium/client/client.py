@@ -46,7 +46,7 @@ from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
 from consilium.federation.saved_model import SavedModel
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.report.best_worst_cases import Closing
+from consilium.report.predictions import Closing
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
 """By name in the training loop, the name of a number in messages."""

@@ -30,8 +30,7 @@ from consilium.privacy.plan import Plan
 from consilium.report import figures
 from consilium.report.results_table import plot_confusions
 from consilium.report.run_record import PACKAGES, roles_of
-from consilium.report.tensorboard_file import FOLDER, EventFile
-from consilium.report.tracking import Tracker
+from consilium.report.tracking import FOLDER, EventFile, Tracker
 from consilium.report.untrusted_files import place_of, read_lines
 from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
 

@@ -18,7 +18,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_hash, make_private_folder, write_atomic
-from consilium.estimates.flops import Samples, Work, flops_per_sample, generated_samples, run_flops
+from consilium.estimates.compute import Samples, Work, flops_per_sample, generated_samples, run_flops
 from consilium.federation.job import assemble_job, checkpoint_of
 from consilium.federation.simulated_sites import site_names
 from consilium.study.definition import Cell, GridErrors, Study

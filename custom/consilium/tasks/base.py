@@ -74,7 +74,7 @@ class UnitScores:
 
 @runtime_checkable
 class ShowsUnits(Protocol):
-    """Optional methods of a task that show its best, median and worst units; see report/best_worst_cases.py."""
+    """Optional methods of a task that show its best, median and worst units; see report/predictions.py."""
 
     scored: UnitScores | None
     """The scores of the last final evaluation."""

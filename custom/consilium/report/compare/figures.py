@@ -263,8 +263,7 @@ def first_numeric_axis(scores: GroupScores) -> str:
 def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw means over sites and seeds along the study's axis of numbers, with bars of the standard deviation over seeds.
 
-    There is a line for each combination of other labels. The axis's values are at equal distances, a word such as `all` last.
-    A line without any number on the axis, such as a method without privacy on an axis of epsilon, is dashed and horizontal.
+    There is a line for each combination of other labels.
     """
     if not (axis := first_numeric_axis(scores)):
         return "no axis of a study has numbers"
@@ -278,11 +277,28 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
         lines.setdefault(rest or axis, {})[labels[axis]] = means
         seeds = zip(scores.complete_seeds(method), means, strict=True)
         rows += [{"method": method, axis: labels[axis], "seed": seed, "value": value} for seed, value in seeds]
-    across = {name for name, line in lines.items() if not any(map(_is_number, line))}
-    values = {value for name, line in lines.items() if name not in across for value in line}
-    order = sorted(values, key=lambda value: (not _is_number(value), float(value) if _is_number(value) else 0.0))
     figure = Figure(figsize=(width, 2.3 + _legend_height(lines, width)), layout="constrained")
     plot = figure.subplots()
+    draw_lines(plot, lines)
+    _label_axes(plot, scores, wrap_name(axis), width)
+    what = f"The mean over sites along {axis}, its values at equal distances"
+    return Plot(figure, _caption(scores, what, BARS), rows)
+
+
+def sort_axis_values(values: set[str]) -> list[str]:
+    """Return an axis's values, sorted as numbers, with a word such as `all` at the end."""
+    return sorted(values, key=lambda value: (not _is_number(value), float(value) if _is_number(value) else 0.0))
+
+
+def draw_lines(plot: Any, lines: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Draw lines of means, with bars of the standard deviation over seeds.
+
+    `lines`: by name and value on the axis the seeds' values. A line without any number on the axis, such as a method without
+    privacy on an axis of epsilon, is dashed and horizontal.
+    """
+    across = {name for name, line in lines.items() if not any(map(_is_number, line))}
+    values = {value for name, line in lines.items() if name not in across for value in line}
+    order = sort_axis_values(values)
     for index, (name, line) in enumerate(lines.items()):
         look = style(index) | {"label": wrap_name(name), "linewidth": 1.2}
         if name in across:
@@ -291,9 +307,6 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
             points = {order.index(value): line[value] for value in order if value in line}
             _errorbar(plot, list(points), list(points.values()), **look)
     plot.set_xticks(range(len(order)), [wrap_name(value) for value in order])
-    _label_axes(plot, scores, wrap_name(axis), width)
-    what = f"The mean over sites along {axis}, its values at equal distances"
-    return Plot(figure, _caption(scores, what, BARS), rows)
 
 
 def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[float]], **look: Any) -> None:

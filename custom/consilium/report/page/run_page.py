@@ -15,7 +15,6 @@ from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.audit_tables import message_and_tensor_tables
-from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
@@ -25,6 +24,7 @@ from consilium.report.figures import ROUNDS
 from consilium.report.live_view import early_stop_text, refusal_time_text
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.page.site_section import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
+from consilium.report.predictions import CASES
 from consilium.report.results_table import (
     VALUES,
     confusion_tables,

@@ -19,10 +19,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
-from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, case_file_name
 from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
-from consilium.report.predictions import colours
+from consilium.report.predictions import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, case_file_name, colours
 from consilium.report.run_record import Curve, Results, finite_score, split_of, unit_of
 from consilium.report.tables import shorten_names
 from consilium.report.untrusted_files import Number, is_folder, read_plain
