@@ -119,7 +119,7 @@ class RunLog:
         `seeded`: the site's noise comes from a seed.
         """
         marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
-        line = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
+        line: dict[str, Any] = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
         self._note_site_marks(line)
         self.record(**line)
 
@@ -168,7 +168,7 @@ class RunLog:
         """Record matrices whose rows and columns are sites. `finish` draws the matrices of all rounds."""
         for title, matrix in matrices.items():
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
-            line = {
+            line: dict[str, Any] = {
                 "event": "figure",
                 "round": state.round - 1,
                 "title": title,

@@ -264,9 +264,9 @@ class Coordinator:
         reason = shown(reason, 1000)
         told = self.declined if joining else self.reasons
         told[name] = site_reason.text if site_reason else reason  # a site's text may name data, so others see its Reason only
-        refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
-        self.observer(refusal)
-        self.log.record(**refusal)
+        refusal = {"site": name, "round": self.state.round, "reason": reason, "joining": joining}
+        self.observer({"event": "refused", **refusal})
+        self.log.record("refused", **refusal)
         self.survey.decline(name, told[name])
         return reason
 

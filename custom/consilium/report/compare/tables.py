@@ -187,7 +187,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
             whole = len(values) == len(expected)
             return text + (MARK if values and not whole else ""), mean(values) if whole else None
 
-        middle, rank, beside = scored(means), None if of is pretrained else placed.get(method), against[method]
+        middle, rank = scored(means), None if of is pretrained else placed.get(method)
         of_seeds = "-" if of is pretrained and "±" not in middle[0] else _interval_text(interval(means))
         cells = [
             (name, None),
@@ -199,10 +199,10 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
             scored(of.means(method, weighted=True)),
             ("-", None) if rank is None else (f"{rank:.2f}", rank if scores.lower_is_better else -rank),
         ]
-        if printed and (of is pretrained or beside is None):
-            cells += [("-", None)] * 2
-        elif printed and beside is not None:
-            cells += [(number_text(beside), None), (difference_text(mean(means) - beside) if means else "-", None)]
+        if printed:
+            ours, theirs = mean(means), None if of is pretrained else against[method]
+            gap = "-" if ours is None or theirs is None else difference_text(ours - theirs)
+            cells += [(number_text(theirs), None), (gap, None)]
         return cells
 
     models: dict[str, list[str]] = {}
@@ -230,9 +230,9 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     texts = [[text for text, _ in cells] for cells in rows]
     marked = any(MARK in text for cells in texts for text in cells[1:])
     title = group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
-    notes = {f"the pretrained model is the best in: {first_names_text(beaten)}": beaten}
-    notes |= dict.fromkeys([*_scored_sample_lines(scores), *unequal_steps(group)[:1]], True)
-    return Table(title, columns, texts, [*_score_notes(scores, blocks, printed, marked), *only_true(notes)], best)
+    frozen_best = only_true({f"the pretrained model is the best in: {first_names_text(beaten)}": beaten})
+    notes = [*_score_notes(scores, blocks, printed, marked), *frozen_best, *_scored_sample_lines(scores)]
+    return Table(title, columns, texts, [*notes, *unequal_steps(group)[:1]], best)
 
 
 def _scored_sample_lines(scores: GroupScores) -> list[str]:

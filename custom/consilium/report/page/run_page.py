@@ -276,9 +276,9 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
         void = f"{one['void']}: {VOID}" if one["void"] else "0"
         row = [one["dataset"], ", ".join(one["jobs"]), str(one["releases"]), void, one["adjacency"], ", ".join(one["trust"])]
         rows.append([*row, *(NO_BOUND if as_finite_float(value) is None else f"{value:.4g}" for value in spent)])
-    heads = ("data set", "jobs", "releases", "void rows", "adjacency", "trust")
-    heads += tuple(f"epsilon of {unit}" for unit in ("a record", "a patient", "the site"))
-    return Table("Privacy spent by all jobs together, at delta 1e-05", columns(*heads), rows), ""
+    units = (f"epsilon of {unit}" for unit in ("a record", "a patient", "the site"))
+    heads = columns("data set", "jobs", "releases", "void rows", "adjacency", "trust", *units)
+    return Table("Privacy spent by all jobs together, at delta 1e-05", heads, rows), ""
 
 
 # site page -------------------------------------------------------------------------------------------------------------
