@@ -9,7 +9,7 @@ from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, e
 from consilium.core.lazy import call
 from consilium.report.tables import Column, Table
 from consilium.study.definition import Study, load, studies_folder
-from consilium.study.records import current_record, known_flops, read_flops_cache
+from consilium.study.records import current_record, known_flops
 
 
 def study_list(
@@ -40,7 +40,7 @@ def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
     begun = study.cells() if study.workspace.exists() else []  # making the cells of all studies would take long
     states = Counter(current_record(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    flops = known_flops(study, read_flops_cache())
+    flops = known_flops(study)
     if flops is None and count:
         flops = call("consilium.study.preflight:count_and_cache_flops", study)
     hours = None if flops is None else gpu_hours(flops, tflops)

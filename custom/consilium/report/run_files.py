@@ -31,7 +31,7 @@ from consilium.report import figures
 from consilium.report.results_table import plot_confusions
 from consilium.report.run_record import PACKAGES, roles_of
 from consilium.report.tracking import FOLDER, EventFile, Tracker
-from consilium.report.untrusted_files import place_of, read_lines
+from consilium.report.untrusted_files import place_of, read_json, read_lines
 from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
 
 LOCK, MOMENT = ".run.lock", 1.0
@@ -101,7 +101,8 @@ class RunLog:
         """
         write_atomic(self.folder / "job.yaml", yaml.safe_dump(self._config.model_dump(), sort_keys=False).encode())
         found = versions() | self._config.packages | {"code": strategy_code_digest(self._config)}
-        before = {name: told for name, told in _read_versions(self.folder / VERSIONS).items() if name in found}
+        former = read_json(self.folder / VERSIONS)
+        before = {name: told for name, told in former.items() if name in found and isinstance(told, str)}
         changed = {name: f"{told}{THEN}{found[name]}" for name, told in before.items() if told.split(THEN)[-1] != found[name]}
         write_atomic(self.folder / VERSIONS, json.dumps(found | before | changed, indent=1).encode())
         return [f"{name} {told}" for name, told in changed.items() if name != "platform"]
@@ -268,18 +269,9 @@ def payload_bytes(tensors: Tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _read_versions(path: Path) -> dict[str, str]:
-    """Return the versions in a versions.json; {} if it is missing or damaged. Versions do not affect results."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return {str(name): told for name, told in found.items() if isinstance(told, str)} if isinstance(found, dict) else {}
-
-
 def incompatible_version(folder: Path) -> str:
     """Return the version of Consilium that made a run; "" if its minor version is this one's or versions.json lacks it."""
-    told = _read_versions(folder / VERSIONS).get("consilium", "").split(THEN)[-1]
+    told = str(read_json(folder / VERSIONS).get("consilium", "")).split(THEN)[-1]
     return shown(told, 40) if told.split(".")[:2] != __version__.split(".")[:2] else ""
 
 

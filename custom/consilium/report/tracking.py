@@ -224,9 +224,8 @@ class Tracker:
         found = client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else client.create_experiment(name)
         run = str(client.create_run(experiment, run_name=self._config.experiment or self._folder.name).info.run_id)
-        settings = [
-            Param(tensorboard_tag(key), str(value)[:LONGEST]) for key, value in settings_of(self._config.model_dump()).items()
-        ]
+        given = {k: value for k, value in flatten_settings(self._config.model_dump()).items() if value not in (None, {})}
+        settings = [Param(tensorboard_tag(key), str(value)[:LONGEST]) for key, value in given.items()]
         for start in range(0, len(settings), MOST):
             client.log_batch(run, params=settings[start : start + MOST])
         write_atomic(self._folder / KEPT, json.dumps({"run": run}).encode())
@@ -251,20 +250,9 @@ def metric_name(source: str, name: str) -> str:
     """Return a metric's name in MLflow, at most LONGEST_NAME characters. `source`: a site, "server", or the mean of sites.
 
     A name that MLflow refuses would end the tracking of the run. So no part is empty, or too long for a file's name in UTF-8.
+    MLflow's file store cannot have both "dice" and "dice/cup", so there is a dot before a class.
     """
-    short = [
-        tensorboard_tag(part)[:LONGEST_PART].strip(".") or "-"
-        for part in (source.strip("()"), *name_with_dotted_class(name).split("/"))
-    ]
-    return "/".join(short)[:LONGEST_NAME].rstrip("/")
-
-
-def name_with_dotted_class(name: str) -> str:
-    """Return a metric's name with a dot before its class: MLflow's file store cannot have both "dice" and "dice/cup"."""
-    key = MetricKey.parse(name)
-    return name if key is None else str(MetricKey(key.split, key.stage, key.metric.replace("/", ".")))
-
-
-def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name, without None and {}."""
-    return {name: value for name, value in flatten_settings(values).items() if value is not None and value != {}}
+    if (key := MetricKey.parse(name)) is not None:
+        name = str(MetricKey(key.split, key.stage, key.metric.replace("/", ".")))
+    parts = (source.strip("()"), *name.split("/"))
+    return "/".join(tensorboard_tag(part)[:LONGEST_PART].strip(".") or "-" for part in parts)[:LONGEST_NAME].rstrip("/")

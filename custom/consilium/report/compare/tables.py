@@ -288,7 +288,9 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         ),
         f"95 % seeds needs {FEWEST_SEEDS} seeds: {planned} here say nothing of how sure a mean is": planned < FEWEST_SEEDS,
         f"the 95 % intervals of the test set join each site's bootstrap over its patients, or over its {unit}s if its list "
-        f"names none, {apart}, by MOVER; their width is the mean over seeds": True,
+        f"names none, {apart}, by MOVER; their width is the mean over seeds": any(
+            patients_interval(scores, method) for method in scores.scored_methods
+        ),
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
         f"rank: 1 is best; averaged over {count_with_noun(blocks, 'site')}; the pretrained model is not ranked": blocks,
         f"numbers marked {MARK} lack seeds, see below": marked,
