@@ -137,30 +137,14 @@ def _grid(table: Table, places: Sequence[int], wraps: bool) -> tuple[Grid, int]:
 def shorten_names(names: Sequence[str], width: int) -> dict[str, str]:
     """Return for each name a text of at most `width` terminal cells: the name, or its beginning and end.
 
-    Different names get different texts. If `width` is too small for that, some texts are longer.
+    Different names get different texts: those that would be shortened to the same text stay whole.
     """
     found: dict[str, str] = {}
-    used: set[str] = set()
-    tried: Counter[str] = Counter()
-    for name in sorted(set(names), key=lambda n: (cell_len(n) > width, n)):
-        first = short = _shorten_middle(name, width, "…")
-        while short in used:  # number the names that would be shortened to the same text
-            tried[first] += 1
-            short = _shorten_middle(name, width, f"…{tried[first] + 1}")
-        found[name] = short
-        used.add(short)
-    return found
-
-
-def _shorten_middle(name: str, width: int, mark: str) -> str:
-    """Return equally long parts of the name's beginning and end around `mark`, together at most `width` terminal cells.
-
-    A name that fits stays whole if `mark` is "…"; a numbered `mark` is always inserted. If no part fits, return `mark`.
-    """
-    if cell_len(name) <= width and mark == "…":
-        return name
-    cuts = (name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :] for kept in range(len(name), -1, -1))
-    return next((cut for cut in cuts if cell_len(cut) <= width), mark)
+    for name in names:
+        cuts = (name[: (kept + 1) // 2] + "…" + name[len(name) - kept // 2 :] for kept in range(len(name) - 1, -1, -1))
+        found[name] = name if cell_len(name) <= width else next((cut for cut in cuts if cell_len(cut) <= width), "…")
+    counts = Counter(found.values())
+    return {name: short if counts[short] == 1 else name for name, short in found.items()}
 
 
 def markdown_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:

@@ -1,6 +1,7 @@
 """Group the runs that are comparable (same task, data, sites and test samples), and name their methods."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -248,8 +249,8 @@ def mixed_code_notes(group: Group) -> list[str]:
     found = []
     for method in group.methods:
         versions = [run.code_versions for run in group.runs_of(method)]
-        every = sorted({name for one in versions for name in one})
-        if names := [name for name in every if len({one[name] for one in versions if name in one}) > 1]:
+        every = sorted({pair for one in versions for pair in one.items()})
+        if names := [name for name, count in Counter(name for name, _ in every).items() if count > 1]:
             found.append(f"{method}: its runs have other {', '.join(names)} (versions.json); run the older ones again")
     return found
 
