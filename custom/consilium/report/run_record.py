@@ -239,11 +239,6 @@ class RunRecord:
         return None if private is None else (self.privacy or {"epsilon": {}})["epsilon"].get(f"{private.delta:g}")
 
     @cached_property
-    def code_versions(self) -> dict[str, str]:
-        """The digest of the code and the versions of packages."""
-        return {name: one for name, one in self.versions.items() if name not in MACHINE and one != "not installed"}
-
-    @cached_property
     def parameter_counts(self) -> dict[Role, int] | None:
         """Numbers of shared, local and frozen parameters, by role; None if they are not on record."""
         recorded = next(self.lines_of("parameters"), None)

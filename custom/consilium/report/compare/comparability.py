@@ -9,7 +9,7 @@ from typing import Any
 
 from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text
-from consilium.report.run_record import RunRecord
+from consilium.report.run_record import MACHINE, RunRecord
 from consilium.tasks.registry import COUNT
 
 CHECKPOINT = "model.checkpoint"
@@ -248,9 +248,9 @@ def mixed_code_notes(group: Group) -> list[str]:
     """Return a line for each method whose runs differ in the strategy's code or in the versions of packages."""
     found = []
     for method in group.methods:
-        versions = [run.code_versions for run in group.runs_of(method)]
-        every = sorted({pair for one in versions for pair in one.items()})
-        if names := [name for name, count in Counter(name for name, _ in every).items() if count > 1]:
+        every = sorted({pair for run in group.runs_of(method) for pair in run.versions.items()})
+        counts = Counter(name for name, version in every if name not in MACHINE and version != "not installed")
+        if names := [name for name, count in counts.items() if count > 1]:
             found.append(f"{method}: its runs have other {', '.join(names)} (versions.json); run the older ones again")
     return found
 

@@ -226,7 +226,9 @@ def _samples(group: Group) -> Table:
     for site in sorted(frozenset[str]().union(*(run.sites for run in runs))):
         scored = {int(n) for run in runs for stage in Stage if (n := finite_score(run.score(site, stage, COUNT))) is not None}
         trained = {n for run in runs if (n := training_samples(run, site))}
-        validated = {n for run in runs if (n := _generated_validation_samples(run, site))}
+        # of generated data the job tells it; content is a digest for real data, and has no entry in a run of startup kits
+        told = (run.settings.get("data.phantoms.validation") for run in runs if run.content.get(site) == "")
+        validated = {n for n in told if isinstance(n, int) and n}
         rows.append([site, *map(_range_text, [trained, *([validated] if split != "validation" else []), scored])])
     heads = columns("site", "training", *(["validation"] if split != "validation" else []), split)
     equal = any(row[1] == "-" for row in rows)
@@ -236,13 +238,6 @@ def _samples(group: Group) -> Table:
         "validation -: not on record; known for generated data only": split != "validation" and any(r[2] == "-" for r in rows),
     }
     return Table(group.with_group_name("Samples by site"), heads, rows, only_true(notes), appendix=True)
-
-
-def _generated_validation_samples(run: RunRecord, site: str) -> int:
-    """Return a site's number of validation samples if its data are generated; 0 if they are not, or if it is not known."""
-    generated = run.content.get(site) == ""  # a digest for real data; no entry in a run of startup kits
-    count = run.settings.get("data.phantoms.validation") if generated else None
-    return count if isinstance(count, int) else 0
 
 
 def training_samples(run: RunRecord, site: str) -> int:
