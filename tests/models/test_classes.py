@@ -182,22 +182,6 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made
 
 
-def test_zero_shot_answers_are_clip_s_own_until_the_head_has_learned(
-    clip: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, images = _build("vision", clip, TWO, zero_shot="a picture of {}"), _pictures()
-    ids = load_tokenizer("tiny", None)(["a picture of a", "a picture of b"], return_tensors="pt")
-    pixels = (images - model.pixel_mean) / model.pixel_std
-    with torch.no_grad():
-        wanted = clip.model(input_ids=ids.input_ids, pixel_values=pixels, attention_mask=ids.attention_mask).logits_per_image
-        torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-4)
-    with torch.device("meta"):
-        assert _build("vision", clip, TWO, weights=False, zero_shot="a picture of {}").texts.shape == (2, 16)
-    (tmp_path / "merged").mkdir()
-    page = MODELS["vision"].save(tmp_path / "merged", model, *_job("vision", clip, TWO), None)  # type: ignore[misc]
-    torch.testing.assert_close(_page(page, tmp_path / "merged", monkeypatch)(images), wanted, rtol=1e-4, atol=1e-4)
-
-
 def test_dense_features_are_the_mean_over_patches_at_any_size_of_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +274,6 @@ def test_pixels_that_sites_would_prepare_otherwise_are_refused(clip: Made, tmp_p
     ("changes", "message"),
     [
         ({"image_size": 20}, r"model\.image_size: 20 is not a multiple of the patch size 8; use 16"),
-        ({"zero_shot": "a picture"}, "a text with {} once"),
         ({"pixel_std": [0.0] * 3}, "divides pixels"),
     ],
 )

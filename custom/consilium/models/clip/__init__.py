@@ -13,8 +13,8 @@ class ClipConfig(ModelConfig):
 
     name: Literal["clip"]
     variant: Annotated[
-        Literal["tiny", "biomedclip", "clip"],
-        Field(description="published weights, or the `tiny` one that ships with the package"),
+        Literal["tiny", "biomedclip"],
+        Field(description="BiomedCLIP's published weights, or the `tiny` ones that ship with the package"),
     ]
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
 
@@ -29,12 +29,12 @@ def _feature_point(model: Any) -> Cut:
     return Cut(model.projection, model.head.in_features, -1)
 
 
-_TOWER = r"vision_model\.(encoder\.)?layers\.\d+"
-_ATTENTION = rf"{_TOWER}\.(attention|self_attn)"
+_TOWER = r"vision_model\.layers\.\d+"
+_ATTENTION = rf"{_TOWER}\.attention"
 TARGETS = {
     "paper": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)"),
     "qv": TargetSet(rf"{_ATTENTION}\.(q_proj|v_proj)"),
-    "all-linear": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj|out_proj)|{_TOWER}\.mlp\.(fc1|fc2)"),
+    "all-linear": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj)|{_TOWER}\.mlp\.(fc1|fc2)"),
 }
 """Layers to adapt, by full module names."""
 

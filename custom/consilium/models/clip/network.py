@@ -1,4 +1,4 @@
-"""Image classifiers on a CLIP vision tower of `transformers`: BiomedCLIP, OpenAI's CLIP, and a tiny one that ships here."""
+"""Image classifiers on the vision tower of BiomedCLIP, or on a tiny one that ships here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, ViTConfig, ViTModel
+from transformers import PreTrainedModel, ViTConfig, ViTModel
 
 from consilium.models.architecture import require_multiple
 from consilium.models.clip import ClipConfig, published
@@ -32,7 +32,6 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "tiny": Shape(128, 4, 4, 64, 8),
     "biomedclip": Shape(768, 12, 12, 224, 16, 512),
-    "clip": Shape(768, 12, 12, 224, 16),
 }
 
 
@@ -59,12 +58,11 @@ class ClipClassifier(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """Map RGB images (N, 3, S, S) in 0..255 to (N, F): the class token after the last LayerNorm, projected."""
         output = self.vision_model((images - self.pixel_mean) / self.pixel_std)
-        pooled = output.pooler_output  # a ViTModel has none; its last hidden state has been through the LayerNorm
-        return self.projection(output.last_hidden_state[:, 0] if pooled is None else pooled)
+        return self.projection(output.last_hidden_state[:, 0])
 
 
 def build_clip(
-    variant: Literal["tiny", "biomedclip", "clip"],
+    variant: Literal["tiny", "biomedclip"],
     checkpoint: Path | None,
     image_size: int | None,
     classes: int,
@@ -73,29 +71,23 @@ def build_clip(
 ) -> ClipClassifier:
     """Return a classifier with published weights and a zero head, in evaluation mode.
 
-    `checkpoint`: for biomedclip the file open_clip_pytorch_model.bin (or .safetensors), for clip a `transformers` folder of
-    the shape of openai/clip-vit-base-patch16; None means the shipped weights and is for tiny only. Another `image_size` than
-    the native one interpolates position embeddings. `weights=False` lays the model out only (also under
-    torch.device("meta")). Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError for an impossible
-    size.
+    `checkpoint`: the file open_clip_pytorch_model.bin (or .safetensors); None means the shipped weights and is for tiny only.
+    Another `image_size` than the native one interpolates position embeddings. `weights=False` lays the model out only (also
+    under torch.device("meta")). Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError for an
+    impossible size.
     """
     shape = SHAPES[variant]
     size = image_size or shape.native
     require_multiple(size, shape.patch, f"the patch size {shape.patch}")
-    found = published.read(variant, checkpoint or (TINY_WEIGHTS if variant == "tiny" else None)) if weights else None
-    activation = found.activation if found else "gelu"
-    sizes = {
-        "hidden_size": shape.width, "num_hidden_layers": shape.depth, "num_attention_heads": shape.heads,
-        "intermediate_size": 4 * shape.width, "image_size": size, "patch_size": shape.patch, "hidden_act": activation,
-    }  # fmt: skip
-    tower: PreTrainedModel
-    if variant == "clip":
-        tower = CLIPVisionModel(CLIPVisionConfig(**sizes))
-    else:  # BiomedCLIP's timm trunk is exactly a ViTModel without its pooler
-        tower = ViTModel(ViTConfig(layer_norm_eps=1e-6, **sizes), add_pooling_layer=False)
-    model = ClipClassifier(tower, shape.width, shape.projection, classes)
-    if found:
-        _fill(model, found)
+    state = published.read(variant, checkpoint or (TINY_WEIGHTS if variant == "tiny" else None)) if weights else None
+    # BiomedCLIP's timm trunk is exactly a ViTModel without its pooler
+    sizes = ViTConfig(
+        hidden_size=shape.width, intermediate_size=4 * shape.width, num_hidden_layers=shape.depth,
+        num_attention_heads=shape.heads, image_size=size, patch_size=shape.patch, layer_norm_eps=1e-6,
+    )  # fmt: skip
+    model = ClipClassifier(ViTModel(sizes, add_pooling_layer=False), shape.width, shape.projection, classes)
+    if state is not None:
+        _fill(model, state, checkpoint or TINY_WEIGHTS)
     if gradient_checkpointing:
         model.vision_model.activation_checkpointing_enable({"use_reentrant": False})
     return model.eval()
@@ -106,11 +98,11 @@ def build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool,
     return build_clip(config.variant, checkpoint, config.image_size, task.outputs, weights, use_checkpointing)
 
 
-def _fill(model: ClipClassifier, found: published.Weights) -> None:
+def _fill(model: ClipClassifier, tensors: dict[str, Tensor], path: Path) -> None:
     """Load all tensors except the head, interpolating position embeddings if the model's picture size differs."""
     want = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
-    state = {name: _resize(name, tensor.float(), want.get(name)) for name, tensor in found.tensors.items()}
-    published.require_equal_layout(found.path, want, state)
+    state = {name: _resize(name, tensor.float(), want.get(name)) for name, tensor in tensors.items()}
+    published.require_equal_layout(path, want, state)
     model.load_state_dict(state, strict=False)  # strict but for the head, which starts at zero
 
 

@@ -11,41 +11,29 @@ from transformers import ViTForImageClassification
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.models.clip import ClipConfig
 from consilium.models.clip.network import PIXEL_MEAN, PIXEL_STD, ClipClassifier
-from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models.model_writer import page, save_pretrained
 
 BILINEAR = 2  # as PIL counts filters
-_VIT = """import torch
+_LOAD = """import torch
 from transformers import AutoModelForImageClassification
 
 model = AutoModelForImageClassification.from_pretrained(".").eval()
-"""
-_CLIP = """import torch
-from safetensors.torch import load_file
-from transformers import AutoModel
-
-tower = AutoModel.from_pretrained(".").eval()
-head = torch.nn.Linear({width}, {outputs})
-head.load_state_dict(load_file("head.safetensors"))
-"""
-_LOGITS = """mean = 255 * torch.tensor({mean}).view(3, 1, 1)
+mean = 255 * torch.tensor({mean}).view(3, 1, 1)
 std = 255 * torch.tensor({std}).view(3, 1, 1)
 
 
 @torch.no_grad()
 def logits(images):
     \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 to class logits (N, {outputs}).\"\"\"
-    return {answer}
+    return model((images - mean) / std).logits
 """
 
 
 def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any, tokenizer: Any) -> str:
-    """See registry.Saved. A ViT is saved as a ViTForImageClassification. CLIP has no such class.
-
-    So the head of a CLIP is saved in a separate file.
-    """
-    size, outputs = config.image_size, model.head.out_features
+    """See registry.Saved. The classifier becomes a ViTForImageClassification."""
+    size = config.image_size
     settings = {
-        "image_processor_type": ("CLIPImageProcessor" if config.variant == "clip" else "ViTImageProcessor"),
+        "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
         "size": {"height": size, "width": size},
         "resample": BILINEAR,
@@ -58,20 +46,9 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any, tok
         "do_convert_rgb": True,
     }
     write_atomic(folder / "preprocessor_config.json", json.dumps(settings, indent=1).encode(), PUBLIC)
-    pixels = {"mean": list(PIXEL_MEAN), "std": list(PIXEL_STD), "size": size, "outputs": outputs}
-    if config.variant == "clip":
-        save_pretrained(folder, model.vision_model)
-        save_head(folder, model.head.state_dict())
-        about = f"`AutoModel` loads the vision tower; the head, on its `pooler_output`, is {HEAD_FILE}."
-        begin, answer = (
-            _CLIP.format(width=model.head.in_features, outputs=outputs),
-            "head(tower((images - mean) / std).pooler_output)",
-        )
-    else:
-        save_pretrained(folder, _as_vit(model, getattr(task, "classes", None)))
-        about = "A `transformers` folder: `AutoModelForImageClassification` loads it."
-        begin, answer = _VIT, "model((images - mean) / std).logits"
-    return page(about, begin + _LOGITS.format(answer=answer, **pixels))
+    save_pretrained(folder, _as_vit(model, getattr(task, "classes", None)))
+    code = _LOAD.format(mean=list(PIXEL_MEAN), std=list(PIXEL_STD), size=size, outputs=model.head.out_features)
+    return page("A `transformers` folder: `AutoModelForImageClassification` loads it.", code)
 
 
 @torch.no_grad()
