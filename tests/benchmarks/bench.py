@@ -18,6 +18,7 @@ from nvflare.fuel.utils import fobs
 from torch import nn
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.core.linalg.simplex import mixture_weights
@@ -75,7 +76,7 @@ def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], N
 def _random_sam(variant: str, size: int, attention: str = "fused") -> nn.Module:
     torch.manual_seed(0)
     model = build_sam(variant, None, size, 2, attention=attention, weights=False)
-    lora.inject(model, 8, 8, SAM.target("paper"))
+    lora.inject(model, LoraConfig(rank=8, alpha=8, targets="paper"), SAM)
     return model.train()
 
 

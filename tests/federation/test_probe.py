@@ -33,7 +33,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model() -> torch.nn.Module:
     model = build_causal_lm("tiny", None)
-    dual_rank.inject(model, WANTED.rank, WANTED.scaling, CAUSAL_LM.target(WANTED.targets))
+    dual_rank.inject(model, WANTED, CAUSAL_LM)
     return model
 
 

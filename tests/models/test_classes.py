@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskGeneration
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.adapters.names import prepare_linear_layers
 from consilium.adapters.strategy_modules import feature_point_of
 from consilium.client.evaluator import Evaluator
@@ -90,7 +91,7 @@ def test_a_classifier_by_folder_is_what_transformers_has(kind: str, tmp_path: Pa
         12,
         14,
     )  # of DINOv3 the MLP may be gated
-    lora.inject(model, RANK, 4.0, MODELS["vision"].target("paper"))
+    lora.inject(model, LoraConfig(rank=RANK, alpha=4.0), MODELS["vision"])
     _train(model, (images,))
     wanted = model(images).detach()
     assert wanted.abs().max() > 0.01
@@ -137,7 +138,7 @@ def test_a_promptable_model_by_folder_is_what_transformers_has(
         torch.testing.assert_close(model(images, boxes), masks(plain), rtol=1e-4, atol=1e-5)
     names = prepare_linear_layers(model, MODELS["sam"].target("paper"))
     assert {name.partition(".")[0] for name in names} == {"vision_encoder", "mask_decoder"}
-    lora.inject(model, RANK, 4.0, MODELS["sam"].target("paper"))
+    lora.inject(model, LoraConfig(rank=RANK, alpha=4.0), MODELS["sam"])
     before = model(images, boxes).detach()
     _train(model, (images, boxes))
     wanted = model(images, boxes).detach()

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.adapters.names import prepare_linear_layers
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
@@ -126,12 +127,12 @@ def test_layers_whose_weight_is_read_past_them_are_refused(
     remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
     assert str(error.value) == f"adapter.targets: {layer}: {kind}'s code reads such weights past an adapter; {remedy}"
     if rest:
-        lora.inject(_laid_out(kind, sizes), 2, 4.0, CAUSAL_LM.target(rf".*\.({rest})"))
+        lora.inject(_laid_out(kind, sizes), LoraConfig(rank=2, alpha=4.0, targets=rf".*\.({rest})"), CAUSAL_LM)
 
 
 def test_every_layer_of_a_decoder_that_stands_alone_gets_a_gradient() -> None:
     model = build_causal_lm("folder", None, {"model_type": "bart", **BART}, weights=False)
-    lora.inject(model, 2, 4.0, CAUSAL_LM.target("all-linear"))
+    lora.inject(model, LoraConfig(rank=2, alpha=4.0, targets="all-linear"), CAUSAL_LM)
     model(torch.arange(5, 9)[None]).logits.sum().backward()
     assert all(tensor.grad is not None for tensor in adapter_state.tensors(model).values())
 
@@ -143,11 +144,10 @@ def test_plain_peft_loads_what_was_trained_with_equal_logits(kind: str, tmp_path
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "base")
     ours = build_causal_lm("folder", tmp_path / "base", shape.to_dict())
-    target = CAUSAL_LM.target("all-linear")
-    lora.inject(ours, 2, 4.0, target)
+    lora.inject(ours, LoraConfig(rank=2, alpha=4.0, targets="all-linear"), CAUSAL_LM)
     values = {n: torch.randn_like(t) for n, t in adapter_state.values(ours).items()}
     adapter_state.load(ours, values)
-    lora.save_peft(tmp_path / "adapter", values, 2, 4.0, "base", target)
+    lora.save_peft(tmp_path / "adapter", values, 2, 4.0, "base", CAUSAL_LM.target("all-linear"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     ids = torch.arange(10)[None]

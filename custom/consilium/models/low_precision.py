@@ -16,7 +16,22 @@ from torch import Tensor, nn
 
 from consilium.core.errors import ConfigError
 from consilium.models.custom_weight_access import architectures, is_weight_read
-from consilium.models.dtypes import QUANTIZED
+
+QUANTIZED = frozenset({"nf4", "int8"})
+"""Types of bitsandbytes; see quantized.py."""
+BLOCK = 64
+"""How many consecutive numbers of a flattened weight share a scale in NF4."""
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """Return the type in which a quantized layer computes: autocast's, or the input's.
+
+    Raises ConfigError for an integer input, which a model has cast to the type of a quantized weight's bytes.
+    """
+    if not input.is_floating_point():
+        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
 
 class StoredLinear(nn.Linear):

@@ -22,7 +22,7 @@ from consilium.federation.model_card import FILES, UNSTATED
 from consilium.federation.saved_model import CARD, TENSORS, convert_changes_to_parameters, export_adapter, read_adapter_folder
 from consilium.models.base_weights import tensor_names
 from consilium.models.causal_lm.network import TINY_FOLDER
-from consilium.models.dtypes import QUANTIZED
+from consilium.models.low_precision import QUANTIZED
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.model_writer import HEAD_FILE
 from consilium.models.registry import MODELS

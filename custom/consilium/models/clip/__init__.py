@@ -44,5 +44,5 @@ CLIP = ModelKind(
     lazy("consilium.models.clip.network:build"),
     TARGETS,
     cut=_feature_point,
-    save=lazy("consilium.models.clip.transformers_export:save"),
+    save=lazy("consilium.models.clip.network:save"),
 )

@@ -1,15 +1,17 @@
 """Exports a SAM: weights with Meta's names, the code that loads them by `segment_anything`, and graphs of its two parts."""
 
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.core.lazy import lazy
 from consilium.models.model_writer import page, save_weights
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import join_qkv
-from consilium.models.sam.network import MASK_TOKENS, SHAPES, PromptedSam
+from consilium.models.sam.network import FOLDER_MODELS, MASK_TOKENS, SHAPES, PromptedSam
 
 _PUBLISHED = """import torch
 from safetensors.torch import load_file
@@ -76,8 +78,11 @@ def logits(images, prompts):
 """
 
 
-def save(folder: Path, model: PromptedSam, config: SamConfig) -> str:
+def save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any) -> str:
     """See registry.Saved. The position embeddings are those of the job's image size."""
+    if config.variant == "folder":
+        written: str = lazy(f"{FOLDER_MODELS}:save")(folder, model, config)
+        return written
     join_qkv(model)
     save_weights(folder, model)
     return loading_page(model, config)
@@ -131,8 +136,10 @@ class Decoder(nn.Module):
         return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
 
 
-def graphs(model: PromptedSam) -> dict[str, Graph]:
-    """Return the encoder, which is large and runs once per picture, and the decoder."""
-    given = ("embedding",) if model.prompt == "none" else ("embedding", "prompts")
-    encoder, decoder = Graph(Encoder(model), ("images",), "embedding"), Graph(Decoder(model), given, "logits")
+def graphs(model: Any) -> dict[str, Graph]:
+    """Return the encoder, which is large and runs once per picture, and the decoder; a folder's model is one graph."""
+    prompts = () if model.prompt == "none" else ("prompts",)
+    if not hasattr(model, "image_encoder"):
+        return {"model": Graph(model, ("images", *prompts), "logits")}
+    encoder, decoder = Graph(Encoder(model), ("images",), "embedding"), Graph(Decoder(model), ("embedding", *prompts), "logits")
     return {"image_encoder": encoder, "mask_decoder": decoder}

@@ -19,8 +19,16 @@ from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.correctness import judge_answers, right_answers
-from consilium.tasks.language.losses import Row, learned_positions, log_likelihoods, losses_at, reward_margins, scatter_losses
-from consilium.tasks.language.packing import group_by_length, packed_losses
+from consilium.tasks.language.losses import (
+    Row,
+    group_by_length,
+    learned_positions,
+    log_likelihoods,
+    losses_at,
+    packed_losses,
+    reward_margins,
+    scatter_losses,
+)
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
@@ -149,7 +157,7 @@ class LanguageTask:
         return mean_loss(model, batch, self.config.packed)
 
     def batch_order(self, order: list[int], size: int) -> list[int]:
-        """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See packing.py."""
+        """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See `group_by_length`."""
         return (
             group_by_length(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
         )
