@@ -9,9 +9,10 @@ from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, check_unique
 from consilium.data.check_report import Findings
 from consilium.data.text import read_texts
-from consilium.tasks.language.text_scores import NAMES
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, uncertainty_names
 
+NAMES = ("rouge_l", "bleu", "meteor", "nist", "cider")
+"""The scores of generated texts, see text_scores.py."""
 WRITTEN: dict[str, tuple[str, ...]] = {
     "loss": (), "options": ("accuracy", "accuracy_norm"), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES,
     "teacher_forced": (*NAMES, "token_accuracy"),

@@ -18,7 +18,7 @@ from consilium.models.transformers_folder import max_prompt_tokens
 from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
-from consilium.tasks.language.correctness import judge_answers, right_answers
+from consilium.tasks.language.answers import judge_answers, right_answers
 from consilium.tasks.language.losses import (
     Row,
     group_by_length,
@@ -45,7 +45,7 @@ class LanguageTask:
     - `evaluate: options` adds "accuracy" and "accuracy_norm", see _score_options.
     - `label` adds "accuracy": how often the label in the greedy answer is that of a reference (no label counts as wrong).
     - `exact` adds "exact": how often final answers agree.
-    - `generation` adds text_scores.NAMES; so does `teacher_forced`, without generated answers, see _teacher_forced.
+    - `generation` adds NAMES; so does `teacher_forced`, without generated answers, see _teacher_forced.
     - CUT and CUT_ASKED: the shares of records that were shortened.
 
     Exact, generation and teacher_forced are scored in the final evaluation only, which also adds the number of scored records
@@ -157,7 +157,7 @@ class LanguageTask:
         return mean_loss(model, batch, self.config.packed)
 
     def batch_order(self, order: list[int], size: int) -> list[int]:
-        """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See `group_by_length`."""
+        """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See losses.py."""
         return (
             group_by_length(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
         )
