@@ -210,7 +210,6 @@ def test_written_answers_do_not_depend_on_their_batch() -> None:
     texts = [text("What does the heart do?", "x"), text("Write the word before the colon.", "x"), text("Say it again.", "x")]
     task = make_task(*texts, max_new_tokens=6)
     assert task.predict(model, "test", 1) == task.predict(model, "test", 3)
-    assert task._batch_dependent is False
 
 
 ALONE: dict[str, dict[str, object]] = {
@@ -238,21 +237,9 @@ def test_a_model_that_minds_who_is_beside_answers_one_by_one(kind: str) -> None:
     sizes, generate = list[int](), model.generate
     model.generate = lambda **given: sizes.append(len(given["input_ids"])) or generate(**given)
     together = task.predict(model, "test", 4)
-    assert sizes == [1, 2] + [1] * 5
+    assert sizes == [1] * 5
     assert len(set(together)) == 3
     assert together == task.predict(model, "test", 1)
-
-
-def test_prompts_of_one_length_tell_nothing_of_who_minds_the_padding() -> None:
-    torch.manual_seed(0)
-    config = {"model_type": "bart", "vocab_size": len(TOKENIZER), **ALONE["bart"]}
-    model: Any = build_causal_lm("folder", None, config, weights=False)
-    task = make_task(*[text("word", "x")] * 3, max_new_tokens=2)
-    task.predict(model, "test", 3)
-    assert task._batch_dependent is None
-    task = make_task(text("word", "x"), text("word word word", "x"), max_new_tokens=2)
-    task.predict(model, "test", 2)
-    assert task._batch_dependent is True
 
 
 def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.MonkeyPatch) -> None:
