@@ -244,40 +244,63 @@ def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     be part of `transformers`. The check does not import `transformers`, so it runs when a job is read.
     `keep_listed_keys` of listed_keys.py also checks by architecture.
     """
-    _check_build_cost(dict(config), "")
-    return _checked_mapping(config, "")
-
-
-def _checked_mapping(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a mapping of config.json without the keys that do not influence the layers (_NOTES).
-
-    Raises ValueError for a forbidden key or value; see `check_and_clean_config`.
-    """
-    found = dict[str, Any]()
-    for key, value in values.items():
-        where = f"{place}{key}"
-        hidden = str(key).startswith("_") and key != _SPECIAL  # written by `transformers` for its own use
-        if key in _NOTES or (hidden and (value is None or value == "" or isinstance(value, bool | int | float))):
-            continue
-        if hidden or (key != _SPECIAL and not (isinstance(key, str) and _NAME.fullmatch(key))):
-            raise ValueError(f"{ascii(where)[1:-1][:64]}: no key of a config.json, which begins with a letter; leave it out")
-        if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
-            raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
-        _check_words(value, where)
-        found[key] = _checked_mapping(value, f"{where}.") if isinstance(value, dict) else value
+    found: dict[str, Any] = _checked(dict(config), "", "")
     return found
 
 
-def _check_words(value: Any, where: str) -> None:
+def _checked(value: Any, where: str, key: str, depth: int = 0) -> Any:
+    """Return an entry of a config.json without notes. `where`: its dotted place; `key`: the last key of it.
+
+    Raises ValueError for a forbidden entry, and for one that would make building the model take minutes or gigabytes. The
+    server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
+    """
+    if isinstance(value, dict | list):
+        if isinstance(value, dict) and value.keys() == {_SPECIAL}:
+            _check_number({"Infinity": inf, "-Infinity": -inf}.get(str(value[_SPECIAL]), nan), key)
+            return value
+        if len(value) > 1024 or depth > 8:
+            raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
+        if isinstance(value, dict):
+            kept = {name: f"{where}.{name}" if where else str(name) for name in value}
+            return {
+                name: _checked(value[name], place, str(name)[:64], depth + 1)
+                for name, place in kept.items()
+                if _is_setting(name, value[name], place)
+            }
+        if _STAGES.search(key) and not _total(value) <= _BLOCKS:
+            raise ValueError(f"{key} of at most {_BLOCKS} in all")
+        return [_checked(item, where, key, depth + 1) for item in value]
+    if isinstance(value, int | float):
+        _check_number(value, key)
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
     if isinstance(value, str) and not _WORD.fullmatch(value):
         raise ValueError(
             f"{where}: {ascii(value)[:64]} is not a single word of letters, digits and _ . + -; leave it out: files, "
             "repositories and code are never named here"
         )
-    for item in value if isinstance(value, list | tuple) else ():
-        if isinstance(item, dict):
-            _checked_mapping(item, f"{where}.")
-        _check_words(item, where)
+    return value
+
+
+def _is_setting(key: Any, value: Any, where: str) -> bool:
+    """Return whether an entry of a map is kept: it influences the model's layers. Raises ValueError for a forbidden one."""
+    hidden = str(key).startswith("_")  # written by `transformers` for its own use
+    if key in _NOTES or (hidden and (value is None or value == "" or isinstance(value, bool | int | float))):
+        return False
+    if hidden or not (isinstance(key, str) and _NAME.fullmatch(key)):
+        raise ValueError(f"{ascii(where)[1:-1][:64]}: no key of a config.json, which begins with a letter; leave it out")
+    if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
+        raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
+    return True
+
+
+def _check_number(value: float, key: str) -> None:
+    if isinf(value) and not (_EXPERTS.search(key) or _COUNTS.search(key)):
+        return  # no limit
+    most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
+    most = 2**40 if isinstance(value, float) or "theta" in key else most
+    if not abs(value) <= most:  # so that NaN does not pass
+        raise ValueError(f"{key} of at most {most}")
 
 
 def _config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -312,32 +335,6 @@ def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
 def _total(value: list[Any]) -> float:
     """Return the sum of the absolute numbers in a list and its nested lists."""
     return sum(_total(one) if isinstance(one, list) else abs(one) for one in value if isinstance(one, list | int | float))
-
-
-def _check_build_cost(value: Any, key: str, depth: int = 0) -> None:
-    """Raise ValueError for an entry of a config.json that would make building the model take minutes or gigabytes.
-
-    The server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
-    """
-    if isinstance(value, dict) and value.keys() == {_SPECIAL}:
-        value = {"Infinity": inf, "-Infinity": -inf}.get(str(value[_SPECIAL]), nan)
-    if isinstance(value, dict | list):
-        if len(value) > 1024 or depth > 8:
-            raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
-        if isinstance(value, list) and _STAGES.search(key) and not _total(value) <= _BLOCKS:
-            raise ValueError(f"{key} of at most {_BLOCKS} in all")
-        pairs = value.items() if isinstance(value, dict) else ((key, item) for item in value)
-        for name, item in pairs:
-            _check_build_cost(item, str(name)[:64], depth + 1)
-    elif isinstance(value, int | float):
-        if isinf(value) and not (_EXPERTS.search(key) or _COUNTS.search(key)):
-            return  # no limit
-        most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
-        most = 2**40 if isinstance(value, float) or "theta" in key else most
-        if not abs(value) <= most:  # so that NaN does not pass
-            raise ValueError(f"{key} of at most {most}")
-    elif isinstance(value, str) and len(value) > LONGEST_TEXT:
-        raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
 
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:
