@@ -4,7 +4,7 @@ Nothing is downloaded, and no code of a folder runs. By default `transformers` w
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,25 +59,17 @@ def build(
     """
     shape = transformers_config(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
-        return (
-            _build_with_weights(auto, folder, shape, options, known)
-            if weights
-            else _build_without_weights(auto, shape, options)
-        )
+        if weights:
+            return _build_with_weights(auto, folder, shape, options, known)
+        return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)  # type: ignore[no-any-return]
+    except (CheckpointError, ConfigError, MemoryError):
+        raise
     except ImportError as error:
         found = re.search(r"requires the (\S+) library", str(error))
         what = (
             f"needs the package {found[1]}, which is not here" if found else f"cannot be loaded here ({shorten_error(error)})"
         )
         raise ConfigError(f"model.config: {shape.model_type!r} {what}; use another model") from None
-
-
-def _build_without_weights(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Return the model without the folder's weights. Raises ConfigError for inconsistent sizes."""
-    try:
-        return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)
-    except (ImportError, ConfigError):
-        raise
     except Exception as error:  # each architecture fails in its own way
         raise ConfigError(
             f"model.config: {shape.model_type!r} cannot be made of these sizes ({shorten_error(error)}); give the contents "
@@ -211,6 +203,21 @@ def remove_generation_config(model: PreTrainedModel) -> None:
     for shape in (model.config, model.config.get_text_config()):
         if getattr(shape, "output_router_logits", False):
             shape.output_router_logits = False
+
+
+def add_head(model: Any, names: Iterable[str], width: int, outputs: int, known: Known) -> None:
+    """Add a linear `head` that starts at zero, and `pooled`, the module before it.
+
+    Raises ConfigError if the encoder has one of the `names` itself.
+    """
+    if taken := next((name for name in names if hasattr(model, name)), None):
+        raise ConfigError(
+            f"model.config: model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand; known "
+            f"are {known.examples}"
+        )
+    model.head, model.pooled = nn.Linear(width, outputs), nn.Identity()
+    for tensor in model.head.parameters():
+        nn.init.zeros_(tensor)
 
 
 def register_normalization(model: nn.Module, pixels: tuple[Any, Any]) -> None:

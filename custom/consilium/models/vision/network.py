@@ -103,20 +103,14 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     """See registry.Build: a classifier with the folder's weights and a zero head."""
     model: Any = transformers_folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
     transformers_folder.require_no_running_means(model, model.config.model_type)
-    if taken := next((name for name in OURS if hasattr(model, name)), None):
-        raise ConfigError(
-            f"model.config: model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand; known "
-            f"are {KNOWN.examples}"
-        )
     transformers_folder.require_normalization(checkpoint if weights else None, *config.pixel_normalization)
     own = _checked_vision_config(model, config.image_size)
     for name in TEXT_PARTS:
         if hasattr(model, name):
             delattr(model, name)
     width = own.hidden_size if config.features == "dense" else _pooled_width(model, own)
-    model.head, model.pooled, model.dense = nn.Linear(width, task.outputs), nn.Identity(), config.features == "dense"
-    for tensor in model.head.parameters():
-        nn.init.zeros_(tensor)
+    transformers_folder.add_head(model, OURS, width, task.outputs, KNOWN)
+    model.dense = config.features == "dense"
     transformers_folder.register_normalization(model, config.pixel_normalization)
     transformers_folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:

@@ -64,6 +64,7 @@ class LanguageTask:
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
         self.config, self.kind = config, config.evaluate
+        self._compares = config.learn == "preference"
         self.num_samples, self.ignores_unfit = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: UnitScores | None = None
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
@@ -104,6 +105,11 @@ class LanguageTask:
         In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
         If the site failed instead, a malicious tokenizer that rejects certain words would reveal which sites hold them.
         """
+
+        def encoded(one: Text) -> list[Encoded]:
+            worse = [replace(one, outputs=(one.rejected,))] if self._compares else []
+            return [self._encoder.encode_record(answer) for answer in (one, *worse)]
+
         try:
             where = f"where task.learn is {self.config.learn}"
             if self._compares and not text.rejected:
@@ -115,22 +121,12 @@ class LanguageTask:
                     f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per "
                     "record"
                 )
-            return text, *self._encoded(text)
+            return text, *encoded(text)
         except (UnfitError, CheckpointError):
             if not self.ignores_unfit:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
-        return empty, *self._encoded(empty)
-
-    def _encoded(self, text: Text) -> list[Encoded]:
-        """Return a record's tokens and, for preferences, those of its rejected answer."""
-        worse = [replace(text, outputs=(text.rejected,))] if self._compares else []
-        return [self._encoder.encode_record(one) for one in (text, *worse)]
-
-    @property
-    def _compares(self) -> bool:
-        """Whether the task compares two answers per record (learn: preference)."""
-        return self.config.learn == "preference"
+        return empty, *encoded(empty)
 
     def has(self, split: str) -> bool:
         """Return whether the split has any sample."""
@@ -188,12 +184,10 @@ class LanguageTask:
             **({name: number / len(self._pairs[split]) for name, number in cut.items()} | whole),
             **{name: sum(values) / len(values) for name, values in each.items()},
         }
-        return found | (self._count_and_intervals(split, {"loss": losses} | each) if full else {})
-
-    def _count_and_intervals(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Return the number of scored records, and 95 % intervals of their mean scores by a bootstrap over patients."""
+        if not full:
+            return found
         whose = [text.patient or text.name for text in self.data.splits[split]]
-        return {COUNT: float(len(whose))} | intervals_of_means(each, whose)
+        return found | {COUNT: float(len(whose))} | intervals_of_means({"loss": losses} | each, whose)
 
     def _answer_scores(
         self, model: nn.Module, split: str, batch_size: int, full: bool
