@@ -111,16 +111,13 @@ class DualRank(adapter_state.AdapterModule):
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
         rank, tail = (shapes.get(name, (0,))[0] for name in ("lora_A", "tail_A"))
-        if {n: s for n, s in shapes.items() if n != GATE} != self._shapes(rank, tail):
-            wanted = f"lora_A (r, {self.base.in_features}) and lora_B ({self.base.out_features}, r)"
+        into, out = self.base.in_features, self.base.out_features
+        fitting = {"lora_A": (rank, into), "lora_B": (out, rank)}
+        fitting |= {"tail_A": (tail, into), "tail_B": (out, tail)} if tail else {}
+        if {n: s for n, s in shapes.items() if n != GATE} != fitting:
+            wanted = f"lora_A (r, {into}) and lora_B ({out}, r)"
             raise CheckpointError(f"adapter tensors {shapes}: do not fit a layer that takes {wanted}; same model for both?")
         self._allocate(rank, tail)
-
-    def _shapes(self, rank: int, tail: int) -> dict[str, tuple[int, int]]:
-        out, into = self.base.out_features, self.base.in_features
-        names = zip(("lora_A", "lora_B"), TAIL, strict=True)
-        (a, tail_a), (b, tail_b) = names
-        return {a: (rank, into), b: (out, rank)} | ({tail_a: (tail, into), tail_b: (out, tail)} if tail else {})
 
     def _allocate(self, rank: int, tail: int) -> None:
         make: dict[str, Any] = {"dtype": torch.float32, "device": self.base.weight.device}

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from consilium.core.lazy import lazy
-from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
+from consilium.models.architecture import named_sets
+from consilium.models.registry import Cut, ModelConfig, ModelKind
 
 
 class ClipConfig(ModelConfig):
@@ -29,20 +30,11 @@ def _feature_point(model: Any) -> Cut:
     return Cut(model.projection, model.head.in_features, -1)
 
 
-_TOWER = r"vision_model\.layers\.\d+"
-_ATTENTION = rf"{_TOWER}\.attention"
-TARGETS = {
-    "paper": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)"),
-    "qv": TargetSet(rf"{_ATTENTION}\.(q_proj|v_proj)"),
-    "all-linear": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj)|{_TOWER}\.mlp\.(fc1|fc2)"),
-}
-"""Layers to adapt, by full module names."""
-
 CLIP = ModelKind(
     ClipConfig,
     "classification",
     lazy("consilium.models.clip.network:build"),
-    TARGETS,
+    named_sets("vision_model"),
     cut=_feature_point,
     save=lazy("consilium.models.clip.network:save"),
 )

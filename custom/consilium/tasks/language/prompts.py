@@ -62,7 +62,8 @@ class Prompt:
                 f"{text.name}: a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question; use "
                 "task.prompt: chat"
             )
-        found = fill_template(_form(self.form, bool(context)), question, context)
+        with_input, without = FORMS.get(self.form, (self.form, self.form))
+        found = fill_template(with_input if context else without, question, context)
         return found._replace(before=f"{text.system}\n\n{found.before}") if text.system else found
 
     def conversation_parts(self, text: Text) -> list[tuple[str, bool]]:
@@ -278,11 +279,6 @@ def fill_template(template: str, instruction: str, input_text: str) -> Parts:
     before, field, after = template.partition("{input}")
     before, after = (part.replace("{instruction}", instruction) for part in (before, after))
     return Parts(before, input_text, after) if field else Parts(before, "", "")
-
-
-def _form(form: str, has_input: bool) -> str:
-    with_input, without = FORMS.get(form, (form, form))
-    return with_input if has_input else without
 
 
 def _message(question: str, context: str) -> str:
