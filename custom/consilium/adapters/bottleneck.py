@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
@@ -23,6 +22,7 @@ from consilium.adapters.registry import Shapes
 from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
+from consilium.models.model_writer import save_tensors
 from consilium.models.registry import ModelKind
 
 PARALLEL_SCALE = 0.5
@@ -91,7 +91,6 @@ def _hook_adapters(block: Any, features: int, width: int | None) -> None:
 
 def export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig, base: ModelKind, name: str) -> None:
     """Write adapter.safetensors and adapter.json. PEFT has no format for bottlenecks."""
-    folder.mkdir(parents=True, exist_ok=True)
     about = {
         "kind": "bottleneck",
         "base": name,
@@ -99,5 +98,5 @@ def export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig,
         "places": PLACES,
         "parallel_scale": PARALLEL_SCALE,
     }
+    save_tensors(folder / "adapter.safetensors", values)
     write_atomic(folder / "adapter.json", json.dumps(about, indent=1).encode())
-    save_file({n: t.detach().cpu().contiguous() for n, t in values.items()}, folder / "adapter.safetensors")

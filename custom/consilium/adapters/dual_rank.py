@@ -19,8 +19,9 @@ from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import DualRankConfig, LoraConfig
 from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, prepare_linear_layers
 from consilium.adapters.registry import Shapes
-from consilium.adapters.trained_base_parameters import decoder_names, save_parameters
+from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import CheckpointError
+from consilium.models.model_writer import save_tensors
 from consilium.models.registry import ModelKind
 
 
@@ -189,4 +190,4 @@ def export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig | Dual
     empty = {n.rpartition(".")[0] for n, tensor in plain.items() if factor(n) and not tensor.numel()}
     kept = {n: tensor for n, tensor in plain.items() if n.rpartition(".")[0] not in empty}
     lora.save_peft(folder, kept, 1, config.product_scaling, name, head_apart=base.head_apart)
-    save_parameters(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})
+    save_tensors(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})

@@ -28,15 +28,13 @@ from consilium.adapters.names import (
     prepare_linear_layers,
 )
 from consilium.adapters.registry import Shapes
-from consilium.adapters.trained_base_parameters import DECODER, decoder_names, save_parameters
+from consilium.adapters.trained_base_parameters import DECODER, decoder_names
 from consilium.core.errors import ConfigError
+from consilium.models.model_writer import HEAD_FILE, save_tensors
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
-
-
-HEAD_FILE = "head.safetensors"
 
 
 def shapes(model: nn.Module, config: LoraConfig, base: ModelKind) -> Shapes:
@@ -174,7 +172,7 @@ def save_peft(
 
     folder.mkdir(parents=True, exist_ok=True)
     if head_apart:
-        save_parameters(folder / HEAD_FILE, {n.partition(".")[2]: t for n, t in values.items() if is_head(n)})
+        save_tensors(folder / HEAD_FILE, {n.partition(".")[2]: t for n, t in values.items() if is_head(n)})
         values = {n: t for n, t in values.items() if not is_head(n)}
     fused = target.fuse(values) if target and target.fuse else dict(values)
     ranks = {n.rpartition(".")[0]: t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
@@ -200,11 +198,11 @@ def export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base:
     """See AdapterKind.export."""
     target = base.targets.get(config.targets)  # None for a user's regex, which may match more than linear layers
     if any(is_magnitude(n.removesuffix(CHANGE)) and n.endswith(CHANGE) for n in values):
-        save_parameters(folder / "adapter.safetensors", values)  # at a server, which has no base to add the changes to
+        save_tensors(folder / "adapter.safetensors", values)  # at a server, which has no base to add the changes to
         return
     own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_magnitude(n)}
     save_peft(folder, own, config.rank, config.plain_alpha, name, target, base.head_apart)
     if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local(n)}:
         save_peft(folder / "local", local, config.rank, config.plain_alpha, name, target)
     rest = {n: t for n, t in values.items() if n not in own and not is_local(n)}
-    save_parameters(folder / "decoder.safetensors", rest)
+    save_tensors(folder / "decoder.safetensors", rest)

@@ -7,7 +7,6 @@ no published weights to freeze.
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
@@ -15,6 +14,7 @@ from consilium.adapters.kinds import BottleneckConfig, FullConfig, LoraConfig
 from consilium.adapters.names import BASE, WHOLE_BASE, is_head
 from consilium.adapters.registry import Decoder, Shapes
 from consilium.core.errors import ConfigError
+from consilium.models.model_writer import save_tensors
 from consilium.models.registry import ModelKind
 
 DECODER = "mask_decoder."
@@ -39,14 +39,6 @@ def trainable_decoder(model: nn.Module, config: LoraConfig | BottleneckConfig) -
     return decoder_names(model, config.decoder)
 
 
-def save_parameters(path: Path, values: Mapping[str, Tensor]) -> None:
-    """Write `values` as a plain state dict, for `model.load_state_dict(values, strict=False)`. Without values write no file."""
-    if not values:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in values.items()}, path)
-
-
 # kind full ---------------------------------------------------------------------------------------------------------------
 
 
@@ -68,4 +60,4 @@ def train_whole(model: nn.Module, config: FullConfig, base: ModelKind) -> None:
 
 def export_whole(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base: ModelKind, name: str) -> None:
     """See AdapterKind.export."""
-    save_parameters(folder / "model.safetensors", values)
+    save_tensors(folder / "model.safetensors", values)

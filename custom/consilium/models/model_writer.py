@@ -1,6 +1,6 @@
 """Writes models as files: a state dict or a folder of `transformers`, and a page that shows how to load them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ def save_weights(folder: Path, model: nn.Module) -> None:
     save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
-def save_head(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the tensors of an encoder's head."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / HEAD_FILE)
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors by name, for `model.load_state_dict(tensors, strict=False)`. Without tensors write no file."""
+    if tensors:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 
 @contextmanager

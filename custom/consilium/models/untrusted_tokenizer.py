@@ -133,14 +133,8 @@ def check_backend(tokenizer: Any, where: str) -> None:
             "give a folder with tokenizer.json"
         )
     steps = {name: getattr(backend, name) for name in _STEPS}
-    try:
-        _check_steps({name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()})
-        if getattr(backend.model, "dropout", None):
-            raise ValueError(
-                f"model.dropout: {backend.model.dropout!r} draws tokens anew for every text, only null is possible"
-            )
-    except ValueError as error:
-        raise CheckpointError(f"model.checkpoint: {where}: {error}; {_REMEDY}") from None
+    program = {name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()}
+    check_tokenizer_json(program | {"model": {"dropout": getattr(backend.model, "dropout", None)}}, where)
 
 
 def _check_steps(program: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from consilium.data.cache import AHEAD, prefetch
 from consilium.data.datalist import NOTHING_LEFT
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
 from consilium.strategies.trainer import LocalStep, Penalty
-from consilium.tasks.base import Batch, GroupsRecords, Task
+from consilium.tasks.base import Batch, Task
 from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices, pin_batch
 
 # optimizer -------------------------------------------------------------------------------------------------------------
@@ -378,8 +378,8 @@ def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
 
 def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    if hasattr(task, "batch_order"):  # from Python 3.12 on isinstance does not see methods behind a wrapper's __getattr__
-        order = cast(GroupsRecords, task).batch_order(order, batch_size)
+    if hasattr(task, "batch_order"):
+        order = cast(Any, task).batch_order(order, batch_size)
     for start in range(0, len(order), batch_size):
         yield partial(_batch, task, device, order[start : start + batch_size], seed)
 

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTr
 
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
-from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models.model_writer import HEAD_FILE, page, save_pretrained, save_tensors
 from consilium.models.text_encoder import PAD, TextEncoderConfig
 
 KNOWN = transformers_folder.Known(
@@ -110,7 +110,7 @@ def save(target: Path, model: Any, config: TextEncoderConfig, task: Any, tokeniz
     head = model.head
     transformers_folder.restore_class(model, "head", "pooled", "features", pixels=False)
     save_pretrained(target, model)
-    save_head(target, {"head.weight": head.weight, "head.bias": head.bias})
+    save_tensors(target / HEAD_FILE, {"head.weight": head.weight, "head.bias": head.bias})
     tokenizer.save_pretrained(target)
     code = _LOAD.format(file=HEAD_FILE, outputs=head.out_features, features=_FEATURES[config.features])
     return page(f"`AutoModel` loads the encoder; what stands behind it is {HEAD_FILE}.", code)

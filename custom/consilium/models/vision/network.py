@@ -11,7 +11,7 @@ from transformers import AutoModel, PreTrainedModel
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
 from consilium.models.architecture import require_multiple
-from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models.model_writer import HEAD_FILE, page, save_pretrained, save_tensors
 from consilium.models.vision import VisionConfig
 
 KNOWN = transformers_folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
@@ -168,7 +168,7 @@ def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: A
     transformers_folder.restore_class(model, "head", "pooled")
     save_pretrained(target, getattr(model, "vision_model", model))
     behind = {} if projection is None else {"projection": projection.weight}
-    save_head(target, {"head.weight": head.weight, "head.bias": head.bias, **behind})
+    save_tensors(target / HEAD_FILE, {"head.weight": head.weight, "head.bias": head.bias, **behind})
     more = ", interpolate_pos_encoding=True" if interpolates and own.image_size != config.image_size else ""
     code = _LOAD.format(
         file=HEAD_FILE,
