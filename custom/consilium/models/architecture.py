@@ -8,7 +8,6 @@ checkpoint of another architecture gets an error.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from math import inf, isinf, nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -121,7 +120,7 @@ class FolderConfig(ModelConfig):
                 f"model.config.model_type: {kind!r}: not known to keep records apart for privacy.unit record; use one of "
                 f"{', '.join(self.apart)}"
             )
-        for key, value in _config_values(_DRAWN.get(kind, {}) | self.config):
+        for key, value in config_values(_DRAWN.get(kind, {}) | self.config):
             if found := _why_records_mix(key, value, kind):
                 what, remedy = found
                 raise ValueError(f"model.config.{key}: {value!r} {what} under privacy.unit record; {remedy}")
@@ -132,7 +131,7 @@ class FolderConfig(ModelConfig):
 
         Records of a batch would then influence each other.
         """
-        return any(_rope_depends_on_batch(key, value) for key, value in _config_values(self.config or {}))
+        return any(_rope_depends_on_batch(key, value) for key, value in config_values(self.config or {}))
 
 
 Channels = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]]
@@ -222,8 +221,6 @@ _STAGES = re.compile(
     r"(^|_)depths?$|(^|_)(num|n|numb_of)_(\w+_)?(blocks|layers)$|(blocks|layers)_per_\w+$|^(blocks|layers)$|numb_of_layers$"
 )
 """Keys of lists with the number of blocks per stage. The limit for one count holds for their sum."""
-_SPECIAL = "__float__"
-"""The key under which `transformers` writes numbers that JSON lacks: Infinity, -Infinity, NaN."""
 _DROPS = re.compile(r"drop")
 _STATIC = ("default", "linear", "llama3", "yarn")
 """Types of rotary positions with the same frequencies for every text; dynamic and longrope depend on a batch's longest text."""
@@ -250,9 +247,6 @@ def _checked(value: Any, where: str, key: str, depth: int = 0) -> Any:
     server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
     """
     if isinstance(value, dict | list):
-        if isinstance(value, dict) and value.keys() == {_SPECIAL}:
-            _check_number({"Infinity": inf, "-Infinity": -inf}.get(str(value[_SPECIAL]), nan), key)
-            return value
         if len(value) > 1024 or depth > 8:
             raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
         if isinstance(value, dict):
@@ -290,21 +284,19 @@ def _is_setting(key: Any, value: Any, where: str) -> bool:
 
 
 def _check_number(value: float, key: str) -> None:
-    if isinf(value) and not (_EXPERTS.search(key) or _COUNTS.search(key)):
-        return  # no limit
     most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
     most = 2**40 if isinstance(value, float) or "theta" in key else most
     if not abs(value) <= most:  # so that NaN does not pass
         raise ValueError(f"{key} of at most {most}")
 
 
-def _config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of a nested config.json with their dotted keys."""
     if not isinstance(value, dict):
         yield key, value
         return
     for name, item in value.items():
-        yield from _config_values(item, f"{key}.{name}" if key else str(name))
+        yield from config_values(item, f"{key}.{name}" if key else str(name))
 
 
 def _rope_depends_on_batch(key: str, value: Any) -> bool:
