@@ -30,7 +30,7 @@ from consilium.federation.job_checks import (
 )
 from consilium.models.architecture import refuse_gguf
 from consilium.models.base_weights import refuse_adapter
-from consilium.models.low_precision import require_storable, store_frozen_as
+from consilium.models.low_precision import store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
@@ -80,13 +80,12 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= trained_base_shapes(model, names) | adapter_state.head_shapes(model)
-        warnings = [*config.task.warnings(), *shared_weight_warning(model, own)]
+        warnings = [*shared_weight_warning(model, own)]
         if config.strategy.traits.pools_data and (steps := config.training.local_steps):
             warnings.append(
                 f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "
                 f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
             )
-        require_storable(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or adapter_state.initial_tensor, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, tuple(warnings))
     check_adapter(config, names, source)

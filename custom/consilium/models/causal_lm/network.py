@@ -44,7 +44,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys and values with which a model of `transformers` attends to later tokens, and the value that prevents it."""
 _ALWAYS_BOTH_WAYS = ("cpmant",)
-KNOWN = transformers_folder.Known("causal language model", "llama, mistral, qwen3 and all other causal models of transformers")
+KNOWN = transformers_folder.Known("causal language model", "llama, mistral, qwen3 and most other causal models of transformers")
 
 
 def build_causal_lm(
